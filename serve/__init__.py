@@ -1,4 +1,4 @@
-"""The inference server, and in `client` the client of `accel infer`. A folder may import only the folders to its right:
+"""The inference server, and the client of `accel infer` (`client`). A folder may import only the folders to its right:
 
     deploy > process > transports > core > models > scheduling > generate | security | client > protocol
 

@@ -41,7 +41,7 @@ class AroundAttention(TorchFunctionMode, ABC):
             self._inside = False
 
     def wrap(self, module: nn.Module) -> None:
-        """Wraps ``module`` in place, so that it always runs in this context.
+        """Wraps ``module`` in place, so that ``module`` always runs in this context.
 
         The blocks of ``module`` get the context too, because recomputation runs each block alone.
         """

@@ -26,7 +26,7 @@ def call(module: nn.Module, inputs: Any) -> torch.Tensor:
 
 
 def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Returns the inputs on ``device``, and floating-point inputs in ``dtype``."""
+    """Returns the inputs on ``device``. Converts floating-point inputs to ``dtype``."""
     if isinstance(inputs, Mapping):
         return {name: to_device(value, device, dtype) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
@@ -35,8 +35,8 @@ def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def moved(targets: Any, device: torch.device) -> Any:
-    """Returns the targets on ``device``: one tensor, a tuple of tensors, or a dict of tensors by name. Doesn't change
-    their dtypes."""
+    """Returns the targets on ``device``: one tensor, a tuple of tensors, or a dict of tensors by name. Keeps the dtypes
+    of the targets."""
     if isinstance(targets, Mapping):
         return {name: moved(value, device) for name, value in targets.items()}
     if isinstance(targets, tuple | list):

@@ -37,8 +37,8 @@ class Built:
     """This rank's part of the model.
 
     ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
-    ``memory`` is the state of PowerSGD. ``flops`` counts the FLOPs of one sample, forward and backward; 0 if not
-    counted. ``alike`` tells whether all ranks hold the same gradients after a backward pass.
+    ``memory`` is the state of PowerSGD. ``flops`` counts the FLOPs of one sample, forward and backward; 0 means that
+    the FLOPs weren't counted. ``alike`` tells whether all ranks hold the same gradients after a backward pass.
     """
 
     module: nn.Module
@@ -89,7 +89,7 @@ def make_data(config: TrainConfig) -> Any:
     if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
             f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
-            "(__len__ and __getitem__), because an iterable one can't resume at a step (docs/how-to/training.md)"
+            "(__len__ and __getitem__), because an iterable dataset can't resume at a step (docs/how-to/training.md)"
         )
     if not len(data):
         raise BadData(

@@ -1,5 +1,4 @@
-"""Writes the progress files in a run folder: ``log.jsonl``, ``tensorboard/``, and ``alive``, which every step
-touches."""
+"""Writes ``log.jsonl``, ``tensorboard/`` and ``alive`` into a run folder. Every step touches ``alive``."""
 
 from __future__ import annotations
 

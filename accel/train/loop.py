@@ -47,7 +47,7 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions use TF32 by default in torch
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # torch uses TF32 for convolutions by default
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
@@ -67,10 +67,10 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.expected = 0.0  # The number of targets in the previous step.
-        self.checked = ranks.tp is None  # Whether the parameters outside the tensor-parallel plan were compared.
+        self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # The config keys whose change reordered the samples.
-        self.log: StepLog | None = None  # Set only on rank 0, during run().
+        self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
+        self.log: StepLog | None = None  # None on ranks other than 0, and outside run().
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
@@ -152,8 +152,9 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
-        # DDP and FSDP average gradients over the ranks. The loss is first divided by the previous step's count, which
-        # keeps float16 sums small. If both steps have the same count, as usual, the gradients need no second division.
+        # DDP and FSDP average gradients over the ranks. The loss is first divided by the previous step's number of
+        # targets. This division keeps float16 sums small. If this step has as many targets as the previous step, as
+        # usual, the gradients need no second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -216,10 +217,10 @@ class Trainer:
         return (self.config.seed << 32) + stream + (stage << 48)
 
     def _first_bad(self, *, gradients: bool = False) -> str:
-        """Returns a message that names the first weight (or gradient) that isn't finite, of the lowest rank with such a
-        tensor.
+        """Returns a message that names a weight (or gradient) that isn't finite, or "" if all are finite.
 
-        Returns "" if all are finite. Every rank has to call this method, because a rank sees only its own shards.
+        Names the first such tensor of the lowest rank that has one. Every rank has to call this method, because a rank
+        sees only its own shards.
         """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
@@ -241,7 +242,7 @@ class Trainer:
     def _kept(self) -> str:
         if self.checkpoints.pending or self.checkpoints.complete():
             return "the last checkpoint is kept"
-        return "there is no checkpoint to go back to yet (checkpoint.every writes them)"
+        return "there is no checkpoint to go back to yet (checkpoint.every writes checkpoints)"
 
     def _between(self) -> None:
         every, config = self.config.checkpoint.every, self.config
@@ -342,8 +343,8 @@ class Trainer:
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # With the same optimizer, a moment that the checkpoint lacks was never updated. With another optimizer, the
-            # checkpoint may lack a moment only because the optimizer of the checkpoint doesn't have this moment.
+            # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
+            # If the checkpoint comes from another optimizer, that optimizer may not have the moment at all.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
@@ -374,8 +375,8 @@ class Trainer:
         self.checkpoints.save(state, run)
 
     def resume(self) -> None:
-        """Loads the newest finished checkpoint, if any. The run that wrote it may have had another world size or ZeRO
-        stage."""
+        """Loads the newest finished checkpoint, if there is one. The checkpoint may come from a run with another world
+        size or ZeRO stage."""
         if not self.checkpoints.complete():
             return
         found = self.checkpoints.load_newest(self._wanted, self.config.model)
@@ -434,7 +435,7 @@ class Trainer:
             dist.barrier(self.ranks.saving)
 
     def _wait_quietly(self) -> None:
-        """Lets a background save finish after an error, because the save is the last good checkpoint."""
+        """Lets a background save finish after an error, because this save becomes the last good checkpoint."""
         if sys.exc_info()[0] is not None:
             with suppress(Exception):
                 self.checkpoints.wait()

@@ -19,7 +19,7 @@ def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
     """Returns ``outputs`` as plain tensors, or as the sharded logits that ``cross_entropy`` takes.
 
     ``cross_entropy`` takes logits that are sharded along the vocabulary (a DTensor). ``cross_entropy`` and its backward
-    pass run inside torch's ``loss_parallel()``. Any other loss gets whole tensors.
+    pass run inside torch's ``loss_parallel()``. A loss other than ``cross_entropy`` gets whole tensors.
     """
     if isinstance(outputs, DTensor) and loss is not cross_entropy:
         return outputs.full_tensor()
@@ -29,7 +29,7 @@ def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
 def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum and the count that ``loss`` computes from ``outputs`` and ``targets``.
 
-    Raises ``BadConfig`` if ``loss`` returns anything else.
+    Raises ``BadConfig`` if ``loss`` doesn't return a tuple of two tensors with one number each.
     """
     found = loss(seen_by(loss, outputs), targets)
     if isinstance(found, tuple) and len(found) == 2 and all(isinstance(v, torch.Tensor) and not v.ndim for v in found):

@@ -21,7 +21,7 @@ from .precision import autocast, parameter_dtype
 
 
 class Passes(Protocol):
-    """Computes the gradients of a step into the parameters' ``grad``."""
+    """Computes the gradients of a step and puts them into the parameters' ``grad``."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         """Runs the forward passes of ``batches``, multiplies the summed losses by the factor ``forth``, and runs the
@@ -55,14 +55,15 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # frees the step's largest tensor; the loss keeps what its backward pass needs
+                    del outputs  # frees the step's largest tensor, unless the backward pass needs the tensor
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
 
 
 def take_part(outputs: torch.Tensor) -> None:
-    """Runs the backward pass of a rank without a sample, because the other ranks wait for this rank in collectives."""
+    """Runs the backward pass of a rank without a sample, because the collectives of the other ranks wait for this
+    rank."""
     local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
     torch.autograd.backward((local * 0).sum())
 

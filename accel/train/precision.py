@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .config.schema import APEX, OptimizerConfig
 
-# Advice for each of apex's names of a precision mode.
+# The advice that a run logs if the config names its precision mode as apex does.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
     "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
@@ -127,10 +127,10 @@ class MasterOptimizer:
             group["lr"], group["weight_decay"] = lr, decay
 
     def forget_all_but(self, saved: Collection[str]) -> None:
-        """Drops the moments of each parameter that has no moments in ``saved`` (names as in ``state_dict``).
+        """Drops the moments of each parameter that has no moments in ``saved``, which has the names of ``state_dict``.
 
-        Such a parameter got no gradient before the checkpoint, or every step was skipped. The bias correction has to
-        start with the parameter's first gradient.
+        A parameter has no moments in ``saved`` if the parameter got no gradient before the checkpoint, or if every step
+        was skipped. The bias correction has to start with the parameter's first gradient.
         """
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
@@ -153,7 +153,7 @@ class MasterOptimizer:
 
 def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
-    meshes: dict[Any, list[torch.Tensor]] = {}  # a foreach operation can't mix tensors of several meshes
+    meshes: dict[Any, list[torch.Tensor]] = {}  # tensors of different meshes can't be in one foreach operation
     for tensor in tensors:
         meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     parameters = [{"params": same} for same in meshes.values()]

@@ -1,7 +1,7 @@
 """Simulates a training step of any world size on one machine.
 
-Fake tensors have shapes but no memory, and a fake process group answers every collective. The bytes that a rank would
-hold and send are summed from the calls that the engine really makes.
+Fake tensors have shapes but no memory, and a fake process group answers every collective. The simulation sums the bytes
+that a rank would hold and send, from the calls that the engine really makes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .recompute import recompute
 class Simulated:
     """The peak of each kind of memory on rank 0 of the simulated world, and the bytes that rank 0 sent in the step.
 
-    ``activations`` are the bytes that autograd saved in the forward pass. They are counted only at ZeRO stage 0,
-    because at other stages they would include gathered parameters. ``sent`` counts the bytes to data-parallel ranks,
-    ``sent_tp`` to tensor-parallel ranks, and ``sent_pp`` from stage to stage.
+    ``activations`` are the bytes that autograd saved in the forward pass. ``activations`` are counted only at ZeRO
+    stage 0, because at stages 1 to 3 the saved bytes would include gathered parameters. ``sent`` counts the bytes to
+    data-parallel ranks, ``sent_tp`` to tensor-parallel ranks, and ``sent_pp`` from stage to stage.
     """
 
     parameters: int = 0
@@ -69,10 +69,10 @@ def simulate(
 
     ``inputs`` makes one micro-batch ``(inputs, targets)``. ``styles`` is the tensor-parallel plan. Pipeline parallel,
     context parallel and CPU offload are not simulated. ``activations`` leaves out the tensors that ``selective``
-    recomputation keeps, because autograd doesn't see them.
+    recomputation keeps, because autograd doesn't see these tensors.
 
     No process group may exist. A gradient is counted only as long as the step keeps the gradient. At ZeRO stage 0, DDP
-    and its traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
+    and DDP's traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
@@ -143,8 +143,8 @@ def simulate_pipeline(
 
 
 def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
-    """Returns the passes of each rank in order, as (pass, stage). A pass is F (forward), B (backward), or a half of B:
-    I or W."""
+    """Returns the passes of each rank in order, as (pass, stage). A pass is F (forward), B (backward), I (the first
+    half of a backward pass) or W (the second half)."""
     mine = places(pp, pipeline)
     count = sum(map(len, mine))
     stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
@@ -221,8 +221,8 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 class Sent(TorchDispatchMode):
     """Sums the bytes that a ring would send for each collective, and the bytes that pipeline stages send.
 
-    DDP and FSDP2 call the collectives of c10d, DTensor calls functional collectives. In an all-to-all, a rank sends as
-    many bytes as in a ring.
+    DDP and FSDP2 call the collectives of c10d. DTensor calls functional collectives. In an all-to-all, a rank sends as
+    many bytes as in an all-gather over a ring.
     """
 
     def __init__(self, found: Simulated) -> None:

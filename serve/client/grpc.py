@@ -1,8 +1,8 @@
 """A small gRPC client for ``accel infer``: arrays in, arrays out.
 
-This client exists because tritonclient, which the tests use, would be one more dependency and would leave most of the
-work to accel. tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or
-explain a wrong address. grpcio and the messages of the protocol are installed with the server.
+accel has its own client, because tritonclient would be one more dependency and would leave most of the work to accel.
+tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or explain a wrong
+address. accel's client needs grpcio and the protocol's messages, which are installed with the server.
 """
 
 from __future__ import annotations
@@ -170,9 +170,8 @@ class InferenceClient:
         """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 stands for the
         model's largest batch.
 
-        Casts integers and floats of another width to the model's dtypes. ``classes`` is the number of classes per
-        sample to request in place of the outputs; 0 requests the outputs. Raises ``BadData`` if the arrays don't fit
-        the model.
+        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests this
+        number of classes per sample in place of the outputs. Raises ``BadData`` if the arrays don't fit the model.
         """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
@@ -195,7 +194,7 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """Sends image files, one sample per file, as ``infer_many`` sends arrays. ``ImageInput`` reads the files.
+        """Sends image files as ``infer_many`` sends arrays. Each file is one sample. ``ImageInput`` reads the files.
 
         If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
         """
@@ -233,7 +232,8 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The text has no count of sent samples. A log prints each text only once, so the count would seem to stay at 0.
+        # The text leaves out the number of sent samples: a log prints each text only once, so the number would seem to
+        # stay at 0.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:

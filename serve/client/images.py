@@ -81,7 +81,7 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # Refuses a small file that unpacks to a huge image. Pillow only warns of such a file.
+                # Refuses a small file that unpacks to a huge image. Pillow itself only warns of such a small file.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])

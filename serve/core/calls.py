@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # the thread that reads a stream leaves the run to an instance
+            inline=call.single,  # a thread that reads a stream doesn't run the requests itself
         ),
         call.parameters,
     )
@@ -65,7 +65,7 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
 
 
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
-    """Set the fields of ``request`` from the parameters that the protocol defines. Keep any other parameter in
+    """Set the fields of ``request`` from the parameters that the protocol defines. Keep the remaining parameters in
     ``request.parameters``.
     """
     if not given:

@@ -1,4 +1,4 @@
-"""``Control`` has the commands that change a running server: all calls besides inference and queries.
+"""``Control`` has the commands that change a running server: all calls except inference and queries.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
 another process as a ``Command``: the name of a method of ``Control``, with its arguments.
@@ -14,8 +14,8 @@ from ..protocol.inference import Code, Parameter, ServeError, StatisticsRow
 
 
 class Control(Protocol):
-    """Each method raises ``ServeError`` if the command is refused or fails. ``owner`` is the name of the token that a
-    region of shared memory belongs to, "" on a server without tokens."""
+    """Each method raises ``ServeError`` if the command is refused or fails. ``owner`` is the name of the token that
+    owns a region of shared memory, or "" on a server without tokens."""
 
     def load(self, name: str, config: str | None) -> None:
         """Load or reload a model. ``config`` is a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
@@ -67,8 +67,8 @@ class Command(NamedTuple):
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:
-        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no such
-        method."""
+        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` doesn't have
+        this method."""
         if self.name not in COMMANDS:
             raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
         getattr(control, self.name)(*self.arguments)

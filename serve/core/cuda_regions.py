@@ -23,8 +23,8 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, and ``host`` is an address in
-    host memory."""
+    """The CUDA calls of this module. ``address`` is an address in GPU memory, and ``host`` is an address in host
+    memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""

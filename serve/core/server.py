@@ -1,4 +1,5 @@
-"""``InferenceServer``: the methods that every transport calls. They take and return the types of ``transport.py``."""
+"""``InferenceServer``: the methods that every transport calls. The methods take and return the types of
+``transport.py``."""
 
 from __future__ import annotations
 
@@ -77,8 +78,9 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """At most ``max_waiting`` transport threads (0: no limit) wait for one model, so a hanging model doesn't hold
-        all threads. A request that holds no transport thread is limited only by the queue of its model."""
+        """At most ``max_waiting`` transport threads wait for one model, so a hanging model doesn't hold all threads. A
+        ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the queue of
+        their model."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
@@ -107,7 +109,7 @@ class InferenceServer:
         return self.healthy()
 
     def healthy(self) -> bool:
-        """Tells the same as ``ready``, for probes that have no token."""
+        """Tells the same as ``ready``, but needs no token."""
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
@@ -229,7 +231,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True if a response of the model couldn't be converted to a reply
+        spoiled = False  # True once a response of the model couldn't be converted to a reply
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
@@ -304,7 +306,7 @@ class InferenceServer:
         self.processes.load(name, text)
 
     def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
-        """Unload a model. The only parameter is ``unload_dependents``: also unload the steps of an ensemble."""
+        """Unload a model. The only parameter is ``unload_dependents``, which also unloads the steps of an ensemble."""
         self.access.check(token, model=name, control=True)
         dependents = (parameters or {}).get("unload_dependents", False)
         if not isinstance(dependents, bool):
@@ -379,7 +381,7 @@ class InferenceServer:
 
     @property
     def taking(self) -> bool:
-        """Tells whether the server takes new requests. After ``drain``, the server takes none."""
+        """Tells whether the server takes new requests. Returns False after ``drain``."""
         return not self._draining
 
     @property

@@ -11,13 +11,13 @@ from ..protocol.inference import Parameter
 from ..protocol.tensors import invalid
 
 _LEVELS = {"OFF", "TIMESTAMPS", "TENSORS"}
-_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value of the setting
+_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value of each setting
 
 
 @dataclass
 class _Sampler:
-    """Chooses one of every ``rate`` requests to trace, until ``left`` requests are traced. A ``rate`` of 0 chooses
-    none, and a ``left`` of -1 means no limit."""
+    """Chooses one of every ``rate`` requests to trace, until ``left`` requests are traced. With a ``rate`` of 0, no
+    request is chosen. A ``left`` of -1 means no limit."""
 
     on: bool
     rate: int
@@ -40,8 +40,8 @@ class _Sampler:
 class TraceSettings:
     """The trace settings of the server, and the overrides of each model.
 
-    ``url`` is the endpoint of the OpenTelemetry traces. One of every ``rate`` requests is traced. Without a URL the
-    settings can be read and changed but nothing is traced, as in Triton without a trace file.
+    ``url`` is the endpoint of the OpenTelemetry traces. One of every ``rate`` requests is traced. Without a URL,
+    clients can read and change the settings, but nothing is traced, as in Triton without a trace file.
     """
 
     def __init__(self, url: str = "", rate: int = 1000) -> None:
@@ -136,8 +136,8 @@ class LogSettings:
             return dict(self._values)
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
-        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown, has a value that is not
-        allowed, or is ``log_file``, which only the command line sets."""
+        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not
+        allowed. Also refuses to change ``log_file``, because only the command line sets this setting."""
         for key, value in changes.items():
             if key not in self._values:
                 raise invalid(f"Unknown log setting '{key[:64]}'; use one of {', '.join(self._values)}")

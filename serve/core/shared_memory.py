@@ -1,8 +1,8 @@
 """Regions of memory that clients share with the server: POSIX shared memory, and GPU memory (``cuda_regions``).
 
 The server opens a POSIX region when the client registers the region, and checks every slice against the region's size.
-System calls read and write the region; the region is not mapped. A client can shrink the memory at any time, and
-touching a mapped page that is gone would end the process.
+The server reads and writes the region by system calls and doesn't map the region. A client can shrink the memory at any
+time. If the region were mapped, an access to a removed page would end the process.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class SharedMemory:
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Registers ``byte_size`` bytes of the object ``key``, from ``offset`` on, under the name ``name``.
 
-        Raises ``ServeError`` ALREADY_EXISTS if the name is taken, NOT_FOUND if there is no such object, and
-        INVALID_ARGUMENT if the object is too small or ``key`` cannot be the name of an object.
+        Raises ``ServeError`` with one of these codes:
+
+        - ALREADY_EXISTS: the name is taken.
+        - NOT_FOUND: the object ``key`` doesn't exist.
+        - INVALID_ARGUMENT: the object is too small, or ``key`` can't be the name of an object.
         """
         if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")
@@ -80,7 +83,7 @@ class SharedMemory:
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
         """Forget the region ``name``, or every region if ``name`` is empty. ``kind=None`` stands for both kinds of
-        regions. As in Triton, an unknown name is no error."""
+        regions. As in Triton, an unknown name isn't an error."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:

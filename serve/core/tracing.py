@@ -8,8 +8,9 @@
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
 
-Spans and attributes that Triton also has carry Triton's names. Spans are created once a request is answered, from the
-durations that the model's executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
+If Triton has the same span or attribute, the span or attribute has Triton's name. Spans are created once a request is
+answered. Their durations are the durations that the model's executor counts for the statistics. OpenTelemetry is
+imported only if ``--trace`` is given.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Tracing:
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """Returns ``take(call, reply)``, and traces the request if the trace settings select the request. Raises as
-        ``take`` does."""
+        """Returns the ticket that ``take(call, reply)`` returns. Traces the request if the trace settings select the
+        request. Raises as ``take`` does."""
         # As in Triton, a request that comes with a trace context is always traced while tracing is on.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)
@@ -85,7 +86,8 @@ class Tracing:
         span.end(end)
 
     def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
-        """Record the span of a model. Its child spans are queue and compute, or the steps of an ensemble."""
+        """Record the span of a model. The child spans of a model are queue and compute. The child spans of an ensemble
+        are its steps."""
         begun = max(earliest, end - spent.total) if spent.total else earliest
         attributes = {"triton.model_name": name, "triton.model_version": version}
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
@@ -155,7 +157,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
     """Returns a ``Tracing`` that traces one of every ``rate`` requests and sends the traces to ``url``, over OTLP/HTTP.
 
     A ``rate`` of 0 traces only requests with a trace context. OpenTelemetry's own environment variables
-    (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY ...) set everything else. Raises
+    (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY ...) set all further options. Raises
     ``MissingExtra`` if the OpenTelemetry libraries are not installed.
     """
     try:

@@ -55,11 +55,11 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference.
 
-    ``outputs`` is None if the client requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the
-    client no longer waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server
-    fills in. ``single`` is True if the transport can send one response only. ``holds_thread`` is True if a thread of
-    the transport waits for the reply. ``binary=True`` sends the outputs in binary if the client did not name any
-    outputs. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
+    ``outputs`` is None if the client requests all outputs. ``deadline`` is the time, by ``time.monotonic()``, after
+    which the client no longer waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the
+    server fills in. ``single`` is True if the transport can send one response only. ``holds_thread`` is True if a
+    thread of the transport waits for the reply. ``binary=True`` sends the outputs in binary if the client did not name
+    any outputs. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 
     model: str
@@ -90,8 +90,8 @@ class ReplyTensor:
 
 @dataclass(slots=True)
 class InferReply:
-    """One response to a call. ``final`` is True if no further response follows. ``hidden`` is True for an empty final
-    response that the client did not ask for."""
+    """One response to a call. ``final`` is True if no further response follows. ``hidden`` is True if the response is
+    empty and final, and the client didn't ask for such a response."""
 
     model: str
     version: str
@@ -114,7 +114,7 @@ class Transport(Protocol):
 
     def renew(self, tls: Tls) -> None:
         """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
-        the new ones can't be used."""
+        the new certificates can't be used."""
         ...
 
     def stop(self, grace: float) -> None:

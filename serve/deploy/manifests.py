@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which is also the CPU limit
+        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which equals the CPU limit
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
@@ -66,7 +66,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
     labels = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "accel"}
     selector = {"app.kubernetes.io/name": wanted.name}
     spec: dict[str, Any] = {
-        # This time includes the preStop pause, in which Kubernetes stops sending requests to the pod.
+        # The grace period includes the preStop pause, in which Kubernetes stops sending requests to the pod.
         "terminationGracePeriodSeconds": wanted.drain_seconds + 10,
         "containers": [_container(wanted)],
     }
@@ -114,9 +114,9 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
     The container itself must be able to read ``repository``: an address or a mounted folder.
     """
     container = _container(wanted) | {"name": "kserve-container"}
-    # Knative forbids ``lifecycle``, because Knative's proxy waits until the pod gets no more requests.
+    # Knative forbids ``lifecycle``. Knative's own proxy waits until the pod gets no more requests.
     del container["lifecycle"]
-    # Knative routes one port, and recognizes gRPC by the port name h2c.
+    # Knative routes a single port, and takes the port for gRPC if its name is h2c.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]
     predictor: dict[str, Any] = {
         "minReplicas": wanted.min_replicas,
@@ -134,8 +134,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
             "metadata": {
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # Without this class, KServe would choose Knative's own autoscaler. KServe would then refuse the
-                # document, because that autoscaler can't scale by CPU.
+                # Names the HPA, because KServe chooses Knative's own autoscaler by default. Knative's autoscaler can't
+                # scale by CPU, so KServe would refuse the document.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},

@@ -2,10 +2,10 @@
 
     serve run accel.serve.deploy.ray_app:app repository=s3://bucket/models replicas=4
 
-Each replica serves the whole repository as ``accel serve`` does. HTTP works at once. For Triton's gRPC clients, start
-Ray's proxies with the service: ``serve start --grpc-servicer-functions
+Each replica serves the whole repository as ``accel serve`` does. HTTP works without further options. For Triton's gRPC
+clients, start Ray's proxies with the service: ``serve start --grpc-servicer-functions
 accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
-which would reach only one process. Statistics come from the replica that gets the call.
+because each of these would reach only one process. Statistics come from the replica that gets the call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Replica:
         self._server = ServeOptions.from_text(options).open_server()
         self._server.repository.start()
         self._methods = unary_methods(self._server)
-        # Ray runs a replica's methods on one event loop, so calls wait for a model on threads.
+        # Ray runs a replica's methods on a single event loop, so this pool has the threads that wait for a model.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="accel-ray")
 
     async def _call(self, name: str, message: bytes, context: Any) -> Any:
@@ -185,11 +185,11 @@ for _name in METHODS:
 def app(arguments: dict[str, str]) -> Any:
     """Returns the application for these arguments of ``serve run``.
 
-    ``repository`` is required: a folder that every machine can read, or an address. The other arguments are optional.
-    ``mode`` is none or poll, with ``poll_seconds``. ``tokens`` is a path. ``replicas`` is the number of replicas.
-    ``concurrency`` is the number of requests that a replica runs at the same time. ``threads`` is the number of threads
-    of a session. Each replica gets ``cpus`` and ``gpus``. Raises ``UsageError`` if an argument is missing, unknown or
-    not a number, and ``MissingExtra`` if Ray is not installed.
+    ``repository`` is required: a folder that every machine can read, or an address. All further arguments are optional.
+    ``mode`` is none or poll. ``poll_seconds`` is the time between two polls. ``tokens`` is a path. ``replicas`` is the
+    number of replicas. ``concurrency`` is the number of requests that a replica runs at the same time. ``threads`` is
+    the number of threads of a session. Each replica gets ``cpus`` and ``gpus``. Raises ``UsageError`` if an argument is
+    missing, unknown or not a number, and ``MissingExtra`` if Ray is not installed.
     """
     given: dict[str, Any] = dict(arguments)
     try:

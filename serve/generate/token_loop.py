@@ -2,17 +2,17 @@
 
 Parameters of ``config.pbtxt`` declare the loop:
 
-stream_tokens     the input that gets tokens: (rows, length), or (rows, 1) for a model that takes one token at a time
-stream_logits     the output with the logits: (rows, vocabulary) or (rows, length, vocabulary)
-stream_state.OUT  the input that gets the output OUT at the next step, such as a KV cache. The server sends
-                  this input. A model without a state gets all tokens so far at each step
-stream_mask       the input for the mask: ones of shape (rows, all tokens so far). The server makes the mask
-stream_positions  the input for the positions of the given tokens: (rows, length). The server makes them
-stream_end        the token that ends a row
-stream_steps      the largest number of generated tokens, 256 by default
+``stream_tokens``: the input for the tokens. Its shape is (rows, length), or (rows, 1) for one token at a time.
+``stream_logits``: the output with the logits. Its shape is (rows, vocabulary) or (rows, length, vocabulary).
+``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
+``stream_mask``: the input for the mask, which is ones of shape (rows, all tokens so far).
+``stream_positions``: the input for the positions of the given tokens, of shape (rows, length).
+``stream_end``: the token that ends a row.
+``stream_steps``: the largest number of generated tokens, 256 by default.
 
-The next token is the token with the largest logit. Clients send the other inputs. For each step, clients get a response
-with ``token`` of shape (rows, 1).
+The server makes the states, the mask and the positions, and clients send the remaining inputs. A model without states
+gets all tokens so far at each step. The next token is the token with the largest logit. For each step, clients get a
+response with ``token`` of shape (rows, 1).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "s
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
-    """The tensors of a token loop. ``states`` maps output names to input names. See the module's docstring."""
+    """The tensors of a token loop, which the module's docstring explains. ``states`` maps output names to input
+    names."""
 
     tokens: str
     logits: str
@@ -181,10 +182,10 @@ class TokenLoopSession:
         return made
 
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
-        """Returns zeros, the state before the first token.
+        """Returns the state before the first token, which is zeros.
 
-        A dynamic dim takes its size from the feeds. A dynamic dim that only states have starts with size 0: for
-        example, the number of tokens so far.
+        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, such as the number of tokens
+        so far, starts with size 0.
         """
         known = {
             dim: size

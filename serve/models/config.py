@@ -18,11 +18,12 @@ from ..scheduling.options import LengthBatching, QueuePolicy, Scheduling
 from ..scheduling.profiles import Profile, rows_of
 from .sequence_config import sequence_batching
 
-# A protobuf message. ``messages.py`` makes its class at run time, so annotations can't name the class.
+# A protobuf message ModelConfig. Annotations can't name the message's class, because ``messages.py`` makes the class at
+# run time.
 ModelConfig = Any
 
-# The platform and the backend that a config names for a kind of model, as Triton calls them. For any other kind, both
-# are the name of the kind.
+# Triton's names of the platform and the backend for each kind of model. For a kind that isn't listed here, both are the
+# name of the kind.
 PLATFORMS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
@@ -31,7 +32,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost: the cheapest batches (the default); none: the order of arrival
+LENGTH_GROUPING = "length_grouping"  # cost (the default) forms the cheapest batches; none keeps the order of arrival
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -39,7 +40,8 @@ _NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
-    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` with the line if the text can't be parsed."""
+    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` if the text can't be parsed, and names the
+    line."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
         raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
@@ -85,10 +87,10 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` tells whether the file sets ``max_batch_size``, because the protobuf message doesn't distinguish 0
-    from unset. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests of
-    several callers share a batch only if the file asks for it. Raises ``BadRepository`` if the config contradicts the
-    model.
+    ``batch_given`` tells whether the file sets ``max_batch_size``. The protobuf message can't tell, because an unset
+    number reads as 0. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests
+    of several callers share a batch only if the file enables dynamic batching. Raises ``BadRepository`` if the config
+    contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -167,7 +169,7 @@ def _complete_tensors(
             )
     listed = {tensor.name for tensor in found}
     if listed and role == "output":
-        return  # clients don't see outputs that the config leaves out
+        return  # an output that the config leaves out is hidden from clients
     for spec in by_name.values():
         if spec.name not in listed | hidden:
             found.add(name=spec.name, data_type=config_dtype(spec), dims=config_dims(spec, batching))
@@ -181,7 +183,8 @@ def kept_by_server(config: ModelConfig) -> set[str]:
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """Returns the enum number of the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the dtype."""
+    """Returns the enum number of the dtype of ``spec``. Raises ``BadRepository`` if the protocol doesn't have this
+    dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
             f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
@@ -232,7 +235,7 @@ def scheduling(
     dynamic = config.HasField("dynamic_batching")
     sequences = config.sequence_batching
     batching = config.dynamic_batching
-    timing: Any = batching  # the part of the config that sets max_queue_delay_microseconds
+    timing: Any = batching  # the part of the config in which max_queue_delay_microseconds is set
     if config.HasField("sequence_batching"):
         timing = sequences.oldest if sequences.HasField("oldest") else sequences.direct
     largest = config.max_batch_size
@@ -326,7 +329,7 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The dim that differs between requests is the config's ``length_dim``. Without this parameter, a model with a mask
+    The dim that differs between requests is the config's ``length_dim``. Without ``length_dim``, a model with a mask
     uses its only dynamic dim besides the batch. A model without a mask is batched by length only if its config has
     ``length_dim`` or ``allow_ragged_batch``, because padding may change the model's outputs.
     """

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# For each kind of artifact that runs on both devices: the runtime for a GPU, and the runtime for a CPU.
+# The runtimes on a GPU and on a CPU, for each kind of artifact that runs on both.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
     """Returns the runtime that the instance groups require, or None for the artifact's default runtime.
 
-    Raises ``BadRepository`` if this machine can't run the model on the configured device: there is no fallback.
+    Raises ``BadRepository`` if this machine can't run the model on the configured device. Another device is never
+    chosen instead.
     """
 
     def refused(what: str) -> BadRepository:

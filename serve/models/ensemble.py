@@ -1,5 +1,5 @@
-"""Ensembles: several models that serve as a single model. A step's outputs are the inputs of other steps. A step runs
-as soon as all its inputs exist."""
+"""Ensembles: several models that clients call as a single model. Each step runs one of the models. A step's outputs are
+the inputs of other steps. A step runs as soon as all its inputs exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Ensemble:
 
 
 class Step(Protocol):
-    """Runs the requests of a step, like an ``Executor``."""
+    """The part of an ``Executor`` that an ensemble needs to run a step."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket: ...
 
@@ -68,7 +68,7 @@ Find = Callable[[str, str], Step]
 
 
 class _Run:
-    """The progress of one request through the steps; also the ``Ticket`` that ``submit`` returns."""
+    """The progress of one request through the steps. ``submit`` returns the run as the request's ``Ticket``."""
 
     def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
         self.executor = executor
@@ -89,10 +89,10 @@ class _Run:
 
 
 class EnsembleExecutor:
-    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up a step's model for each
-    request, because the model may be reloaded between two requests.
+    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up a step's model anew for
+    each request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` if a tensor comes from no step or from two steps, or if steps wait for each other.
+    Raises ``BadConfig`` if no step or more than one step makes a tensor, or if steps wait for each other.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class EnsembleExecutor:
     def _pump(self, run: _Run) -> None:
         """Starts the steps that are ready.
 
-        If an answer comes inside ``submit``, this loop starts the next steps after ``submit`` has returned the ticket,
-        so the calls don't nest.
+        If an answer comes while ``submit`` runs, this loop starts the next steps after ``submit`` has returned, so that
+        the calls don't nest.
         """
         while True:
             with self._lock:

@@ -18,8 +18,7 @@ Get = Callable[[str, str], ServedModel]
 
 
 class StepMissing(BadRepository):
-    """Raised if the model of a step isn't served. The server tries to load the ensemble again when the model is
-    served."""
+    """Raised if the model of a step isn't served. The server loads the ensemble again after this model is loaded."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -87,7 +86,7 @@ def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) 
     """Returns ``names`` and, for each ensemble among them, the names of its steps. Each name comes once. Steps come
     before their ensemble.
 
-    In a cycle of ensembles, one ensemble comes before its steps and fails to load.
+    If ensembles form a cycle, one of the ensembles comes before its steps and fails to load.
     """
     order: dict[str, None] = {}
     seen: set[str] = set()

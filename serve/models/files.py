@@ -41,7 +41,7 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Options for opening models that are refused by default.
+    """Options to open models that the server refuses by default.
 
     ``insecure`` allows a model that differs from its manifest. ``allow_pickle`` allows exported programs and
     TorchScript, whose archives may hold pickles.
@@ -158,7 +158,8 @@ class ModelFolder:
             )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
-            # The manifest proves nothing: anybody who can put a file into a repository can also write its manifest.
+            # The file is checked even if it has a manifest, because anybody who can put a file into a repository can
+            # also write a manifest.
             probe_apart(path, found.digest, StageCache(), crashes_only=True)
         return found
 
@@ -211,8 +212,8 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
 
 
 def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
-    """Opens a file without a manifest. The signature of an engine comes from ``config``, the signature of any other
-    artifact from the file.
+    """Opens a file without a manifest. The signature of an engine comes from ``config``. If the artifact isn't an
+    engine, the signature comes from the file.
 
     Native parsers run in a child process, because a parser may crash.
     """

@@ -48,9 +48,9 @@ MakeExecutor = Callable[..., Executor]
 class Loading:
     """Options for loading models.
 
-    ``threads`` is the number of threads of a session whose config sets no number; 0 lets ``_share`` choose. ``cores``
-    is the number of cores that a model's sessions share; 0 stands for all cores of this process. ``make`` makes the
-    executor. ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share.
+    ``threads`` is the number of threads of a session whose config sets no number; 0 lets ``_share`` choose the number.
+    ``cores`` is the number of cores that a model's sessions share; 0 stands for all cores of this process. ``make``
+    makes the executor. ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share.
     ``limiter`` limits the resources that models share. ``host_policies`` maps the name of a host policy to the cores
     for an instance group.
     """
@@ -134,8 +134,8 @@ def load_version(
 def _ranges(artifact: Artifact) -> IntegerRanges:
     """Returns the ranges of the integer inputs that the manifest declares, or no ranges if there is no manifest.
 
-    A model that wasn't made from PyTorch may count negative indices from the end. A range from 0 on may then be derived
-    from its graph, and allows them.
+    A model that wasn't made from PyTorch may take negative indices, which count from the end. For such a model, a
+    declared range that begins at 0 also allows the matching negative indices.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
@@ -154,7 +154,7 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores, so that the runtime or the manifest chooses the threads.
+    Returns 0 if a single session may use all cores. 0 lets the runtime or the manifest choose the number.
     """
     if not cores and instances == 1:
         return 0
@@ -179,8 +179,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# Unsupported fields that change the answers, with the advice for each. The server refuses a config with such a field,
-# because ignoring the field would give other answers.
+# Unsupported fields of a config, with the advice for each field. The server refuses a config with one of these fields,
+# because the model's answers would differ without the field.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",

@@ -42,15 +42,14 @@ class ServedTensor:
 
 
 class Retired(Exception):
-    """Raised for a request whose version was replaced after the lookup. The caller has to look up the model
-    again."""
+    """Raised if a request's version was replaced after the lookup. The caller has to look up the model again."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
-    """A version that serves. ``files`` is the fingerprint of the version's files; a changed fingerprint makes the
-    server load the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the
-    ranges of integers that the manifest declares."""
+    """A loaded version of a model. ``files`` is the fingerprint of the version's files. If the fingerprint changes, the
+    server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the ranges
+    of integers that the manifest declares."""
 
     name: str
     version: str
@@ -114,8 +113,12 @@ class ServedModel:
         return spec
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing, the batch sizes differ or are too large, or an
-        integer is outside the range that the manifest declares."""
+        """Raises ``ServeError`` INVALID_ARGUMENT in each of these cases:
+
+        - An input is missing.
+        - The batch sizes differ, are 0 or are too large.
+        - An integer is outside the range that the manifest declares.
+        """
         if found := self.ranges.first_outside(inputs):
             raise invalid(f"{found} for model '{self.name}'")
         if missing := self.required.difference(inputs):
@@ -158,13 +161,14 @@ class ServedModel:
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Counts a request as failed, although the executor has counted a success, because the client got an error."""
+        """Counts a request as failed instead of successful. The executor counted a success, but the client got an
+        error."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # the executor's later copy has every success that ``own`` subtracts
+        with self._recording:  # copied first, so that the executor has counted every success that ``own`` subtracts
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 

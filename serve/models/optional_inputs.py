@@ -1,7 +1,7 @@
 """Inputs that clients may leave out, because the model has a default: ONNX initializers that are also inputs.
 
-Some exporters list every weight as an input. So an input with a default stays a constant unless ``config.pbtxt`` marks
-the input as ``optional``.
+An input with a default stays a constant unless ``config.pbtxt`` marks the input as ``optional``, because some exporters
+list every weight as an input.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ _MOST_CORES = 4096
 
 
 def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
-    """Reads ``NAME,cpu-cores=0-3,6`` as name and cores. Raises ``ValueError`` if ``text`` doesn't match."""
+    """Returns the name and the cores in a text of the form ``NAME,cpu-cores=0-3,6``. Raises ``ValueError`` if ``text``
+    doesn't have this form."""
     name, _, setting = text.partition(",")
     key, _, ranges = setting.partition("=")
     if not name or key != "cpu-cores":

@@ -35,14 +35,14 @@ from .files import valid_name
 
 log = logging.getLogger("accel.serve")
 
-# The fields that change when a file's bytes change. Each store has some of these fields.
+# The fields that change when a file's bytes change. Each store gives only some of these fields.
 _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The most levels of folders below a model. The limit ends the walk if a folder contains itself.
-_KEPT_SECONDS = 600.0  # A replaced copy is kept for so many seconds, in case another process loads it.
+_DEEPEST = 6  # The most levels of folders below a model. The limit ends the search if a folder contains itself.
+_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load it.
 _RECORD = "files.json"
 
 
@@ -86,7 +86,7 @@ class Mirror:
                     self._update(one)
                 except FileNotFoundError:
                     self._remove(one)
-                except Exception as error:  # a store may raise any exception; the other models are still updated
+                except Exception as error:  # a store may raise any exception; the remaining models are still updated
                     failed[one] = _reason(error)
             if name is None:
                 for link in self.folder.iterdir():

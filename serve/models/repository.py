@@ -1,6 +1,6 @@
 """Loads, reloads and unloads the models of a repository while the server runs: once, by polling, or by command.
 
-A new version first replaces the old version. The old version then answers its accepted requests. If a version fails to
+When a new version replaces an old version, the old version still answers its accepted requests. If a version fails to
 load, the old version keeps serving and the index gives the reason.
 """
 
@@ -41,8 +41,9 @@ class IndexRow:
 
 @dataclass
 class _Entry:
-    """The state of one model. ``seen`` holds the fingerprints of the last load attempt, so that polling tries each
-    state of the files once. ``lacks_step`` marks an ensemble to load again after another model has loaded."""
+    """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
+    doesn't try unchanged files again. ``lacks_step`` is True if an ensemble lacks a step and has to be loaded again
+    after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # maps a version to the reason; "" stands for the whole model
@@ -55,9 +56,9 @@ class Repository:
     """The models of the folder ``root``, which has a folder for each model.
 
     Mode ``none`` loads all models once. Mode ``poll`` also looks for changes every ``poll_seconds``. Mode ``explicit``
-    loads models by command, and the models that ``startup`` names at the start. A name ``*`` stands for all models. A
-    replaced or unloaded version has ``drain`` seconds for its accepted requests. ``refresh`` updates ``root``, or one
-    model's folder, from a remote address and returns the error of each failed model.
+    loads models by command, and the models that ``startup`` names at the start. The name ``*`` in ``startup`` stands
+    for all models. A replaced or unloaded version has ``drain`` seconds to answer its accepted requests. ``refresh``
+    updates ``root``, or one model's folder, from a remote address and returns the error of each failed model.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Repository:
         # Requests look models up here. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
-        self._control = threading.Lock()  # one load or unload at a time
+        self._control = threading.Lock()  # held by the single load or unload that may run
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
@@ -212,7 +213,8 @@ class Repository:
     # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. Also loads the steps of an ensemble that aren't served yet."""
+        """Loads or reloads a model by command. If the model is an ensemble, also loads the steps that aren't served
+        yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
@@ -240,7 +242,7 @@ class Repository:
     def _fetched_steps(self, name: str) -> list[str]:
         """Returns the names of the models that are steps of the ensemble ``name``.
 
-        In explicit mode, also fetches the models of the steps, because no other code fetches these models.
+        In explicit mode, also fetches these models, because no other code does so.
         """
         steps = self._steps_in_config(name)
         if self.mode == "explicit":
@@ -250,7 +252,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list for any other config."""
+        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the config isn't an ensemble's."""
         if not valid_name(name):
             return []
         try:

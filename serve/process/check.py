@@ -13,7 +13,7 @@ from .options import ServeOptions
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
     """The result for one version of a model. ``state`` is ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``
-    is the error of a run on random inputs, which even a good model may refuse."""
+    is the error of a run on random inputs. Even a good model may refuse random inputs."""
 
     name: str
     version: str

@@ -33,7 +33,7 @@ class ServeOptions:
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
     the number of cores that the sessions of one model share; 0 means all cores that the process may use. ``threads`` is
     the number of threads of each session; 0 means the session's share of ``cores``. With ``restart``, a supervisor
-    restarts a serving process that crashes, even if ``processes`` is 1. ``rate_limits`` have the form ``NAME:COUNT``.
+    restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form ``NAME:COUNT``.
     ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. Requests have ``drain`` seconds to end after SIGTERM.
     ``trace`` is the OTLP endpoint of the traces, and one of every ``trace_rate`` requests is traced. ``tokens``,
     ``tls_*`` and ``log_file`` are paths.
@@ -124,7 +124,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The remaining threads stay free for other models if one model hangs.
+            # Not all threads may wait for one model, so that a hanging model leaves threads for the other models.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 

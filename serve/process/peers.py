@@ -1,8 +1,8 @@
 """Connects the processes of one server, to run each command in all processes and to sum their statistics.
 
-The kernel connects a client to any of the processes. So each process listens on a socket in a private folder, and the
-process that gets a command forwards the command to all others. A restarted process asks another process for the
-commands that it missed.
+The kernel chooses the process that a client is connected to. So each process listens on a socket in a private folder,
+and the process that gets a command forwards the command to all other processes. A restarted process asks another
+process for the commands that came before the restart.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# Seconds that a process may take to answer another process. After a timeout, a process gets only _SILENT_PATIENCE until
-# its next answer, so that one stopped process doesn't delay every command.
+# Seconds that a process may take to answer another process. A process that didn't answer in time gets only
+# _SILENT_PATIENCE until it answers again, so that a stopped process doesn't delay every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # Seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0
@@ -92,8 +92,8 @@ class Peers:
         self._run(Command.of(Control.change_log_settings, changes))
 
     def _run(self, command: Command) -> None:
-        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL, which names the processes,
-        if the command worked here and failed in another process."""
+        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL if the command worked here
+        and failed in another process. The error names the processes."""
         with self._turn(_LOAD_PATIENCE if command.name in _LONG_TURNS else _TURN_PATIENCE):
             command.run(self._local)
             failed = [
@@ -241,7 +241,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Set the timeout of ``connection``. A read or write that takes longer raises ``BlockingIOError``."""
+    """Set the timeout of ``connection``. A read or write that exceeds the timeout raises ``BlockingIOError``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -50,7 +50,7 @@ class JsonLines(logging.Formatter):
 
 def start_logging(options: ServeOptions) -> None:
     """Log JSON lines to stderr, or to ``log_file``, which is reopened after a log rotation."""
-    logging.raiseExceptions = False  # a full disk costs log lines, not requests
+    logging.raiseExceptions = False  # if the disk is full, log lines are lost but requests don't fail
     made: logging.Handler = (
         logging.handlers.WatchedFileHandler(options.log_file, encoding="utf-8")
         if options.log_file
@@ -61,7 +61,7 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
-    for name in ("aiohttp.server", "asyncio"):  # messages about connections become JSON lines
+    for name in ("aiohttp.server", "asyncio"):  # the messages about connections become JSON lines too
         other = logging.getLogger(name)
         other.handlers, other.propagate = [made], False
 
@@ -125,14 +125,14 @@ class ServingProcess:
         """Load the models and listen. Returns the ports by transport."""
         keep_freed_memory()
         if self._peers is None:
-            self._listen()  # opens the ports first, so that an early probe learns that the server is not ready
+            self._listen()  # opens the ports first, so that an early probe gets the answer that the server isn't ready
             self.server.repository.start()
             return self.ports
         self.server.repository.start()
         self._peers.listen()
         self.server.processes = self._peers
         self._peers.catch_up()
-        self._listen()  # opens the ports last; until then, clients reach the other processes
+        self._listen()  # opens the ports last, so that clients reach the other processes in the meantime
         return self.ports
 
     def _listen(self) -> None:
@@ -146,7 +146,7 @@ class ServingProcess:
         if not done:
             log.warning("stopped before every request was answered", extra={"requests": self.server.under_way})
         for transport in self.transports.values():
-            transport.stop(5.0 if done else 1.0)  # the last answers still have to reach the clients
+            transport.stop(5.0 if done else 1.0)  # gives the last answers time to reach the clients
         if self._peers is not None:
             self._peers.close()
         self.server.close(1.0)
@@ -181,8 +181,8 @@ class ServingProcess:
 
 def end(code: int = 0) -> NoReturn:
     """End this process now, without the interpreter's own shutdown. The interpreter's shutdown would wait for the
-    threads of sessions, and a session may hang forever. A native library that crashes on unload would change the exit
-    code."""
+    threads of sessions, and a session may hang forever. If a native library crashed while being unloaded, the exit code
+    would change."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

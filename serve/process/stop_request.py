@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 
 
 class StopRequest:
-    """Tells the main thread to stop.
+    """A request to the main thread to stop.
 
     A ``threading.Event`` can deadlock here: its lock isn't reentrant, and a handler may run while the main thread holds
     the lock inside ``wait``. ``SimpleQueue.put`` is reentrant.

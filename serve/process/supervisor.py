@@ -39,8 +39,8 @@ _LONGEST_PAUSE = 10.0  # the most seconds between two starts
 
 @dataclass
 class _Running:
-    """One process. ``again`` is the ``time.monotonic()`` at which a dead process is restarted, None while the process
-    lives."""
+    """One process. ``again`` is the time, by ``time.monotonic()``, at which a dead process is restarted. ``again`` is
+    None while the process lives."""
 
     process: subprocess.Popen[str]
     listener: threading.Thread | None = None
@@ -72,7 +72,7 @@ class Supervisor:
         self.options = self._with_ports(options)
         cores = sorted(os.sched_getaffinity(0))
         count = options.processes
-        # If there are enough cores, each process gets its own cores, so that no process takes another's cores.
+        # If there are enough cores, each process gets cores of its own, so that processes don't compete for cores.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
             self.options = replace(self.options, cores=max(1, available_cores() // count))
@@ -82,8 +82,8 @@ class Supervisor:
         self._stop = StopRequest()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
-        """Reserve the ports: a bound socket that doesn't listen gets no connections and keeps other programs off the
-        port."""
+        """Reserve the ports by sockets that are bound but don't listen. Such a socket gets no connections and keeps
+        other programs off the port."""
         found = {}
         for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
             if port is None:
@@ -92,7 +92,7 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # The probing socket doesn't set SO_REUSEPORT, so that the bind fails if a server already has the port.
+                # A socket without SO_REUSEPORT tests the port, because its bind fails if a server already has the port.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -152,8 +152,9 @@ class Supervisor:
     def _died(self, index: int, running: _Running, code: int) -> float:
         """Log that a process died, and return the seconds until the restart.
 
-        Until a process has served, raises ``BadRepository`` if the dead process reports a reason or has died too often.
-        Once a process has served, a dead process no longer ends the others, because a missing file may come back.
+        Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
+        often. Once a process has served, the server goes on in spite of a dead process, because a missing file may come
+        back.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

@@ -50,7 +50,7 @@ class ServeError(AccelError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
-        """Keeps the code when the error is pickled and sent to another process."""
+        """Keeps the code of an error that is pickled and sent to another process."""
         return ServeError, (self.code, str(self))
 
 
@@ -59,11 +59,12 @@ class InferenceRequest:
     """A request for a model. ``inputs`` are arrays that were checked against the model's signature (batch dim
     included).
 
-    ``outputs`` names the requested outputs, None for all. ``priority`` 1 is the most urgent, 0 is the model's default.
-    ``timeout_us`` is the requested queue timeout in microseconds, 0 for the model's default. ``deadline`` is the time,
-    in seconds on the server's clock, after which the client no longer waits; None means no deadline. ``sequence_id`` 0
-    or "" means no sequence. ``inline`` allows the submitting thread to run the request itself. A thread with further
-    requests to submit sets ``inline`` to False, so that the requests can be batched.
+    ``outputs`` names the requested outputs; None requests all outputs. A ``priority`` of 1 is the most urgent, and 0
+    stands for the model's default. ``timeout_us`` is the requested queue timeout in microseconds; 0 stands for the
+    model's default. ``deadline`` is the time, in seconds on the server's clock, after which the client no longer waits;
+    None means no deadline. ``sequence_id`` 0 or "" means no sequence. ``inline`` allows the submitting thread to run
+    the request itself. A thread with further requests to submit sets ``inline`` to False, so that the requests can be
+    batched.
     """
 
     model: str
@@ -118,8 +119,8 @@ class StepDurations:
     end: int
 
 
-# The callback for the responses to a request. An executor calls the callback exactly once with the final response or
-# an error. Before this call, the executor of a decoupled model calls the callback for each other response.
+# The callback for the responses to a request. An executor calls the callback exactly once with the final response or an
+# error. The executor of a decoupled model also calls the callback for each response before the final response.
 Answer = Callable[[InferenceResponse | ServeError], None]
 
 
@@ -189,11 +190,11 @@ class Histogram:
 
 @dataclass(slots=True)
 class ModelStatistics:
-    """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending. The
-    histograms count the same requests as ``success``.
+    """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending.
+    ``request_times`` counts the same requests as ``success``.
 
-    The numbers of two processes are added. A field with ``metadata={"merge": function}`` is merged by that function
-    instead.
+    ``add`` sums the numbers of two processes. If a field has ``metadata={"merge": function}``, ``add`` calls the
+    function instead of summing.
     """
 
     received: int = 0
@@ -219,7 +220,7 @@ class ModelStatistics:
     real_tokens: int = 0
 
     def add(self, other: ModelStatistics) -> None:
-        """Adds ``other``: the statistics of another process, or of an executor in front of this executor."""
+        """Adds the statistics ``other``, which come from another process or from an outer executor."""
         for known in fields(ModelStatistics):
             mine, further = getattr(self, known.name), getattr(other, known.name)
             if isinstance(mine, DurationStatistic):

@@ -1,7 +1,7 @@
 """The protobuf messages of the Open Inference Protocol as Triton speaks it, and of Triton's ``config.pbtxt``.
 
 ``inference.binpb`` is a FileDescriptorSet that ``regenerate.py`` writes (BSD-3, see ``LICENSE.txt``). The
-FileDescriptorSet is loaded into a separate descriptor pool. Generated modules, or the default pool, would clash with a
+FileDescriptorSet is loaded into a separate descriptor pool. Generated modules and the default pool would clash with a
 Triton client in the same process.
 """
 

@@ -20,8 +20,8 @@ from .inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field for the datatype
-    in the typed contents, None if only raw contents carry the datatype."""
+    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the datatype's field in
+    the typed contents, or None if only raw contents can have the datatype."""
 
     name: str
     numpy: np.dtype[Any]
@@ -161,14 +161,14 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Tells whether all values are integers. The array's dtype doesn't tell, because numpy converts a list with both
-    negative and large unsigned integers to floats."""
+    """Tells whether all values are integers. Checks the values instead of the array's dtype, because numpy converts a
+    list with both negative and large unsigned integers to floats."""
     return all(isinstance(value, int) for value in values)
 
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
-    """Returns the raw contents of ``array``. For ``BYTES``, these are the joined elements. Any other datatype gives a
-    view of the array's memory, or of a copy if the array is not contiguous."""
+    """Returns the raw contents of ``array``. The raw contents of a ``BYTES`` array are its joined elements. For the
+    other datatypes, returns a view of the array's memory, or of a copy if the array is not contiguous."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():

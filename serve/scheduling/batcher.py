@@ -1,17 +1,17 @@
-"""Dynamic batching: chooses the waiting requests that run together. The choice depends on queue and time alone.
+"""Dynamic batching: chooses the waiting requests that run together. The choice depends only on the queue and the time.
 
 The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
 order:
 
 1. If the first requests together have a preferred number of rows, these requests become a batch at once. If several
-   preferred numbers fit, the batch has the largest.
-2. Otherwise the candidates become a batch as soon as no further request fits, or the oldest has waited
-   ``max_delay_us``. A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The
-   other half of the limit is left for the run.
-3. If the model takes certain batch sizes only, the batch is cut to the largest size that its requests fill exactly.
-   The batch isn't cut if the cut would leave out more than half of the rows. The uncut batch is padded to the next size
-   with copies of the last row.
+   preferred numbers fit, the batch has the largest of these numbers.
+2. In all other cases, the candidates become a batch as soon as no further request fits, or the oldest candidate has
+   waited ``max_delay_us``. A request with its own limit (queue timeout, deadline) waits for at most half of that limit.
+   The other half of the limit is left for the run.
+3. If the model takes only certain batch sizes, the batch is cut to the largest size that its requests fill exactly. If
+   the cut would leave out more than half of the rows, the batch is padded instead to the next size, with copies of the
+   last row.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """The ``batch`` to run now. If ``batch`` is empty, the instance calls ``choose`` again at ``wake``, or earlier if a
-    request comes."""
+    """The ``batch`` to run now. If ``batch`` is empty, the instance calls ``choose`` again at the time ``wake``, or
+    earlier if a request comes."""
 
     batch: list[Entry]
     wake: float
@@ -71,7 +71,8 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Returns two numbers of positions along the variable dim of one run: the padding, and what callers sent."""
+        """Returns two numbers of positions along the variable dim of one run: those of the padding, and those that
+        callers sent."""
         ...
 
 
@@ -94,7 +95,7 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # Rows are padded to an allowed size. The size of every other dim has to be a multiple of the dim's step.
+        # Rows are padded to an allowed size. The size of each remaining dim has to be a multiple of the dim's step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs

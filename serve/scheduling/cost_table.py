@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
 # A shape is run twice if its first run takes fewer than this many seconds, because the first run of a shape is often
-# slower. A short run is repeated until its runs fill _ENOUGH seconds, at most _MOST_RUNS times. The fastest run counts,
-# because an interruption by another process takes longer than a short run.
+# slower. A short run is repeated until the runs together take _ENOUGH seconds, at most _MOST_RUNS times. The fastest
+# run counts, because other processes may interrupt a run for longer than the run itself takes.
 _REPEAT_BELOW = 0.25
 _ENOUGH = 0.002
 _MOST_RUNS = 10
@@ -38,15 +38,15 @@ class CostTable:
 
     @classmethod
     def proportional(cls, overhead: int = 32) -> CostTable:
-        """Returns the table of a model that wasn't measured. A run costs a microsecond for each position, padding
-        included, and ``overhead`` microseconds more."""
+        """Returns the table of a model that wasn't measured. A run costs ``overhead`` microseconds plus one microsecond
+        for each position, padding included."""
         rows, lengths = (1, 4096), (1, 4096)
         return cls(rows, lengths, tuple(tuple((n * length + overhead) * 1e-6 for length in lengths) for n in rows))
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more than a larger input. Noise only lengthens a run, so a smaller input with a
-        # longer time gets the time of the larger input.
+        # A smaller input never costs more than a larger input. If a smaller input was measured with a longer time, the
+        # input gets the time of the larger input, because noise only lengthens a run.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 

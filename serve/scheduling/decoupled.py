@@ -1,4 +1,5 @@
-"""Decoupled models: a request gets any number of responses, each as soon as the session yields the response."""
+"""Decoupled models: a request gets any number of responses, and each response is sent as soon as the session yields
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class DecoupledExecutor(QueuedExecutor):
     """Runs each request alone. Sends each yielded response at once, then a final response without outputs, as Triton
     does.
 
-    A request that is canceled during the stream gets CANCELLED in place of the next response, and nothing more.
+    A request that is canceled during the stream gets CANCELLED in place of the next response, and no further responses.
     """
 
     def _cancel(self, entry: Entry) -> None:

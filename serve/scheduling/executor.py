@@ -50,18 +50,18 @@ def make_executor(
     sessions.
 
     ``clock`` returns seconds; every decision uses this clock. ``wall`` returns seconds since 1970, for
-    ``last_inference_ms``. ``start=False`` starts no thread, see ``QueuedExecutor``. ``costs`` holds the seconds of a
-    run by size and length, for batching by length. Without ``costs``, the first session is measured for about two
-    seconds. ``cache`` is the server's response cache. Without ``cache``, a model with ``response_cache`` gets a private
-    cache. ``limiter`` limits the resources that models share.
+    ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). ``costs`` holds the
+    seconds of a run by size and length, for batching by length. If batching by length has no ``costs``, the first
+    session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a model with
+    ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
 
-    Raises ``BadConfig`` if the scheduling options contradict each other or the model, and the errors of
-    ``open_session``. Closes every opened session before raising.
+    Raises ``BadConfig`` if the scheduling options contradict each other or the model. Also raises the errors of
+    ``open_session``. Closes every opened session before raising an error.
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
-        # A stream takes long. A stream runs alone and on an instance's thread, so that the caller stays free to cancel
-        # the stream.
+        # A stream runs alone, because a stream takes long. A stream runs on an instance's thread, so that the caller
+        # stays free to cancel the stream.
         scheduling = replace(scheduling, dynamic=False, eager=False)
     if scheduling.sequence is not None and scheduling.max_batch_size:
         scheduling = replace(scheduling, dynamic=True)  # batches steps of different sequences, as Triton does

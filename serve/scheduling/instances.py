@@ -1,10 +1,10 @@
 """The instances of a model: several sessions, their threads, and the threads of callers that run requests themselves.
 
-``RequestQueue`` and ``Batching`` make every decision, from the queue and the time alone. This module carries the
-decisions out. A caller that finds the queue empty and an instance idle runs the request itself, because a run of a
-small model takes less time than passing a request to another thread and back. While all instances are busy, requests
-gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and
-no answer is given while ``_lock`` is held.
+``RequestQueue`` and ``Batching`` make every decision, and need only the queue and the time to decide.
+``QueuedExecutor`` carries the decisions out. A caller that finds the queue empty and an instance idle runs the request
+itself, because a run of a small model takes less time than passing a request to another thread and back. While all
+instances are busy, requests gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all
+state. No session is run and no answer is given while ``_lock`` is held.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    With ``start=False`` no thread runs. Instead, ``poll`` does the next step of a thread, at the time of ``clock``.
+    With ``start=False``, no thread runs, and each call of ``poll`` does the next step of a thread at the time of
+    ``clock``.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # only a bug of the server gets here; every waiting request gets an error
+        except Exception as error:  # reached only through a bug of the server; every waiting request gets an error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -255,7 +256,8 @@ class QueuedExecutor:
         try:
             settled = self._run(session, entries)
         finally:
-            # The session is released before the answers, so that a client that asks again finds the instance idle.
+            # The session is released before the answers are delivered, so that the client's next request finds the
+            # instance idle.
             self._release(session)
             self._deliver(settled)
 
@@ -280,7 +282,8 @@ class QueuedExecutor:
     def _run(self, session: Session, entries: list[Entry]) -> Settled:
         """Runs the unanswered entries in one batch.
 
-        If the batch fails, retries each half alone, so that a request fails only if the request's own run fails.
+        If the batch fails, runs each half of the batch alone, so that a request fails only if the request's own run
+        fails.
         """
         started = self._clock()
         late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
@@ -379,8 +382,8 @@ class QueuedExecutor:
         self._delivered(len(settled))
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Delivers answers in the order of the requests. Only one thread delivers at a time. This thread also delivers
-        the results that other threads settle meanwhile."""
+        """Delivers answers in the order of the requests. Only one thread delivers at a time. The delivering thread also
+        delivers the results that other threads settle meanwhile."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result

@@ -1,16 +1,19 @@
 """Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long input.
 
 The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
-i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). This is
-dynamic programming over O(n * batch) cells. The least total cost is also the earliest end of the last batch. So no
-other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent batch. If not all
-batches can begin in time, the instance postpones batches so that as few requests as possible are late.
+i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). Dynamic
+programming computes the best cut over O(n * batch) cells. The least total cost means that the last batch ends as early
+as possible. So no other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent
+batch. If not all batches can begin in time, the instance postpones batches so that as few requests as possible are
+late.
 
-If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. A
-request is then late if its run begins after the delay bound. If ``eager`` is off, a batch waits until the latest time
-at which no request is late. The wait assumes that all batches run one after the other. A request is then late if its
-answer comes after the delay bound. If a run takes more than half of the bound, its requests are late only if the run
-begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
+With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
+busy. With ``eager``, a request is late if its run begins after the delay bound.
+
+Without ``eager``, an idle instance waits until the latest time at which no request is late, or until the waiting
+requests fill a batch. The latest time is computed as if all batches ran one after the other. Without ``eager``, a
+request is late if its answer comes after the delay bound. If a run takes more than half of the bound, the requests of
+this run are late only if the run begins after half of the bound.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# At most this many waiting requests, or twice the rows of the largest batch, are cut into batches at once. The number
-# is limited because the cut holds the queue's lock.
+# The largest number of waiting requests that are cut into batches at once, unless twice the rows of the largest batch
+# are more. The number is limited, because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time go before a late request. A late request goes first again once it has waited for
-# this many delay bounds, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. But a late request runs first once it has waited for this
+# many delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -143,10 +146,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        If a batch would begin late, a batch is postponed: of this batch and the batches before it, the batch with the
-        highest cost per request. If every batch has one request, this rule makes the fewest requests late (Moore 1968,
-        "An n job, one machine sequencing algorithm for minimizing the number of late jobs"). Only batches of the most
-        urgent priority level are compared.
+        Goes through ``batches`` in order. If a batch would begin late, this batch or a batch before it is postponed,
+        namely the batch with the highest cost per request. If every batch has one request, the fewest requests are late
+        by this rule (Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs").
+        Compares only batches of the most urgent priority level.
         """
         if not self._delay:
             return batches[0]
@@ -205,7 +208,7 @@ class LengthBatchingRows(RowBatching):
             sizes = self.sizes if self._fitting is None else self._fitting.of(self._shapes_at(one, length))
             found = costs[[next((size for size in sizes if size >= n), n) for n in range(self.limit + 1)]]
             if self._fitting is not None:
-                found[max(sizes, default=0) + 1 :] = np.inf  # a shape outside the profiles is never the cheapest
+                found[max(sizes, default=0) + 1 :] = np.inf  # a batch size outside the profiles costs infinitely much
             if len(self._by_length) < 4096:
                 self._by_length[key] = found
         return found
@@ -313,4 +316,4 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
             if known and one not in known:
                 raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; take it out")
     if any(axis < 1 for axis in options.outputs.values()):
-        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, take another")
+        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more")

@@ -17,8 +17,9 @@ class QueuePolicy:
     """Bounds of the queue of one priority level. 0 means no bound.
 
     ``max_queue_size`` is the number of requests that may wait. ``timeout_us`` is the longest wait of a request. With
-    ``timeout_action="reject"`` a request that has waited longer fails with UNAVAILABLE. With ``timeout_action="delay"``
-    the request is served after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
+    ``timeout_action="reject"``, a request that has waited for more than ``timeout_us`` fails with UNAVAILABLE. With
+    ``timeout_action="delay"``, such a request is served after the requests that are in time. ``allow_override`` lets a
+    request set a shorter timeout.
     """
 
     max_queue_size: int = 0
@@ -31,10 +32,10 @@ class QueuePolicy:
 class LengthBatching:
     """Batching of inputs that differ in one dim.
 
-    ``dim`` is the name of the dim in the signature. ``mask`` is the input that says which positions are real; the
-    server makes a mask if the client sent none. ``pad`` maps an input to its padding value, 0 by default. ``outputs``
-    maps each output to the axis that is cut to the request's length. ``grouped=True`` groups requests by length;
-    ``grouped=False`` forms batches in the order of arrival and pads each batch to the longest request.
+    ``dim`` is the name of the dim in the signature. ``mask`` is the input that marks the real positions. The server
+    makes the mask if the client sends no mask. ``pad`` maps an input to its padding value, 0 by default. ``outputs``
+    maps each output to the axis that is cut to the request's length. With ``grouped=True``, requests are grouped by
+    length. With ``grouped=False``, batches are formed in the order of arrival and padded to the longest request.
     """
 
     dim: str
@@ -49,9 +50,9 @@ class SequenceBatching:
     """Options of a stateful model.
 
     ``states`` maps an output to the input that gets this output at the sequence's next request. ``controls`` maps
-    START, END, READY and CORRID to input names. ``values`` maps a control to the values for false and true, 0 and 1 by
-    default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default is zeros. A
-    sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a time.
+    START, END, READY and CORRID to input names. ``values`` maps a control to its values for false and true, which are 0
+    and 1 by default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default state
+    is zeros. A sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a time.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -67,14 +68,14 @@ class Scheduling:
     """Options of one model.
 
     ``max_batch_size`` is the number of rows in the largest batch; 0 means that the model has no batch dim and runs each
-    request alone. ``dynamic`` batches requests of several callers. ``preferred`` lists the batch sizes to wait for. The
-    oldest request waits at most ``max_delay_us`` for other requests. ``allowed`` lists the batch sizes that the model
-    takes, None for all. ``profiles`` are the optimization profiles of an engine. ``queue_rows`` and ``queue_bytes``
-    limit the waiting rows and bytes over all priority levels. ``response_cache`` answers repeated requests from the
-    server's cache. ``eager=True`` runs a request at once if an instance is idle and the queue is empty, whatever
-    ``max_delay_us`` and ``preferred`` say; ``eager=False`` lets the request wait for other requests, as in Triton.
-    ``resources`` maps a shared resource to the amount that one run takes. ``rate_limit.py`` explains
-    ``resource_priority``.
+    request alone. With ``dynamic``, requests of several callers may share a batch. ``preferred`` lists the batch sizes
+    to wait for. The oldest request waits at most ``max_delay_us`` for other requests. ``allowed`` lists the batch sizes
+    that the model takes; None means all sizes. ``profiles`` are the optimization profiles of an engine. ``queue_rows``
+    and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With ``response_cache``, repeated
+    requests are answered from the server's cache. With ``eager=True``, a request runs at once if an instance is idle
+    and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With ``eager=False``, the request waits for
+    other requests, as in Triton. ``resources`` maps a shared resource to the amount that one run takes.
+    ``rate_limit.py`` explains ``resource_priority``.
     """
 
     max_batch_size: int = 0

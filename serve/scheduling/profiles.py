@@ -15,7 +15,7 @@ _MOST_KEPT = 4096
 
 
 def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
-    """Returns the profiles of an engine from the manifest's properties, or () for any other artifact."""
+    """Returns the profiles of an engine from the manifest's properties, or () if the artifact isn't an engine."""
     return tuple(
         {name: (tuple(ends[0]), tuple(ends[-1])) for name, ends in profile.items()}
         for profile in properties.get("profiles", ())
@@ -40,7 +40,7 @@ def _holds(ends: tuple[Shape, Shape], shape: Shape) -> bool:
 
 
 class FittingRows:
-    """``rows_of`` with its results cached by shapes."""
+    """Calls ``rows_of`` and caches the results by shapes."""
 
     def __init__(self, profiles: Sequence[Profile], most: int, step: int = 1) -> None:
         self._profiles = profiles

@@ -1,8 +1,8 @@
-"""The queue of one model: priorities, bounds, timeouts. The queue has no thread and no clock: the caller passes the
+"""The queue of one model: priorities, bounds, timeouts. The queue has no thread and no clock, so the caller passes the
 time.
 
 Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
-served after the requests that are in time. The queue calls no ``Answer``, but raises or returns errors.
+served after the requests that are in time. The queue never calls an ``Answer``: it raises or returns the errors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 NEVER = math.inf
 
-# The heap of expiry times is rebuilt when it is more than this many times as long as the queue.
+# The heap of expiry times is rebuilt once the heap is more than this many times as long as the queue.
 _STALE = 4
 
 
 class Entry:
-    """An accepted request, from arrival to answer; also the ``Ticket`` that ``submit`` returns.
+    """An accepted request, from arrival to answer. ``submit`` returns the entry as the request's ``Ticket``.
 
     ``rows`` is the size of the request's batch dim, or 1 without a batch dim. Entries with equal ``key`` may run
     together. ``level`` is the priority level. ``expires`` is the end of the queue timeout, in seconds on the server's
@@ -127,8 +127,8 @@ class RequestQueue:
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # numbers of the existing levels, most urgent first
         self._live: dict[int, Entry] = {}
-        # The times at which entries expire, each with the entry's number. A heap of entries would keep answered entries
-        # in memory.
+        # The times at which entries expire, each with the entry's number. Holds numbers, because a heap of entries
+        # would keep answered entries in memory.
         self._instants: list[tuple[float, int]] = []
         self._next_seq = 0
         self.rows = 0
@@ -204,8 +204,8 @@ class RequestQueue:
         self.nbytes -= entry.nbytes
 
     def expire(self, now: float) -> list[tuple[Entry, ServeError]]:
-        """Removes the requests that have waited too long and returns each with an error. Moves expired requests whose
-        policy says ``delay`` behind the other requests."""
+        """Removes the requests that have waited too long and returns each with an error. Moves an expired request
+        behind the other requests if its policy says ``delay``."""
         found: list[tuple[Entry, ServeError]] = []
         while self._instants and self._instants[0][0] <= now:
             _, seq = heapq.heappop(self._instants)

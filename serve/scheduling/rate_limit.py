@@ -1,9 +1,10 @@
 """Resources that models share: a run waits until the amounts in the model's config are free, and takes these amounts.
 
-This is Triton's ``rate_limiter`` of an instance group. The server's options set the amount of each resource, by default
-the need of the most demanding model. Stride scheduling decides which waiting model runs next: each run advances its
-model by ``priority``, and the model that has advanced least runs next. So a model of priority 2 gets half as many runs
-as a model of priority 1 while both always have work. An idle model saves up no runs.
+Triton configures these resources in the ``rate_limiter`` of an instance group. The server's options set the amount of
+each resource. By default, a resource has the amount that the most demanding model needs. Stride scheduling decides
+which waiting model runs next: each run advances its model by ``priority``, and the model that has advanced least runs
+next. So a model of priority 2 gets half as many runs as a model of priority 1, as long as both have work. A model can't
+save up runs while the model is idle.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from accel.errors import BadConfig
 
 
 class RateLimiter:
-    """Shares resources between all models of a process. ``limits`` maps a resource to the existing amount."""
+    """Shares resources between all models of a process. ``limits`` maps a resource to the amount that exists."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -50,8 +51,8 @@ class RateLimiter:
         return max((gate.need.get(resource, 0) for gate in self._gates), default=0) if limit is None else limit
 
     def enter(self, gate: Gate) -> bool:
-        """Takes the resources of ``gate``. Returns False if other models hold the resources, or wait for them ahead of
-        ``gate``."""
+        """Takes the resources of ``gate``. Returns False if other models hold the resources, or if other models wait
+        for the resources ahead of ``gate``."""
         with self._lock:
             self._wait(gate)
             if gate not in self._next():
@@ -68,8 +69,8 @@ class RateLimiter:
             self._waiting.add(gate)
 
     def _next(self) -> list[Gate]:
-        """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet keeps the
-        gates behind it from taking its resources."""
+        """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet reserves
+        its resources, so that the gates behind it don't take these resources."""
         free = {r: self._amount(r) - self._used[r] for gate in self._waiting for r in gate.need}
         found = []
         for gate in sorted(self._waiting, key=lambda gate: gate.turn):
@@ -125,12 +126,12 @@ class Gate:
     def enter(self) -> bool:
         """Takes the resources of a run, or returns False if the run has to wait.
 
-        ``wake`` is called as soon as a waiting run may succeed.
+        The limiter calls ``wake`` as soon as a waiting run may enter.
         """
         return self._limiter.enter(self)
 
     def leave(self, *, again: bool = False) -> None:
-        """Ends a run. ``again`` tells that the model has more to run."""
+        """Ends a run. With ``again``, the model has more to run."""
         self._limiter.leave(self, again=again)
 
     def withdraw(self) -> bool:
@@ -145,7 +146,8 @@ class Gate:
 
 
 def parse_limit(text: str) -> tuple[str, int]:
-    """Reads ``NAME:COUNT``. Raises ``ValueError`` if ``text`` doesn't match."""
+    """Returns the name and the count in a text of the form ``NAME:COUNT``. Raises ``ValueError`` if ``text`` doesn't
+    have this form."""
     name, _, count = text.rpartition(":")
     if not name or not count.isdigit() or int(count) < 1:
         raise ValueError(text)

@@ -28,7 +28,7 @@ from .statistics import Recorder, merged, ns
 Key = tuple[int, bytes]
 _Row = tuple[Mapping[str, np.ndarray], int]  # the outputs and their size in bytes
 
-# The estimated bytes of an entry without its arrays.
+# The estimated number of bytes of an entry, without the entry's arrays.
 _OVERHEAD = 512
 
 
@@ -129,7 +129,7 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Answers a cached request before returning. Passes any other request to the inner executor."""
+        """Answers a cached request before returning. Passes a request that isn't cached to the inner executor."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
             return self.inner.submit(request, answer)  # the inner executor refuses the request
@@ -162,8 +162,8 @@ class CachingExecutor:
         return keep
 
     def statistics(self) -> ModelStatistics:
-        """Returns the inner executor's statistics plus the cache hits. A hit counts as received and success, not as an
-        inference."""
+        """Returns the inner executor's statistics plus the cache hits. A cache hit counts as a received request and as
+        a success, but not as an inference."""
         with self._lock:
             own = self._recorder.copy()
         return merged(self.inner.statistics(), own)

@@ -1,9 +1,9 @@
 """Stateful models: the requests of a sequence run in order, and the server keeps the sequence's state.
 
 The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
-or canceled request leaves the state unchanged. After a failed start the sequence has no state. The requests that
-already wait behind the failed request, up to the next start, fail too (FAILED_PRECONDITION), because the caller relied
-on success.
+or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
+a request fails, the requests of the sequence that already wait behind the failed request fail too
+(FAILED_PRECONDITION), up to the next start. The caller sent these requests before learning of the failure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Step:
-    """One request of a sequence; also the ``Ticket`` that ``submit`` returns."""
+    """One request of a sequence. ``submit`` returns the step as the request's ``Ticket``."""
 
     __slots__ = ("answer", "arrived", "cancelled", "durations", "executor", "nbytes", "request", "sequence", "ticket")
 
@@ -68,7 +68,7 @@ class _Sequence:
 
     def __init__(self, sequence_id: int | str) -> None:
         self.id = sequence_id
-        self.states: dict[str, np.ndarray] | None = None  # the state is None before the first answer
+        self.states: dict[str, np.ndarray] | None = None  # None before the first answer
         self.waiting: deque[_Step] = deque()
         self.running: _Step | None = None
         self.pumped = False
@@ -192,8 +192,8 @@ class SequenceExecutor:
     def _pump(self, sequence: _Sequence) -> None:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
-        Only one thread at a time submits the steps of a sequence. After an answer that comes inside ``submit``, this
-        loop takes the next step, so that the calls don't nest.
+        Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
+        takes the next step after ``submit`` has returned, so that the calls don't nest.
         """
         while True:
             with self._lock:

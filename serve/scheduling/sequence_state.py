@@ -70,8 +70,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have starts
-        with size 0: for example, the number of past steps.
+        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have, such
+        as the number of past steps, starts with size 0.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given

@@ -13,7 +13,7 @@ class Recorder:
     """Fills a ``ModelStatistics``. Not thread-safe: the owner holds a lock.
 
     A canceled request also counts as failed, so that success + fail = received. The batch statistics count each
-    successful run under its number of real rows. The sum of rows times runs is then ``inference_count``.
+    successful run under its number of real rows. So ``inference_count`` is the sum of rows times runs.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
@@ -50,7 +50,8 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed. Another recorder has counted this request as a success, with ``durations``."""
+        """Counts a request as failed. Takes back the success with ``durations`` that another recorder has counted for
+        this request."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)
@@ -86,7 +87,7 @@ def ns(seconds: float) -> int:
 
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
-    """Adds ``outer``, the statistics of an executor, to ``inner``, the statistics of the executor behind it. Returns
+    """Adds the statistics of an executor (``outer``) to the statistics of the executor behind it (``inner``). Returns
     ``inner``."""
     inner.add(outer)
     return inner

@@ -1,6 +1,6 @@
 """Access control: bearer tokens, and the models and commands that each token allows.
 
-The tokens are in a TOML file, which should hold the sha256 of a token rather than the token itself:
+The tokens are in a TOML file. The file should hold the sha256 of a token instead of the token itself:
 
     [[token]]
     name = "ci"

@@ -1,5 +1,5 @@
-"""The transports: gRPC, HTTP, and the shared code for metrics and parameters of tensors.
+"""The transports gRPC and HTTP, and their shared code for metrics and for the parameters of tensors.
 
-A transport turns a client's bytes into calls of an `InferenceServer`. It writes the answers in Triton's wire formats.
-The HTTP transport also serves `/metrics`.
+A transport turns a client's bytes into calls of an `InferenceServer`. A transport also writes the answers in Triton's
+wire formats. The HTTP transport also serves `/metrics`.
 """

@@ -104,5 +104,5 @@ def render(rows: list[StatisticsRow]) -> bytes:
     """Returns the metrics of ``rows`` in the text format that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_Rows(rows))
-    # The library announces a counter as NAME_total; Triton's counters have no such ending.
+    # The library announces a counter as NAME_total. The names of Triton's counters don't end in _total.
     return re.sub(rb"(?m)^(# (?:HELP|TYPE) \w+)_total ", rb"\1 ", generate_latest(registry))

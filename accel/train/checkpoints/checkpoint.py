@@ -4,9 +4,9 @@
     RUN/checkpoints/best.json        the best step so far, and the metric
     RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
 
-A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written after every rank's
-shards are on disk. Then the folder gets its final name. ``run.json`` holds the size and CRC-32 of each file. A run
-reports a damaged checkpoint and uses the previous checkpoint.
+A folder without ``run.json`` is unfinished, and no run resumes from an unfinished folder. ``run.json`` is written after
+every rank's shards are on disk. At last, the checkpoint's folder gets its final name. ``run.json`` holds the size and
+CRC-32 of each file. If a checkpoint is damaged, a run reports the damage and uses the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Checkpoints:
         its shards.
 
         Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
-        in the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no
-        rank is ``writing``.
+        in the background until ``wait`` finishes the save. All ranks have to call ``wait`` together, and ``wait`` is
+        quick once no rank is ``writing``.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -137,10 +137,11 @@ class Checkpoints:
             dist.barrier(self.group)
 
     def _unwritten(self, final: Path, error: BaseException) -> CannotWrite:
-        if self._first:  # makes room on the disk for the error report
+        if self._first:  # deletes the unfinished folder to make room for the error report
             shutil.rmtree(_beside(final), ignore_errors=True)
-        before = "the one before it is whole" if self.complete() else "there is none before it"
-        return CannotWrite(f"the checkpoint {final} could not be written ({_reason(error)}); free some space, {before}")
+        before = "the previous checkpoint is intact" if self.complete() else "there is no previous checkpoint"
+        failed = f"the checkpoint {final} could not be written ({_reason(error)})"
+        return CannotWrite(f"{failed}; free some space ({before})")
 
     def _together(self, own: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks."""
@@ -151,7 +152,7 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this.
+        """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this method.
 
         The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
         ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
@@ -205,15 +206,15 @@ class Checkpoints:
     def load_newest(
         self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Reads the newest undamaged checkpoint. Returns its ``run.json`` and tensors, or None if there is no
-        checkpoint.
+        """Reads the newest undamaged checkpoint. Returns the checkpoint's ``run.json`` and tensors, or None if there is
+        no checkpoint.
 
         ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
         checkpoints.
 
-        Raises ``BadCheckpoint`` if the checkpoint is of another model than ``model``, if a tensor in it is missing or
-        has another shape, or if no checkpoint can be read.
+        Raises ``BadCheckpoint`` if the checkpoint belongs to another model than ``model``, or if no checkpoint can be
+        read. Also raises ``BadCheckpoint`` if a wanted tensor is missing in the checkpoint or has another shape there.
         """
         found = self.complete()
         for path in reversed(found):
@@ -268,7 +269,7 @@ class Checkpoints:
             raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
-        """Returns ``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` if the checkpoint is of another
+        """Returns ``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` if the checkpoint belongs to another
         model."""
         try:
             run: dict[str, Any] = json.loads((path / RUN).read_text())
@@ -276,7 +277,7 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Unreadable(f"{path} has no readable {RUN}") from error
         if other != model:
-            raise BadCheckpoint(f"{path} is of the model {other}, not {model}; give another --out")
+            raise BadCheckpoint(f"{path} is a checkpoint of the model {other}, not of {model}; give another --out")
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:
@@ -301,7 +302,7 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", {})
     first: BaseException | None = failures[min(failures)][0] if failures else error
     said = str(first)
-    while first is not None:  # torch.save raises a different error in place of the OSError
+    while first is not None:  # torch.save hides an OSError behind an error of its own
         said = str(first) if isinstance(first, OSError) else said
         first = first.__cause__ or first.__context__
     return one_line(said, None)[-200:]

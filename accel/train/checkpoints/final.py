@@ -95,7 +95,7 @@ def write_run(
         stacked = torch.utils.data.default_collate(samples)[0]
     except RuntimeError:  # samples of different lengths can't be stacked; a micro-batch of 1 allows them
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # only training passes positions and documents
+    if config.pack:  # keeps the tokens; only training passes positions and documents too
         stacked = stacked[0]
     signature = None
     if declaration is not None:

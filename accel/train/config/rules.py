@@ -138,7 +138,7 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     if not config.drop_last and p.pp > 1:
         yield "the micro-batches of a pipeline must all have the same size; use drop_last = true with pp"
     if p.compression == "powersgd" and "fp16" in config.precision.resolved:
-        yield "PowerSGD would carry an fp16 overflow into the next step; use a bf16 precision.mode with it"
+        yield "PowerSGD would carry an fp16 overflow into the next step; use a bf16 precision.mode with PowerSGD"
     if config.global_batch % (config.micro_batch * data):
         step = config.micro_batch * data
         best = max(step, config.global_batch // step * step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import toml
 
-# The precision modes, and the mode that each of apex's names (O0 to O3) stands for. See ``accel.train.precision``.
+# The precision modes, and the map from apex's names (O0 to O3) to these modes. See ``accel.train.precision``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -20,8 +20,8 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, because it includes imports, building the model and reading
-# a checkpoint.
+# The first step may take this many times ``hang_seconds``, because the first step includes imports, building the model
+# and reading a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 
@@ -57,11 +57,11 @@ class ParallelConfig:
     ``tp`` is the number of ranks that share each tensor. Between the modules that the plan cuts, ``sequence_parallel``
     also shards the sequence over the tensor-parallel ranks. ``pp`` is the number of pipeline stages, which run in the
     order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the same
-    samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
+    samples. ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation
     checkpointing.
 
-    ZeRO++ (stage 3): Each group of ``hpz`` ranks holds a second copy of the parameters in shards, so that the backward
-    pass gathers within the group. ``qwz`` gathers parameters in int8 blocks, ``qgz`` reduces gradients in int8 blocks.
+    ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
+    gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
 
     ``compression`` selects the format in which DDP sends gradients: bf16, fp16, or PowerSGD of rank
     ``compression_rank`` after ``compression_start`` exact steps.
@@ -89,7 +89,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """The optimizer.
 
-    ``clip`` limits the norm of all gradients together; 0 means no limit. SGD uses ``momentum``, Adam uses ``betas`` and
+    ``clip`` limits the norm of all gradients together; 0 means no limit. SGD uses ``momentum``. Adam uses ``betas`` and
     ``eps``.
     """
 
@@ -119,8 +119,9 @@ class CheckpointConfig:
     """The rules by which checkpoints are written and kept.
 
     ``every`` is the number of steps between two checkpoints, 0 for a single checkpoint at the end. ``keep`` is the
-    number of newest checkpoints to keep. ``best`` is the metric of ``evaluate`` whose best checkpoint is kept too, with
-    ``-`` in front if lower is better (``-loss``). ``asynchronous`` writes checkpoints while training goes on.
+    number of newest checkpoints to keep. ``best`` names a metric of ``evaluate``, and the checkpoint that is best by
+    this metric is kept too. A ``-`` in front (``-loss``) means that lower is better. ``asynchronous`` writes
+    checkpoints while training goes on.
     """
 
     every: int = 0
@@ -131,7 +132,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
-    """The shape of a transformer, for ``accel plan`` if the model has no config. 0 means unknown."""
+    """The shape of a transformer. ``accel plan`` uses this shape for a model without a config. 0 means unknown."""
 
     params: int = 0
     layers: int = 0
@@ -148,14 +149,15 @@ class TrainConfig:
 
     ``model`` names a factory of an ``nn.Module``. ``data`` names a factory of a map-style dataset of training samples
     ``(inputs, targets)``. ``loss`` names a function ``(outputs, targets) -> (sum of losses, count)``. The default loss
-    is the cross entropy summed over tokens, without targets of -100. Another loss of accel is
+    is the sum of the cross entropy over all tokens whose target isn't -100. accel also has the loss
     ``accel.train.loss:squared_error``. ``evaluate`` names a function ``module -> {metric: value}``. Rank 0 calls
     ``evaluate`` every ``evaluate_every`` steps and at the end.
 
     ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
-    and pass; gradients are accumulated over the micro-batches of a step. ``pack`` is the length of the sequences into
+    and pass. Gradients are accumulated over the micro-batches of a step. ``pack`` is the length of the sequences into
     which samples of any length are packed (see ``data/packing.py``). With ``pack``, the batch sizes count sequences.
-    ``pack = 0`` takes samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
+    ``pack = 0`` takes samples unchanged. With ``drop_last = false``, the last and smaller batch of an epoch is used
+    too.
 
     ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
     each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for

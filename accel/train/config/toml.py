@@ -42,7 +42,7 @@ def dump(body: Mapping[str, Any]) -> str:
 
 
 def override(body: dict[str, Any], text: str) -> None:
-    """Sets a value in the nested dict ``body``, as ``table.key=value`` says. A value that isn't valid TOML is a
+    """Sets a value in the nested dict ``body``, as ``table.key=value`` says. Takes a value that isn't valid TOML as a
     string."""
     path, equals, value = text.partition("=")
     *tables, key = path.strip().replace("-", "_").split(".")

@@ -1,8 +1,9 @@
 """Packing: puts several documents of any length into one sequence, and trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` into sequences of 128 positions. A sample has ``int64[n]``
-tokens and ``int64[n]`` targets, and n varies. Documents are placed longest first, each into the fullest sequence with
-enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+tokens and ``int64[n]`` targets, and n may differ between samples. Documents are placed longest first, each into the
+fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
+Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
 In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
@@ -34,7 +35,8 @@ _FIX = (
 
 
 class Packed(torch.utils.data.Dataset[Any]):
-    """``documents`` packed into sequences of ``length`` positions, the same on every rank and in every run.
+    """A dataset that packs ``documents`` into sequences of ``length`` positions, in the same way on every rank and in
+    every run.
 
     A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``. ``documents`` numbers the
     documents within the sequence, and -1 is padding. Takes the lengths from the list ``documents.lengths``, or reads
@@ -73,8 +75,8 @@ class Packed(torch.utils.data.Dataset[Any]):
         return (tokens, positions, documents), targets
 
     def several(self) -> tuple[torch.Tensor, ...] | None:
-        """Returns the inputs of the first sequence with more than one document, or None if every sequence has only
-        one."""
+        """Returns the inputs of the first sequence with more than one document, or None if every sequence has a single
+        document."""
         index = next((i for i, inside in enumerate(self.sequences) if len(inside) > 1), None)
         return None if index is None else self[index][0]
 
@@ -85,7 +87,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps the number of free positions to the sequences.
+    spare: dict[int, list[int]] = {}  # Maps each number of free positions to sequences.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])

@@ -41,7 +41,7 @@ class PowerSGD:
     of a process. So this class saves the state by parameter whenever the buckets change.
 
     Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
-    saves one copy of the state, which any number of ranks can load.
+    saves a single copy of the state, and any number of ranks can load this copy.
     """
 
     def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:
@@ -56,7 +56,7 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        # A lambda, because DDP checks the annotations of a hook and refuses the annotations of ``run``.
+        # The hook is a lambda, because DDP checks the annotations of a hook and would refuse ``run``.
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

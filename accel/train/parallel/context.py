@@ -1,10 +1,10 @@
 """Ulysses context parallel: ranks share the sequences of a batch, and share the heads during attention.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
-embeds tokens and positions) works on whole sequences, and its output is cut. After this module, two all-to-alls let
-every call of ``F.scaled_dot_product_attention`` see all positions for a share of the heads. Every other module has to
-treat each position alone. A run on a sample checks the model before training. ZeRO sees each rank as a data-parallel
-rank.
+embeds tokens and positions) works on whole sequences, and its output is cut. After the cut, two all-to-alls around each
+call of ``F.scaled_dot_product_attention`` let a rank see all positions for its share of the heads. Everything after the
+cut, except attention, has to treat each position alone. Before training, a run on a sample checks that the cut doesn't
+change the model's output. ZeRO sees each rank as a data-parallel rank.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Ulysses(AroundAttention):
 def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
     """Makes ``module`` work on this rank's part of the sequence, in place. No part of ``module`` may be cut yet.
 
-    Raises ``BadConfig`` if ``parallel.cp_split`` names no module, or if the output differs from the whole model's. The
-    output differs if positions are counted after the cut, or if something besides attention looks at other positions.
+    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
+    output. The output changes if positions are counted after the cut, or if something besides attention looks at other
+    positions.
     """
     mesh, name = ranks.cp, config.parallel.cp_split
     assert mesh is not None
@@ -109,7 +110,8 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's part of ``tensor`` along ``dim``. Raises ``BadData`` if the ranks can't have equal parts."""
+    """Returns this rank's part of ``tensor`` along ``dim``. Raises ``BadData`` if ``dim`` can't be cut into equal
+    parts."""
     if tensor.shape[dim] % mesh.size():
         raise BadData(f"a sequence of {tensor.shape[dim]} doesn't divide by cp {mesh.size()}; pad it")
     return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]

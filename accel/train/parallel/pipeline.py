@@ -6,8 +6,8 @@
     zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
-stands for its entries). ``forward`` has to run the modules of the chain one after the other. A run on a sample checks
-the order before the cut.
+stands for its entries). ``forward`` has to run the modules of the chain one after the other. Before the cut, a run on a
+sample checks the order of the chain.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Stage(nn.Module):
 class _Place(PipelineStage):
     """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Before the first step, torch runs the module once to learn shapes, on uninitialized memory in all stages but the
-    first. The buffers get their values back afterwards.
+    Before the first step, torch runs the module once to learn shapes. Except in the first stage, torch runs the module
+    on uninitialized memory. After this run, the buffers get their values back.
     """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
     """Returns the cost of each module of the chain on ``inputs``: the FLOPs of the module's forward pass.
 
     If no module has FLOPs, the cost is the number of parameters. Raises ``BadConfig`` if the chain leaves out
-    parameters of the model, or its output differs from the model's.
+    parameters of the model, or if the chain's output differs from the model's.
     """
     owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     for name, parameter in module.named_parameters():
@@ -256,7 +256,7 @@ class Pipelined:
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         """Runs one step.
 
-        Returns [sum of losses, counted targets] on the rank of the last stage, and zeros on the others.
+        Returns [sum of losses, counted targets] on the rank of the last stage, and zeros on the other ranks.
         """
         self.forth = forth
         self.pairs.clear()
@@ -269,9 +269,9 @@ class Pipelined:
         target = None
         if self.last:
             target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
-        with loss_parallel():  # over a sharded vocabulary, the loss's backward pass has to run in this context
+        with loss_parallel():  # a loss over a sharded vocabulary needs this context for its backward pass
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Before the first step torch calls the loss once more to learn shapes, on uninitialized memory.
+        # Leaves out an extra call before the first step: torch calls the loss on uninitialized memory to learn shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -5,8 +5,8 @@ outlier affects only one block. Each parameter begins a new block, so that a nor
 neighbor's weights of 0.02.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
-backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, while the paper reduces in
-int4 between nodes. The error of a value is at most half a step, 1/254 of the largest value in its block.
+backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, but in the paper the
+reduction between nodes is int4. The error of a value is at most half a step, 1/254 of the largest value in its block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class _Comm:
-    """The interface of a custom FSDP2 collective, except ``__call__``."""
+    """The base of a custom FSDP2 collective: everything except ``__call__``."""
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module
@@ -75,7 +75,7 @@ class _Comm:
     def sizes(self, count: int) -> list[int]:
         """Returns how many of a rank's ``count`` values belong to each parameter.
 
-        Returns ``[count]`` if FSDP2 leaves out parameters. FSDP2 leaves out parameters without a gradient.
+        Returns ``[count]`` if a parameter has no gradient, because FSDP2 leaves out this parameter.
         """
         groups = self.module._get_fsdp_state()._fsdp_param_groups
         found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]
@@ -100,7 +100,7 @@ class QuantizedAllGather(_Comm):
         async_op: bool = False,  # noqa: ARG002 - FSDP2's own call
     ) -> None:
         world = dist.get_world_size(group)
-        if world != self.shards:  # hpZ's second shards are already rounded
+        if world != self.shards:  # the shards within a group of hpZ are already rounded
             dist.all_gather_single(output_tensor, input_tensor, group=group)
             return
         sizes = self.sizes(input_tensor.numel())
@@ -135,15 +135,15 @@ class QuantizedReduceScatter(_Comm):
         if op == dist.ReduceOp.AVG:
             total /= world
         else:
-            assert op == dist.ReduceOp.SUM, op  # FSDP2 uses other operations only with a custom divide factor
+            assert op == dist.ReduceOp.SUM, op  # FSDP2 uses AVG or SUM, except with a custom divide factor
         output_tensor.copy_(total.view(output_tensor.shape))
 
 
 def set_quantized(module: torch.nn.Module, shards: int, *, gather: bool, reduce: bool) -> None:
     """Makes each FSDP2 module inside ``module`` communicate in int8.
 
-    ``shards`` is the number of ranks that parameters are sharded over. ``gather`` gathers parameters in int8,
-    ``reduce`` reduces gradients in int8.
+    ``shards`` is the number of ranks that parameters are sharded over. With ``gather``, parameters are gathered in
+    int8. With ``reduce``, gradients are reduced in int8.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

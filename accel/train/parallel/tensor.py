@@ -12,8 +12,9 @@ Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequ
 sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
 sequence, and ``row`` reduce-scatters the sequence.
 
-The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
-The code must not fix the number of heads, because a rank has fewer heads: ``view(b, s, -1, width)``.
+The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy needs no gather of the
+logits. The code must not fix the number of heads, because a rank has fewer heads. ``view(b, s, -1, width)`` leaves this
+number open.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
     """Cuts, in place, each module that ``styles`` names, over the one axis of ``mesh``. Names don't
     change.
 
-    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, isn't a multiple of
-    the number of ranks.
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if the size of a column or row isn't a multiple of the
+    number of ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -101,7 +102,9 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
         if isinstance(part, nn.Linear) and style in ("column", "row"):
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
-                raise BadConfig(f"{name} has {size} {style}s, which don't divide by tp {mesh.size()}; use a divisor")
+                raise BadConfig(
+                    f"{name} has {size} {style}s, which don't divide by tp {mesh.size()}; use a tp that divides {size}"
+                )
         for made in _styles(part, style, gathered, sequence=sequence):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
     for first, others in shared:
@@ -168,7 +171,7 @@ class _Divides(ParallelStyle):
 
 
 class _Split(ParallelStyle):
-    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on the rank's part of the
+    """Computes the whole output, [..., sequence, hidden], on every rank, and returns the rank's part of the
     sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -201,8 +204,8 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. Such a parameter's module saw only a part
-    of the sequence or of the hidden states, so the ranks' weights would diverge.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. If a parameter's gradients differ, its
+    module saw only a part of the sequence or of the hidden states, and the ranks' weights would diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

@@ -1,8 +1,8 @@
-"""Checks on a sample before training that tensor parallel hasn't changed the model.
+"""Runs a sample before training to check that tensor parallel hasn't changed the model.
 
-The model's own code processes a rank's shard of a linear layer's output. That code may split a head, use a fixed number
-of heads, or take query, key and value from one product. With such code, torch raises an error about shapes, or silently
-trains another model, whose weights are wrong.
+The model's own code processes a rank's shard of a linear layer's output. The model's code may split a head, use a fixed
+number of heads, or take query, key and value from one product. In each of these cases, torch raises an error about
+shapes, or silently trains a different model with wrong weights.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
     """Raises ``BadConfig`` if ``module``, now sharded over ``mesh``, fails on a sample. Also raises ``BadConfig`` if
-    its output differs from ``whole``.
+    the output of ``module`` differs from ``whole``.
 
     ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
     between sharded modules.

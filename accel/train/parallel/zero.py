@@ -1,4 +1,4 @@
-"""The ZeRO stages by PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for the others.
+"""The ZeRO stages by PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for stages 1 to 3.
 
     stage  what is sharded             reshard after forward   reduce gradients
     0      nothing (DDP)               -                       on the last micro-batch
@@ -6,10 +6,10 @@
     2      + gradients                 no                      on every micro-batch
     3      + parameters                yes (blocks)            on every micro-batch
 
-Under FSDP2 the optimizer always works on shards. The stages differ in the lifetime of unsharded gradients and
-parameters. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the last
-micro-batch the gathered parameters are always freed, because the optimizer updates the shards and a gathered copy would
-hide the update.
+Under FSDP2 the optimizer always works on shards. Stages 1 to 3 differ in the time for which unsharded gradients and
+parameters stay in memory. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step.
+After the last micro-batch the gathered parameters are always freed, because the optimizer updates the shards and a
+gathered copy would hide the update.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def shard(
     """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
     Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients are averaged over the data-parallel
-    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). ``mesh`` is None for a single process,
+    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). For a single process, ``mesh`` is None
     and ``module`` stays unchanged.
 
-    Tensor and pipeline parallel need ``ddp=False``. Stage 0 then uses FSDP2 too, with shards over one rank. ``parts``
-    are the modules whose parameters are gathered together, by default the blocks. If ``hpz`` is set (stage 3 with
-    ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. This costs memory and saves
-    a gather over all ranks.
+    Tensor and pipeline parallel need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, with shards over one
+    rank. ``parts`` are the modules whose parameters are gathered together, by default the blocks. If ``hpz`` is set
+    (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. These shards
+    cost memory and save a gather over all ranks.
     """
     if mesh is None:
         return module

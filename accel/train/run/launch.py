@@ -30,7 +30,7 @@ from ..log import BOARD, LOG
 from . import watchdog
 from .rank import ERRORS, RESULT, disk_full
 
-# Bytes of disk space that a rank needs to write the error that stopped it.
+# The bytes of disk space that a rank needs to write its error report.
 _ROOM = 2**16
 # The likely sender of each signal.
 _SENT_BY: dict[int, str] = {signal.SIGKILL: " (the system does this if memory runs out)"}
@@ -49,8 +49,8 @@ def train(
     """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
     ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
-    The machines meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts
-    over with ``fresh``.
+    The machines meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest checkpoint.
+    With ``fresh``, training starts over.
 
     Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
@@ -121,7 +121,7 @@ def _goes_on(out: Path) -> str:
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
-    return "it starts over: there is no checkpoint yet, checkpoint.every writes them"
+    return "it starts over, because there is no checkpoint yet (checkpoint.every writes checkpoints)"
 
 
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
@@ -154,7 +154,7 @@ def first_errors(
             found.append(json.loads(file.read_text()))
     found.sort(key=lambda body: body["time"])
     silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
-    if killed:  # the other ranks only failed because the killed rank was gone
+    if killed:  # the other ranks failed only because a rank was killed
         words = []
         for rank, number in killed.items():
             where = watchdog.where_it_died(out, rank)
@@ -252,8 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path`` if the file exists. Otherwise returns accel's example config of the same name, so that
-    ``examples/digits.toml`` works anywhere."""
+    """Returns ``path`` if the file exists, and accel's example config of the same name if not. So
+    ``examples/digits.toml`` works in any folder."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent

@@ -25,7 +25,8 @@ ERRORS = "errors"
 
 
 def main(config_file: Path, out: Path) -> int:
-    """Runs this rank and returns the exit code. An error goes to ``OUT/errors/rank-K.json`` with time and traceback."""
+    """Runs this rank and returns the exit code. Writes an error with its time and traceback to
+    ``OUT/errors/rank-K.json``."""
     import torch.distributed as dist
 
     from accel.artifact import beside
@@ -42,11 +43,11 @@ def main(config_file: Path, out: Path) -> int:
         ranks = join(config)
         one_folder(out, ranks)
         result = Trainer(config, out, ranks).run()
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the launcher of each machine waits for the file
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine's launcher waits for the result file
             with beside(out / RESULT) as temporary:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
-        with suppress(OSError):  # on a full disk, the launcher detects the error by itself
+        with suppress(OSError):  # if the disk is full, the launcher notices the full disk itself
             leave(out, rank, error)
             traceback.print_exc()
         return 1
@@ -74,9 +75,9 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
 
 
 def _of_the_loader(error: BaseException) -> str:
-    """Returns the error of a process that loads samples, or "" if ``error`` is not from such a process.
+    """Returns the error of a process that loads samples, or "" if ``error`` comes from this process.
 
-    The text of ``error`` is the whole traceback of that process.
+    An error of a process that loads samples holds this process's whole traceback as its text.
     """
     text = str(error).strip()
     if not re.match(r"Caught \w+ in DataLoader worker", text):
@@ -110,8 +111,8 @@ def one_folder(out: Path, ranks: Ranks) -> None:
         sign.unlink()
     if not all(seen):
         raise BadConfig(
-            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out, and all machines write into one "
-            "folder; give an --out that they share, on a network file system"
+            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out, but all machines "
+            "must write into the same folder; give an --out on a network file system that all machines share"
         )
 
 
@@ -119,6 +120,6 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed rank must not wait for other ranks in the destructors of its process groups. If a mesh holds a group,
-    # gloo's threads outlive the interpreter's teardown and can crash the process.
+    # A failed rank must not wait for other ranks in the destructors of its process groups. gloo's threads outlive the
+    # interpreter's teardown if a mesh holds a group, and can crash the process.
     os._exit(code)

@@ -1,8 +1,8 @@
 """Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
 
-Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched the file for
-too long, the watchdog asks every rank for its stack with a signal. A stopped rank doesn't answer. A rank waits if its
-innermost frame is torch's, and hangs otherwise.
+Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched ``OUT/alive``
+for too long, the watchdog asks every rank for its stack with a signal. The watchdog counts a rank as waiting if the
+rank's innermost frame is torch's, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def clear(out: Path) -> None:
-    """Removes the files of an earlier run. Has to be called before the ranks start."""
+    """Removes the files of an earlier run. Call this function before the ranks start."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
     (out / ALIVE).unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def enrol(out: Path, rank: int) -> None:
 def overdue(out: Path, hang_seconds: float) -> str:
     """Returns a message that names the overdue step, or "" if no step is overdue.
 
-    A step is overdue after ``hang_seconds``, the first step after ten times as long.
+    A step is overdue after ``hang_seconds``. The first step is overdue after ten times ``hang_seconds``.
     """
     for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, FIRST_STEP_FACTOR * hang_seconds, "first step")):
         with suppress(OSError):
@@ -58,8 +58,8 @@ def overdue(out: Path, hang_seconds: float) -> str:
 
 
 def who_hangs(out: Path) -> str:
-    """Returns a message with the hanging ranks of this machine (those that don't wait for another rank) and their code
-    lines."""
+    """Returns a message with the hanging ranks of this machine and their code lines. A rank that waits for another rank
+    doesn't hang."""
     pids = _here(out)
     for number in pids.values():
         with suppress(ProcessLookupError):
@@ -74,14 +74,14 @@ def who_hangs(out: Path) -> str:
         time.sleep(0.1)
     hangs = [f"rank {rank} doesn't answer (stopped, or stuck in native code)" for rank in pids if rank not in said]
     hangs += [f"rank {rank} is {where}" for rank, text in said.items() if (where := _outside_torch(text))]
-    return ", ".join(hangs) or "every rank waits for another one: their collectives don't match"
+    return ", ".join(hangs) or "every rank waits for another rank, because the ranks call different collectives"
 
 
 def where_it_died(out: Path, rank: int) -> str:
     """Returns a clause with the Python line at which a rank crashed in native code.
 
-    Returns "" if the rank left no stack (SIGKILL), or the crashed thread ran no Python, like gloo's threads. Ignores
-    the stacks of other threads in the file.
+    Returns "" if the rank left no stack, as after SIGKILL. Also returns "" if the crashed thread ran no Python, like
+    gloo's threads. Reads only the stack of the crashed thread.
     """
     try:
         said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")

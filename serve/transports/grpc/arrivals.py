@@ -1,8 +1,8 @@
 """Cancels calls whose message takes too long to arrive.
 
 grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
-message holds that thread, and enough such clients hold every thread. This module cancels slow calls once slow calls
-hold more than half of the threads.
+message holds a thread, and many such clients would hold every thread. So slow calls are canceled once calls without a
+message hold more than half of the threads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 class Arrivals:
     """The calls that wait for their message. ``threads`` is the size of the thread pool.
 
-    While more than half of the threads wait for messages, calls that have waited more than ``patience`` seconds are
-    canceled, the oldest first. A call that has waited more than ``longest`` seconds is always canceled.
+    If more than half of the threads wait for messages, the oldest calls beyond this half are canceled once they have
+    waited more than ``patience`` seconds. A call that has waited more than ``longest`` seconds is always canceled.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A waiting call holds a thread of the pool. Threads take about half the processor time of an event loop (measured), and
-waiting threads cost nothing.
+A waiting call holds a thread of the pool. In a measurement, threads took about half the processor time of an event
+loop. Waiting threads take no processor time.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class GrpcTransport:
                 ("grpc.max_send_message_length", max_message),
                 ("grpc.max_receive_message_length", max_message),
                 ("grpc.so_reuseport", int(shared)),
-                # Accept frequent pings, which grpcio would otherwise take for an attack.
+                # Accept frequent pings. By default, grpcio takes frequent pings for an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 # Limits the calls of one connection, including calls whose answers the client does not read.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
-            # The server refuses a call beyond this limit at once, without queuing the call.
+            # A call beyond this limit isn't queued: the server refuses the call at once.
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
@@ -82,7 +82,7 @@ class GrpcTransport:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                # Each new connection fetches the certificate and the key, which renew() replaces.
+                # Each new connection asks for the certificate and the key, so that renew() can replace both.
                 credentials = grpc.dynamic_ssl_server_credentials(
                     _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
                 )
@@ -133,8 +133,8 @@ class _Servicer:
         made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
             if streaming:
-                # This module parses the messages, because grpcio may never end a call with a malformed message, and
-                # stop() would then wait forever.
+                # This module parses the messages itself. If grpcio parsed a malformed message, the call might never
+                # end, and stop() would wait forever.
                 made[name] = grpc.stream_stream_rpc_method_handler(
                     self._streamed(request.FromString), None, response.SerializeToString
                 )
@@ -158,8 +158,8 @@ class _Servicer:
     ) -> Callable[[Iterator[bytes], Any], Any]:
         """Returns a function that waits for the message of a call, and passes the parsed message to ``behavior``.
 
-        The function takes a stream, because grpcio can cancel a call that waits for a message of a stream. On the wire,
-        a call with one message and a stream of one message are the same.
+        The function takes a stream of messages, because grpcio can cancel a call that still waits for a message of a
+        stream. On the wire, a call with one message doesn't differ from a stream of one message.
         """
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
@@ -247,8 +247,8 @@ class _Servicer:
 
                 if not context.add_callback(gone):
                     gone()
-                # A request whose session hangs is never answered, and must not hold the thread beyond the request's
-                # deadline.
+                # If a session hangs, its request is never answered. Such a request must not hold the thread beyond the
+                # request's deadline.
                 done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
             if not found:
                 ticket.cancel()
@@ -396,7 +396,7 @@ def _health(server: InferenceServer) -> Any:
             with self._refreshing:
                 status = health_pb2.HealthCheckResponse
                 found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # clients of Watch get changes only
+                if found != self._said:  # set() tells the clients of Watch, which get only changes
                     self._said = found
                     for service in ("", proto.SERVICE):
                         self.set(service, found)

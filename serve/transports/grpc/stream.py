@@ -21,9 +21,9 @@ from .wire import read_call, write_reply
 log = logging.getLogger("accel.serve")
 
 _Response = proto.message("ModelStreamInferResponse")
-# The number of unanswered requests of one stream at which reading stops, so that gRPC's flow control stops the client.
+# The reader stops at this number of unanswered requests of one stream, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # in seconds; to grpcio, a call without a deadline has centuries left
+FOREVER = 1e8  # seconds; grpcio reports more than this for a call without a deadline
 
 
 def trace_of(context: Any) -> dict[str, str]:
@@ -75,8 +75,8 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request that has a response to send or has ended, or None. A request never overtakes an
-        older request whose model answers once."""
+        """Returns the oldest request that has a response to send or has ended, or None. If a request's model answers
+        once, no later request is returned before this request."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

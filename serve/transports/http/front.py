@@ -33,8 +33,8 @@ _BODY_SECONDS = 300.0  # seconds in which a body has to arrive
 
 class HttpTransport:
     """Serves an ``InferenceServer`` over HTTP. ``port=0`` takes a free port. ``threads`` is the number of threads that
-    read requests and pass them on. ``shared`` lets other processes listen on the same port. ``max_message`` is the size
-    of the largest body in bytes."""
+    read requests and pass the requests on. ``shared`` lets other processes listen on the same port. ``max_message`` is
+    the size of the largest body in bytes."""
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ def bare(module):
     [
         ("model", "number", "made a int; a model factory makes an nn.Module"),
         ("data", "iterated", "made a list_iterator; a data factory makes a list or another map-style dataset"),
-        ("data", "Streamed", "made a Streamed; .* an iterable one can't resume at a step"),
+        ("data", "Streamed", "made a Streamed; .* an iterable dataset can't resume at a step"),
         ("data", "loaded", "made a DataLoader; a data factory makes a list"),
         ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take numbers from 0 to 2"),
         ("data", "nothing", "made a list without samples; add samples"),

@@ -250,7 +250,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer.save()
     other = tmp_path / "other.py"
     other.write_text(SMALL.read_text())
-    with pytest.raises(BadCheckpoint, match=r"is of the model .*small_gpt.py:model, not .*other.py:model"):
+    with pytest.raises(BadCheckpoint, match=r"checkpoint of the model .*small_gpt.py:model, not of .*other.py:model"):
         trainer_of(tmp_path, model=f"{other}:model").resume()
 
 

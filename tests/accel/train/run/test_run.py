@@ -312,7 +312,7 @@ def test_an_interrupt_says_where_it_goes_on(
     monkeypatch.setattr(accel.train.run.launch, "_follow", interrupted)
     config = tmp_path / "run.toml"
     config.write_text(config_of().to_toml())
-    for says in ("it starts over: there is no checkpoint yet", "it goes on after step 12"):
+    for says in ("it starts over, because there is no checkpoint yet", "it goes on after step 12"):
         assert run(group, ["train", str(config), "--out", str(tmp_path / "run"), "-q"]) == 1
         assert says in capsys.readouterr().err
         checkpoint = tmp_path / "run" / "checkpoints" / "step-00000012"
