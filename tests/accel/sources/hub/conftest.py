@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel.sources.hub import download
-from tests.support.fake_hub import FakeHub, fake_hub, files_of
+from tests.support.hub.fake_hub import FakeHub, fake_hub, files_of
 
 
 @pytest.fixture

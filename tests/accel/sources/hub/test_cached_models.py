@@ -22,7 +22,7 @@ from accel.api.reproduce import reproduce
 from accel.errors import BadSource, InvalidModel, UnsupportedHere, UsageError
 from accel.sources.source import Source
 from tests.support import ROOT
-from tests.support.fake_hub import COMMIT, files_of, into_cache
+from tests.support.hub.fake_hub import COMMIT, files_of, into_cache
 
 
 @pytest.mark.slow

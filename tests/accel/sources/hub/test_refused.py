@@ -15,7 +15,7 @@ from accel.errors import AccelError, BadSource, CannotWrite
 from accel.progress import watched_by
 from accel.sources.hub import download
 from accel.sources.source import Source
-from tests.support.fake_hub import COMMIT, FakeHub, into_cache
+from tests.support.hub.fake_hub import COMMIT, FakeHub, into_cache
 
 LARGE = b"0123456789abcdef" * 4096
 

@@ -1,0 +1,1 @@
+"""A Hugging Face Hub and its cache for tests."""
