@@ -39,7 +39,7 @@ _PLOT_STYLE = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Optimized(Optimization):
-    """What ``accel.optimize`` returns. The result is called like the source: ``fast(x)`` takes and returns tensors in
+    """What ``accel.optimize`` returns. The result is called like the source. ``fast(x)`` takes and returns tensors in
     the source's own structure. ``source`` is the model in its own framework, or None if the user gave an ONNX model.
     """
 

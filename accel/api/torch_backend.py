@@ -36,6 +36,11 @@ def accel_backend(
     ``options`` are keywords of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``. Without
     ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager mode in
     each of these cases:
+
+    - Gradients are on.
+    - An input isn't on the CPU.
+    - The graph writes to an input, or returns a view of an input.
+    - The graph can't be exported with equal outputs.
     """
     tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
@@ -82,7 +87,7 @@ class _Part:
 
     def _compiled(self, *args: Any) -> Any:
         """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to. If
-        the session takes only one size, other sizes need a new session too."""
+        the session takes only one size, makes a new session for any other size."""
         changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
@@ -115,8 +120,8 @@ class _Part:
             return "it returns a view of an input or a weight"
         reason = ""
         # torch.compile makes an axis dynamic if its size differed between models with the same code. The part may fail
-        # at other sizes of this axis. So the export is tried with all these axes dynamic, then with the first axis
-        # alone, and then with none.
+        # at other sizes of this axis. The export is tried with all dynamic axes, then with the first axis only, and
+        # then with fixed sizes.
         for dynamic in dict.fromkeys(
             (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
         ):

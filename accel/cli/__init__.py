@@ -73,8 +73,8 @@ def group() -> None:
 
 def main() -> None:
     """The ``accel`` command."""
-    # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. SIGINT stays ignored if a
-    # shell started accel as a background job.
+    # On SIGTERM a run ends like on Ctrl-C, and removes its child processes and half-written files. SIGINT stays ignored
+    # if a shell started accel as a background job.
     signal.signal(signal.SIGTERM, on_interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
@@ -158,8 +158,8 @@ class Output:
 
     def result(self, body: Any, human: Callable[[], Any], *, columns: int = 140) -> None:
         """With ``--json``, prints ``body`` as one JSON object. Without ``--json``, prints the text or the rich object
-        that ``human`` returns. A rich object gets the width of the terminal. It gets ``columns`` columns if stdout is a
-        pipe, or if ``columns`` is ``ANY_WIDTH``."""
+        that ``human`` returns. A rich object gets the width of the terminal, or ``columns`` if stdout is a pipe or
+        ``columns`` is ``ANY_WIDTH``."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)

@@ -73,8 +73,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
-    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if the model runs with none of
-    these numbers.
+    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if the model runs with no
+    number in ``_STEPS``.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]

@@ -82,7 +82,7 @@ class Source:
     dynamic: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        made = getattr(self.spec, "artifact", None)  # set for a session or a result of accel.optimize
+        made = getattr(self.spec, "artifact", None)  # sessions and results of accel.optimize have an artifact
         if isinstance(made, Artifact):
             object.__setattr__(self, "spec", made)
         if not is_live(self.spec):

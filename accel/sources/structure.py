@@ -1,8 +1,9 @@
 """The nested structure of a model's arguments and of its result, as JSON values.
 
-A template is a JSON value in which each tensor is replaced by its name: ``{"tensor": "x"}``. The other templates are
-``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": [[key, template], ...]}`` and ``{"class":
-"module:Name", "fields": [[name, template], ...]}`` for dataclasses and named tuples.
+A template is a JSON value in which each tensor is replaced by its name, as in ``{"tensor": "x"}``. Other values and
+containers have the templates ``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}`` and ``{"dict": [[key,
+template], ...]}``. Dataclasses and named tuples have the template ``{"class": "module:Name", "fields": [[name,
+template], ...]}``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # The metadata key under which torch's exporter records the modules of a node.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The name under which the cache keeps the results of ``check``. If ``check`` changes, this name must change too.
+# The name under which the cache keeps the results of ``check``. If ``check`` changes, the name of its results must
+# change too.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {

@@ -29,8 +29,8 @@ _RANDOM = frozenset(
     }
 )  # fmt: skip
 
-# The operators that turn random numbers u into a mask of zeros and ones. TF1 computes floor(keep + u), and TF2 compares
-# u with the rate.
+# The operators that turn random numbers into a mask of zeros and ones. TF1 computes floor(keep + random), and TF2
+# compares the random numbers with the rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
 )

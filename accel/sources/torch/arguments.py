@@ -86,7 +86,7 @@ def _signature(module: torch.nn.Module) -> inspect.Signature:
 
 
 def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:
-    """Returns the templates of the arguments by parameter, and the tensors in them by name.
+    """Returns the templates of the arguments by parameter, and the tensors in the arguments by name.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
     single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` doesn't take these

@@ -190,8 +190,7 @@ def discover_outputs(
             f"{where} returns {len(first)} tensors ({', '.join(first)}) and {len(names)} names are given; "
             "give one name for each tensor"
         )
-    # A result may contain an input, as in the models of sentence-transformers. Such an output needs another name than
-    # the input.
+    # An output that is an input itself, as in the models of sentence-transformers, needs a name of its own.
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]
