@@ -31,8 +31,8 @@ class Exported:
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Runs the model and its source on ``samples`` samples of ``data`` (see ``check_samples``).
 
-        Returns two texts. The first text warns of rounding above the limit of the export gate, the second of NaN
-        outputs. A text is empty if there is nothing to warn of.
+        Returns two warnings. The first warning is about rounding above the limit of the export gate, and the second
+        warning is about NaN outputs. A warning that doesn't apply is "".
         """
         tolerance = max(ROUNDING, self.limit)
         apart = check_samples(self.artifact, data, samples, cache, source=self.source, tolerance=tolerance)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # A benchmark uses at most this many batches of the user's data, in turn. The times are averages over these batches.
 _DATA_BATCHES = 8
-# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, sessions for these
-# models run in a separate TensorFlow process.
+# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, TensorFlow and
+# TFLite models run in a separate TensorFlow process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -63,10 +63,10 @@ def bench(
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate uses the numbers that were recorded with it. A candidate without recorded numbers uses one stream, and one
-    thread for each core of this process. With several streams the report compares throughputs. ``cuda_graph`` launches
-    the kernels of engines as CUDA graphs. ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``,
-    ``budget_seconds`` and ``seed``.
+    candidate uses the numbers that its manifest records. If its manifest records no numbers, a candidate uses one
+    stream, and one thread for each core of this process. With several streams the report compares throughputs.
+    ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure`` describes ``rounds``,
+    ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
@@ -124,8 +124,8 @@ def sweep(
     each pair, ordered by batch.
 
     The length is the size of the only dynamic dim other than the batch. Samples of ``data`` are cut or repeated to each
-    shape. ``budget_seconds`` is for each shape. All other arguments are those of ``bench``. Raises ``UsageError`` if
-    the model doesn't have the dims to vary.
+    shape. ``budget_seconds`` applies to each shape separately. All other arguments are those of ``bench``. Raises
+    ``UsageError`` if the model doesn't have the dims to vary.
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
     """
@@ -186,8 +186,8 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
     """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
     engine was built for. A default range that accel assumed doesn't limit the sizes.
 
-    A source may have its range from an artifact among the candidates. The error then names the artifact. A wider range
-    of the source would not help, because the artifact would still lack the size.
+    If a source has its range from an artifact among the candidates, the error names the artifact. A wider range of the
+    source would not help, because the artifact would still lack the size.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():

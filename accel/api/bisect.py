@@ -36,7 +36,7 @@ class BisectReport:
     without an effect on the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of
     the graph, and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or
     an IR. ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate itself differs
-    from this ONNX file. ``as_run`` is then the output with the largest difference.
+    from this ONNX file. The value of ``as_run`` is the output with the largest difference.
     """
 
     divergence: Divergence | None
@@ -78,19 +78,20 @@ def bisect(
     scan: bool = False,
     **about: Unpack[SourceOptions],
 ) -> BisectReport:
-    """Finds the first node at which ``candidate`` differs from ``reference``. Both are ONNX models with the same inputs
-    and outputs, after any stages (such as simplification, a cast or quantization). A source of PyTorch or TensorFlow is
-    exported first.
+    """Finds the first node at which ``candidate`` differs from ``reference``. ``candidate`` and ``reference`` are ONNX
+    models with the same inputs and outputs. Either model may come from stages such as simplification, a cast or
+    quantization. A source of PyTorch or TensorFlow is exported first.
 
     For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
-    its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with those of that ONNX file, if
-    this machine can run both.
+    its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with the outputs of this ONNX
+    file, if this machine can run the engine or the OpenVINO model.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
     ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0 asks
     for equal bits. Takes O(log n) runs. Only the tensors that cross one cut of the graph are in memory at a time.
-    ``scan`` also compares every tensor before the difference. The other arguments set the fields of ``accel.Source``.
+    ``scan`` also compares every tensor before the first difference. The other arguments set the fields of
+    ``accel.Source``.
 
     Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest names no ONNX file, ``UsageError`` if the
     inputs or outputs differ, ``BadData`` if the data doesn't fit.
@@ -176,8 +177,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
 
 
 def _last_onnx(artifact: Artifact) -> Artifact | None:
-    """Returns the ONNX file that the last stage of ``artifact`` read. Returns None if that file is gone or has changed,
-    or if the last stage read no ONNX file."""
+    """Returns the ONNX file that the last stage of ``artifact`` read. Returns None if the last stage read no ONNX file,
+    or if the ONNX file is gone or has changed."""
     if not artifact.history:
         return None
     record = artifact.history[-1]

@@ -49,8 +49,8 @@ def export(
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
     same outputs as ``source``. Without ``out``, the file stays in the cache for a week.
 
-    ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
-    or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
+    ``to`` is the format of the result (``onnx``, ``saved_model``, ``tflite``, ``ncnn``, ``openvino`` or ``torch``).
+    Formats other than ``onnx`` are converted from the ONNX model and written to the folder ``out``.
 
     ``accel.Source`` describes ``source`` and the arguments that aren't listed here (``inputs``, ``example``,
     ``dims``...). The source may also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With

@@ -70,10 +70,10 @@ def inspect(
 ) -> Inspection:
     """Returns the signature, properties and history of ``model``.
 
-    For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
-    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With ``check`` and without
-    ``page``, such a model is not counted. ``check`` computes every hash of the model's chain again, from the file back
-    to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
+    For any model except an engine, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes)
+    and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. ``check`` without
+    ``page`` counts no TensorFlow, TFLite or PyTorch model. ``check`` computes every hash of the model's chain again,
+    from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
 
     ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
     the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
@@ -150,8 +150,8 @@ def _open(source: Source, warnings: list[str]) -> Artifact:
 
 
 def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifact:
-    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs. If none are named, takes the likely
-    inputs and outputs."""
+    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs. Takes the likely inputs if the user
+    names no inputs, and the likely outputs if the user names no outputs."""
     from accel.sources.tensorflow.process import in_tensorflow
     from accel.sources.tensorflow.source import TensorFlowSpec, form_of
 

@@ -83,8 +83,8 @@ def optimize(
     - ``engine``: options of an engine's build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
     - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line, such as
       ``calibration=entropy`` and ``keep-fp32=Softmax``.
-    - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest of
-      these candidates, with a note if it isn't measurably faster than the source.
+    - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest
+      fused candidate, with a note if this candidate isn't measurably faster than the source.
 
     Quality:
 
@@ -100,14 +100,16 @@ def optimize(
 
     - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data. Without data,
       the default is batch 1 and the usual sizes of the other dims.
-    - ``batch``: the batch to measure at. ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole
-      numbers, or ``data`` for the lengths of the samples.
+    - ``batch``: the batch to measure at.
+    - ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole numbers, or ``data`` for the lengths of
+      the samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
       takes at once).
     - ``vary_session``: also try the best candidates with other numbers of threads and streams, with other graph levels,
       and without spinning threads. The manifest records the chosen options for ``accel.load``, ``accel bench`` and
       ``accel serve``.
-    - ``threads``: measure with this number of threads only. 0 means all cores, or fewer if fewer are faster.
+    - ``threads``: measure with this number of threads only. 0 means one thread for each core, or fewer threads if these
+      are faster.
     - ``rounds``: rounds of the measurement, at least 5.
     - ``budget_seconds``: the time for everything, building included. The candidates are measured by successive halving,
       the likely fastest first. The result lists each candidate that is skipped or abandoned to save time. Only a
@@ -115,8 +117,7 @@ def optimize(
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
-    nothing is measured. The first candidate with right outputs is then chosen, in the order fp16, int8, fp8, bf16,
-    fp32.
+    nothing is measured, and the first candidate with right outputs is chosen. The order is fp16, int8, fp8, bf16, fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 # The seconds for the comparison with the source in its own framework.
 _SECONDS = 10.0
-# Styles of the report's plot, which has styles of its own only inside the report.
+# Styles for the report's plot in a notebook, where the report's own styles are missing.
 _PLOT_STYLE = (
     "<style>.accel-plot svg{max-width:760px}.accel-plot text{font:11px system-ui,sans-serif;fill:#888}"
     ".accel-plot circle{fill:#8aa}.accel-plot circle.chosen{fill:#2a2}.accel-plot circle.rejected{fill:#c44}"
@@ -39,7 +39,7 @@ _PLOT_STYLE = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Optimized(Optimization):
-    """What ``accel.optimize`` returns. The result is called like the source: ``fast(x)`` takes and returns tensors in
+    """What ``accel.optimize`` returns. The result is called like the source. ``fast(x)`` takes and returns tensors in
     the source's own structure. ``source`` is the model in its own framework, or None if the user gave an ONNX model.
     """
 
@@ -47,7 +47,7 @@ class Optimized(Optimization):
 
     @classmethod
     def of(cls, result: Optimization, source: Artifact | None) -> Optimized:
-        """Returns ``result`` with the model that the user gave."""
+        """Returns ``result`` together with ``source``."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(Optimization)}, source=source)
 
     @cached_property
@@ -56,11 +56,11 @@ class Optimized(Optimization):
         return open_session(self.artifact)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the model for the arguments of the source's own call."""
+        """Calls the model like the source, and returns the result in the source's own structure."""
         return self.session(*args, **kwargs)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the outputs by name for arrays by name."""
+        """Runs the model on arrays by input name, and returns arrays by output name."""
         return self.session.run(feeds)
 
     @cached_property
@@ -95,7 +95,7 @@ class Optimized(Optimization):
     def save(self, folder: str | Path) -> Artifact:
         """Copies the model, its manifest and the report to ``folder``. Returns the copied artifact.
 
-        Raises ``CannotWrite`` if a file of someone else would be overwritten.
+        Raises ``CannotWrite`` if a file that accel did not make would be overwritten.
         """
         folder = Path(folder)
         check_out(folder, str(self.artifact.path))

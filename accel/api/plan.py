@@ -72,8 +72,8 @@ def search_for_config(
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
     ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's settings of replicas,
-    ZeRO++ and offload. If the config turns sequence parallelism off, every layout does. Raises ``BadConfig`` if no
-    layout fits.
+    ZeRO++ and offload. If the config turns sequence parallelism off, every layout is without sequence parallelism.
+    Raises ``BadConfig`` if no layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()
     kept = {

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from accel.converters.to_tensorrt.preflight import Refusal
 
 # The largest relative error that rewriting a graph may cause, by the graph's precision. A quantized graph has a large
-# limit, because requantizing uint8 as symmetric int8 loses up to one of eight bits. Values may then round to the next
-# step.
+# limit, because requantizing uint8 as symmetric int8 loses up to one of eight bits. The lost bit may round a value to
+# the next step.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
@@ -43,7 +43,8 @@ class PreflightReport:
 
     @property
     def passed(self) -> bool:
-        """Tells whether the rewritten model has no refused nodes. Without a rewrite, tells this for the given model."""
+        """Tells whether the rewritten model has no refused nodes. If nothing was rewritten, tells whether the given
+        model has no refused nodes."""
         return not (self.left if self.fixed else self.refusals)
 
     def to_json(self) -> dict[str, Any]:

@@ -54,10 +54,10 @@ class Reproduction:
 def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Path | None = None) -> Reproduction:
     """Makes ``artifact`` again from its source by the stages in its manifest, without the cache.
 
-    Compares the result of each stage with the recorded sha256. If the bytes differ, runs the recorded gate of the stage
-    again. ``data`` lists the files that the stages read, such as calibration data. Each file is recognized by its
-    sha256. ``out`` is the path of the new artifact. Raises ``ChainBroken`` if the source is gone or has changed,
-    ``UsageError`` if ``data`` lacks a file.
+    Compares the result of each stage with the recorded sha256. If the bytes of a result differ, runs the recorded gate
+    of the stage again. ``data`` lists the files that the stages read, such as calibration data. Each file of ``data``
+    is recognized by its sha256. ``out`` is the path of the new artifact. Raises ``ChainBroken`` if the source is gone
+    or has changed, ``UsageError`` if ``data`` lacks a file.
     """
     from accel.proof.reproduce import remake
 

@@ -21,10 +21,10 @@ from accel.sources.source import Source
 from .as_onnx import as_onnx
 from .optimize import optimize
 
-# The largest relative error of a part on the inputs of its first call. It only catches a part that computes something
-# else, because the gates of the export compare more closely.
+# The largest relative error of a part on the inputs of its first call. This limit only catches gross errors, because
+# the gates of the export compare more closely.
 _LIMIT = 1e-2
-# A part is compiled again if its weights change. After this many times it stays in eager mode.
+# A part is compiled again if its weights or sizes change. After this many compilations, the part stays in eager mode.
 _MOST_COMPILED = 4
 
 
@@ -34,9 +34,13 @@ def accel_backend(
     """Returns a function that computes ``graph`` on a runtime of accel, or ``graph`` itself in eager mode.
 
     ``options`` are keywords of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``. Without
-    ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager mode if
-    gradients are on, if an input isn't on the CPU, if the graph writes to its inputs or returns a view of one, or if it
-    can't be exported with equal outputs.
+    ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager mode in
+    each of these cases:
+
+    - Gradients are on.
+    - An input isn't on the CPU.
+    - The graph writes to an input, or returns a view of an input.
+    - The graph can't be exported with equal outputs.
     """
     tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
@@ -47,7 +51,7 @@ def accel_backend(
 
 
 def _eager(graph: torch.fx.GraphModule, reason: str) -> Callable[..., Any]:
-    """Warns that ``graph`` stays in eager mode, and returns its function."""
+    """Warns that ``graph`` stays in eager mode, and returns the function of ``graph``."""
     count = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
     warnings.warn(f"accel: a part of {count} operators stays in eager mode: {reason}", stacklevel=2)
     return graph.forward
@@ -71,7 +75,7 @@ class _Part:
             if isinstance(size, torch.SymInt) and not str(size).isdigit()  # a number if torch.compile fixed the size
         }
         self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
-        # The sizes that the session takes, for the axes that are dynamic in the graph but not in the session.
+        # The only size that the session takes for each axis that is dynamic in the graph but fixed in the session.
         self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
@@ -82,8 +86,8 @@ class _Part:
         return self._run(*args)
 
     def _compiled(self, *args: Any) -> Any:
-        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to, or
-        if the sizes differ from those of a session that takes only one size."""
+        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to. If
+        the session takes only one size, makes a new session for any other size."""
         changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
@@ -115,8 +119,9 @@ class _Part:
         if any(one.untyped_storage().data_ptr() in held for one in wanted):
             return "it returns a view of an input or a weight"
         reason = ""
-        # torch.compile makes all axes dynamic that differed between models with the same code, so the part may not
-        # take other sizes at all. Then only the first axis stays dynamic, or none.
+        # torch.compile makes an axis dynamic if its size differed between models with the same code. The part may fail
+        # at other sizes of this axis. The export is tried with all dynamic axes, then with the first axis only, and
+        # then with fixed sizes.
         for dynamic in dict.fromkeys(
             (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
         ):

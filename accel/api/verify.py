@@ -67,8 +67,8 @@ def verify(
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
     with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
     allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for its median sample. The default
-    depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last of the
-    ``problems`` advises to pass ``data``.
+    limit depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last of
+    the ``problems`` advises to pass ``data``.
 
     The other arguments set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
@@ -144,8 +144,8 @@ def verify(
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
-    """Returns advice if one of the models is a PyTorch source without weights, and the other model was made from a
-    source with weights. Returns "" for other models."""
+    """Returns advice to pass weights, or "". Advises if one model is a PyTorch source without weights and the other
+    model was made from a source with weights."""
     for bare, other in ((first, second), (second, first)):
         weights = other.source.get("weights")
         if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
@@ -239,7 +239,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 def _both(one: TensorSpec, other: TensorSpec) -> tuple[Bound, Bound] | None:
     """Returns the integers that both inputs take, or None for all integers. If the ranges don't overlap, returns the
-    range of ``other``. A range that names dims counts before a range of numbers."""
+    range of ``other``. A range that names dims takes precedence over a range of numbers."""
     first, second = one.range_at({}), other.range_at({})
     if first is None or second is None:
         return (one.values if one.bound_dims or other.values is None else other.values) or one.values

@@ -73,8 +73,8 @@ def group() -> None:
 
 def main() -> None:
     """The ``accel`` command."""
-    # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. A shell makes its background
-    # jobs ignore SIGINT, and such a job goes on ignoring SIGINT here.
+    # On SIGTERM a run ends like on Ctrl-C, and removes its child processes and half-written files. SIGINT stays ignored
+    # if a shell started accel as a background job.
     signal.signal(signal.SIGTERM, on_interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
@@ -143,7 +143,7 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# The columns of the tables that fit everywhere, and of those with --wide.
+# The width of a table in columns: without --wide, and with --wide.
 TABLE_WIDTH, ANY_WIDTH = 100, 4000
 
 
@@ -157,9 +157,9 @@ class Output:
         self._bar: Any = None
 
     def result(self, body: Any, human: Callable[[], Any], *, columns: int = 140) -> None:
-        """With ``--json``, prints ``body`` as one JSON object. Otherwise prints the text or rich object that ``human``
-        returns, in the width of the terminal, or in ``columns`` if stdout is a pipe or ``columns`` is larger than any
-        terminal."""
+        """With ``--json``, prints ``body`` as one JSON object. Without ``--json``, prints the text or the rich object
+        that ``human`` returns. A rich object gets the width of the terminal, or ``columns`` if stdout is a pipe or
+        ``columns`` is ``ANY_WIDTH``."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)

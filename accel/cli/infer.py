@@ -85,8 +85,8 @@ def command(
 
     files = image_files(inputs)
     if not files and (len(inputs) > 1 or normalize):
-        what = "--normalize is for" if normalize else "several --input are for"
-        raise UsageError(f"{what} images; arrays come from one .npz or .json as they are")
+        for_arrays = "leave it out for arrays" if normalize else "give arrays in one .npz or .json file"
+        raise UsageError(f"{'--normalize is' if normalize else 'several --input are'} for images; {for_arrays}")
     mean, std = read_normalize(normalize) if normalize else ((), ())
     with InferenceClient(**connection) as client:
         if files:

@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # fails before nvcc runs, which is slow
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # raises before the slow run of nvcc
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -128,7 +128,7 @@ def read_sizes(text: str | None) -> dict[str, int]:
 
 
 def read_normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Reads mean and standard deviation from ``"0.5,0.5"``. Either may have one number per channel, as in
+    """Reads mean and standard deviation from ``"0.5,0.5"``. Mean and deviation may have one number per channel, as in
     ``"0.4:0.5:0.4,0.2"``."""
     try:
         mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))

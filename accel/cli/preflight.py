@@ -36,7 +36,7 @@ def command(
     data: Path | None,
     say: Output,
 ) -> None:
-    """List each node of an ONNX MODEL that an engine build refuses, with its cause and its fix.
+    """List each node of an ONNX MODEL that an engine build refuses, with the cause and the fix.
 
     Builds nothing. Exit code 1 if a node is refused, or with --fix if a node is still refused.
     """

@@ -1,7 +1,7 @@
 """Finds the kind of a live model, and writes the model to the cache, from where it is opened like a file.
 
-Beside the model lies ``FACTS``: the name of its ``class``, a ``note`` about its batch, and its ``call`` (the structure
-of its arguments and of its result, see ``accel.sources.structure``).
+The file ``FACTS`` beside the model holds the name of the model's ``class`` and a ``note`` about its batch. Under
+``call``, it holds the structure of the model's arguments and result (see ``accel.sources.structure``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from accel.spelling import option
 
 FACTS = "live.json"
 
-# The class of a live model, by module and name, and the function that writes such a model to the cache. Comparing names
-# imports no framework.
+# The class of a live model, by module and name, and the function that writes such a model to the cache. Classes are
+# compared by name, because importing the classes would import every framework.
 _CAPTURED_BY = {
     ("torch.export.exported_program", "ExportedProgram"): "accel.sources.torch.live:capture_program",
     ("torch.nn.modules.module", "Module"): "accel.sources.torch.live:capture",
@@ -31,8 +31,8 @@ _CAPTURED_BY = {
 def captured(model: Any, example: Any, dynamic: Any) -> Path:
     """Writes the live ``model`` to the cache. Returns the path of the file, which is a source.
 
-    Raises ``BadSource`` if accel doesn't know the kind of the object, ``UsageError`` if an ONNX model or an exported
-    program, which have inputs of their own, comes with an example.
+    Raises ``BadSource`` if accel doesn't know the kind of the object. Raises ``UsageError`` if ``example`` or
+    ``dynamic`` is given for an ONNX model or an exported program, because such a model records its own inputs.
     """
     kinds = {(kind.__module__, kind.__name__) for kind in type(model).__mro__}
     writer = next((writer for kind, writer in _CAPTURED_BY.items() if kind in kinds), None)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from accel.tables.kinds import main_files
 
-# The report that accel optimize writes beside the main file: all candidates, their measurements and the chosen one.
+# The report that accel optimize writes beside the main file: all candidates, their measurements and the chosen
+# candidate.
 REPORT = "optimize.json"
 
 

@@ -22,13 +22,13 @@ def _renaming_note(artifact: Artifact) -> str | None:
 
 
 def _batch_note(artifact: Artifact) -> str | None:
-    """Returns a note about the batch dim of a live model, which was found by a run with another batch size, else
-    None."""
+    """Returns the note about the batch dim of a live model, or None for any other model. accel finds the batch dim by
+    running the live model with another batch size."""
     return (artifact.source.get("live") or {}).get("note") or None
 
 
 def _bounds_note(artifact: Artifact) -> str | None:
-    """Returns a note about integer inputs whose bounds were found by runs at several sizes, else None."""
+    """Returns a note about the bounds of integer inputs that accel found by runs, or None if it found no bounds."""
     found = artifact.source.get("bounds")
     return f"{found}; {option('inputs')} declares other integers" if found else None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # ``step_advice`` tries these divisors of a dim's size. Nets with downsampling or windows often run only at multiples of
-# one of them.
+# a number in this list.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
@@ -37,7 +37,7 @@ def far_runs(
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
     """Returns further sizes and the outputs of ``run`` at these sizes. Each dynamic dim except the batch gets a size
     far from its usual size, because strides and pooling may give neighboring sizes the same output size. Leaves out
-    sizes at which ``run`` raises, because the export reports the error.
+    sizes at which ``run`` raises, because the export will report the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -73,7 +73,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
-    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if there is no such number.
+    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if the model runs with no
+    number in ``_STEPS``.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -108,7 +109,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # the model needs other ends of the ranges, not a step
+        if not any(stepped.dims[d].step == step for d in found):  # narrower ranges are enough without a step
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel.signature import Signature
 
-# A live model is callable, such as an nn.Module, or is an exported program or an ONNX ModelProto.
+# A live model is a callable (such as an nn.Module), an exported program or an ONNX ModelProto.
 Model: TypeAlias = "str | Path | Artifact | Source | Callable[..., Any] | ExportedProgram | ModelProto"
 
 TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_training_ops")
@@ -53,7 +53,7 @@ class Source:
     ``.meta``, a ``.tflite`` file or a factory. A model of the Hugging Face Hub is ``org/name``, ``org/name@revision``
     or ``org/name:onnx/model.onnx``. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
     artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of tensors, an
-    exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy; ``spec``
+    exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy. ``spec``
     becomes the path of the copy.
 
     ``example`` holds the arguments of a call of a live model, as a tuple, as a dict by name, or as a single tensor.
@@ -85,7 +85,7 @@ class Source:
     dynamic: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        made = getattr(self.spec, "artifact", None)  # of a session or a result of accel.optimize
+        made = getattr(self.spec, "artifact", None)  # sessions and results of accel.optimize have an artifact
         if isinstance(made, Artifact):
             object.__setattr__(self, "spec", made)
         if not is_live(self.spec):
@@ -145,8 +145,8 @@ class Source:
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
 
-        ``like`` returns the signature of another version of the model. It is called only if nothing else declares the
-        inputs.
+        ``like`` returns the signature of another version of the model. ``like`` is called only if nothing else declares
+        the inputs.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that this model does not have.
@@ -227,7 +227,7 @@ def declared_dims(model: Model, about: SourceOptions) -> Dims:
 
 
 def with_declared(source: Source, about: SourceOptions) -> Source:
-    """Returns ``source`` with the inputs and dims of ``about``, which ``shared`` leaves out for a file."""
+    """Returns ``source`` with the inputs and dims of ``about``. ``shared`` passes no inputs and dims to a file."""
     return Source.of(source, inputs=about.get("inputs"), dims=about.get("dims"))
 
 

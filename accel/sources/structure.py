@@ -1,8 +1,9 @@
 """The nested structure of a model's arguments and of its result, as JSON values.
 
-A template is a JSON value in which each tensor is replaced by its name: ``{"tensor": "x"}``. The other templates are
-``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": [[key, template], ...]}`` and ``{"class":
-"module:Name", "fields": [[name, template], ...]}`` for dataclasses and named tuples.
+A template is a JSON value in which each tensor is replaced by its name, as in ``{"tensor": "x"}``. Other values and
+containers have the templates ``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}`` and ``{"dict": [[key,
+template], ...]}``. Dataclasses and named tuples have the template ``{"class": "module:Name", "fields": [[name,
+template], ...]}``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from accel.errors import BadFeeds
 
 Template = Mapping[str, Any]
 
-# Result classes are imported from these packages only, because a manifest may come from a stranger, and importing a
-# module runs its code.
+# Result classes are imported only from these packages. A manifest may come from a stranger, and importing a module runs
+# its code.
 _IMPORTED_FROM = ("transformers", "diffusers", "torch")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -35,9 +36,10 @@ def describe(
 ) -> tuple[Template, dict[str, Any]]:
     """Returns the template of ``value``, and the tensors in ``value`` by name.
 
-    Names are keys of dicts and fields of dataclasses and named tuples, behind the prefix ``name``. Other tensors are
-    called ``output``, or ``output_0``, ``output_1``... in a tuple or a list. Objects of other classes become None, or
-    with ``strict`` raise ``BadFeeds``. ``names`` maps the names to other names.
+    A tensor has the name of its key in a dict, or of its field in a dataclass or a named tuple. The only tensor of a
+    result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... ``name``
+    replaces ``output``, and becomes the prefix of keys and fields. Objects of other classes become None, or with
+    ``strict`` raise ``BadFeeds``. ``names`` maps the names of tensors to new names.
     """
     if is_array(value):
         name = name or "output"
@@ -70,8 +72,8 @@ def describe(
 
 
 def _made_by_fields(value: Any, fields: Mapping[Any, Any]) -> bool:
-    """Tells whether the class of ``value`` takes its fields as keywords. The encodings of tokenizers don't, and become
-    dicts."""
+    """Tells whether the class of ``value`` takes its fields as keywords. Returns False for the encodings of tokenizers,
+    which become dicts."""
     try:
         type(value)(**fields)
     except Exception:  # a class may raise any type of error
@@ -133,7 +135,7 @@ def arguments_of(
     """Returns the arguments of a call by the names of ``parameters``. ``rest`` is the name of a ``*args`` parameter,
     which takes the further positional arguments as a tuple.
 
-    Raises ``BadFeeds`` if there are too many arguments, or one of them is given twice.
+    Raises ``BadFeeds`` if there are too many arguments, or if an argument is given twice.
     """
     if len(args) > len(parameters) and not rest:
         raise BadFeeds(f"{len(args)} arguments are given, the model takes {', '.join(parameters) or 'none'}")
@@ -148,7 +150,7 @@ def arguments_of(
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors by name in the arguments ``given``, which have the structure of ``templates``.
 
-    Raises ``BadFeeds`` if an argument has another structure, or a constant differs from the constant of the template.
+    Raises ``BadFeeds`` if an argument has another structure than its template, or if a constant has another value.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)
@@ -185,8 +187,8 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
         if isinstance(value, _PLAIN) and value == body:
             return {}
         raise BadFeeds(
-            f"{where} was {body!r} when the model was exported, and is part of its graph; leave {where} out, or export "
-            f"the model again with an example that has another {where}"
+            f"{where} was {body!r} when the model was exported, and the model keeps this value; leave {where} out, or "
+            f"export the model again with an example that has another {where}"
         )
     items = _items(value)
     if items is None:

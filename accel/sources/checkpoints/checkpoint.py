@@ -1,5 +1,5 @@
-"""Opens a training checkpoint as a ``Checkpoint``, which holds the weights of one model. No format needs the library
-that wrote it."""
+"""Opens a training checkpoint as a ``Checkpoint``, which holds the weights of one model. Reading a checkpoint needs no
+library of a trainer, such as DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel.errors import BadSource, InvalidModel, one_line
 from accel.spelling import option
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
-# checkpoint. DeepSpeed is before ``folder``, because the transformers Trainer saves a model.safetensors beside
-# DeepSpeed's files, but only DeepSpeed's files have the float32 master weights.
+# checkpoint. ``deepspeed`` is before ``folder``, because only DeepSpeed's files have the float32 master weights. The
+# transformers Trainer saves a model.safetensors beside DeepSpeed's files.
 FORMATS = (
     "accel.sources.checkpoints.deepspeed",
     "accel.sources.checkpoints.megatron",
@@ -94,8 +94,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def part_of(parts: list[torch.Tensor], offset: int, count: int) -> torch.Tensor:
-    """Concatenates the flat tensors ``parts``, and returns ``count`` numbers from ``offset`` on. Copies only these
-    numbers."""
+    """Concatenates the flat tensors ``parts``, and returns ``count`` numbers from ``offset`` on. Copies only the
+    returned numbers."""
     found: list[torch.Tensor] = []
     for part in parts:
         if offset < part.numel() and count > 0:

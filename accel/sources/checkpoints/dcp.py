@@ -1,4 +1,5 @@
-"""Folders of torch.distributed.checkpoint, from torchtitan, accel train, or FSDP in Accelerate, Lightning and Fabric.
+"""Reads the folders of torch.distributed.checkpoint that torchtitan, accel train and FSDP (in Accelerate, Lightning and
+Fabric) write.
 
 Each piece of a tensor is a small torch file inside a shard. The pickle ``.metadata`` gives the file, offset and length
 of each piece. ``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
@@ -50,7 +51,8 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def read(self, row: int | None = None) -> torch.Tensor:
-        """Assembles the tensor piece by piece. With ``row``, assembles only this index of the first axis."""
+        """Assembles the tensor piece by piece. With ``row``, assembles only the values at this index of the first
+        axis."""
         whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
         for piece in self.pieces:
             if row is not None and not piece.offsets[0] <= row < piece.offsets[0] + piece.sizes[0]:
@@ -58,9 +60,9 @@ class Pieces:
             found = _read_piece(piece, self.name)
             if tuple(found.shape) != piece.sizes or found.dtype != self.dtype:
                 raise InvalidModel(
-                    f"{piece.file} holds a tensor {list(found.shape)} of {found.dtype} for {self.name!r}, but "
-                    f"{METADATA} says {list(piece.sizes)} of {self.dtype}; the files are of different checkpoints, "
-                    "copy them again"
+                    f"{piece.file} holds {self.name!r} as {found.dtype} of the shape {list(found.shape)}, but "
+                    f"{METADATA} gives {self.dtype} of the shape {list(piece.sizes)}; the files come from different "
+                    "checkpoints, so copy the whole folder again"
                 )
             slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
             if row is None:
@@ -86,7 +88,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the tensors of the folder, or of its newest step."""
+    """Reads the tensors of the folder. Reads only the newest step if the folder holds steps."""
     notes: tuple[str, ...] = ()
     if not _is_one(path):
         steps = _steps(path)
@@ -105,7 +107,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:
-    """Returns ``.metadata`` and the files that hold the pieces of ``found``."""
+    """Returns ``.metadata`` and the files with the pieces of the tensors ``found``."""
     return (path / METADATA, *sorted({piece.file for pieces in found for piece in pieces.pieces}))
 
 
@@ -155,7 +157,8 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
                 )
             if info.get("transform_descriptors"):
                 raise BadSource(
-                    f"{path} is compressed ({info.get('transform_descriptors')[0]}); save it without extensions"
+                    f"{path} is compressed ({info.get('transform_descriptors')[0]}); save it with a writer that has "
+                    "no extensions"
                 )
             file = path / str(info.get("relative_path"))
             if file.parent != path:
@@ -186,7 +189,7 @@ def _check_covered(path: Path, name: str, shape: tuple[int, ...], pieces: Sequen
     if sum(distinct.values()) != torch.Size(shape).numel() and 0 not in shape:
         raise InvalidModel(
             f"{path / METADATA} lists {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of {name!r}; "
-            "the part of a rank is missing, give a complete checkpoint"
+            "the part of a rank is missing; give a complete checkpoint"
         )
 
 

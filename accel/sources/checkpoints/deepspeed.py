@@ -1,12 +1,13 @@
-"""Folders of DeepSpeed's ``save_checkpoint``, ZeRO stages 0 to 3, joined from the shards of the ranks.
+"""Reads the folders of DeepSpeed's ``save_checkpoint`` (ZeRO stages 0 to 3) and joins the shards of the ranks.
 
     FOLDER/latest: the name of the TAG to read.
     FOLDER/TAG/mp_rank_00_model_states.pt: names and shapes of the parameters, and the buffers (stages 0 to 2).
-    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: the same, in one file per rank R (stage 3).
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: names, shapes and buffers for rank R (stage 3).
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of the float32 master weights.
 
-Stages 1 and 2 concatenate the parameters of a group and split the result into one shard per rank. Stage 3 splits each
-parameter into shards of ceil(numel / ranks) numbers. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
+Stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank. Stage 3
+splits each parameter into shards of ceil(numel / ranks) numbers. The weights equal the output of DeepSpeed's own
+``zero_to_fp32`` bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _tags(path: Path) -> list[Path]:
 
 
 def _tag(path: Path) -> Path:
-    """Returns the folder of the tag: ``path`` itself, the tag that ``latest`` names, or the only tag."""
+    """Returns the folder of the tag, which is ``path`` itself, the tag that ``latest`` names, or the only tag."""
     if _is_tag(path):
         return path
     names = ", ".join(f.name for f in _tags(path)) or "none"
@@ -131,7 +132,7 @@ def read(path: Path) -> Checkpoint:
     for alias, name in dict(shards.models[0].get("shared_params") or {}).items():
         if name in tensors:
             tensors[alias] = tensors[name]
-    if shards.stage < 3:  # stage 1 stores frozen parameters only in the module
+    if shards.stage < 3:  # stage 1 stores frozen parameters only in the state dict
         rest = {str(n): v for n, v in module.items() if n not in tensors and isinstance(v, torch.Tensor)}
         tensors |= {name: LazyTensor.of(value) for name, value in rest.items()}
         if rest:
@@ -219,7 +220,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
     for what, values in facts.items():
         if len(values) > 1:
             found = " and ".join(sorted(map(str, values)))
-            raise shards.bad(f"mixes files of different saves ({what} {found}; rank 0 says {ranks} ranks)")
+            raise shards.bad(f"mixes files of different saves ({what} {found}; rank 0 names {ranks} ranks)")
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
@@ -266,7 +267,8 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
             tensors[name] = LazyTensor(shape=tuple(size), read=partial(_cut, parts, offset, size))
             offset += size.numel() + int(behind)
         there, unit = sum(part.numel() for part in parts), 2 * len(parts)
-        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions pad each rank's shard to an even count.
+        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions of DeepSpeed pad each rank's shard to an
+        # even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
             raise shards.bad(f"holds {there} numbers in parameter group {group}, but its shapes need {offset}")
     return tensors
@@ -298,7 +300,8 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Returns the parameters that were not trained. Stages 1 and 2 store them whole, and stage 3 shards them."""
+    """Returns the parameters that were not trained. Stages 1 and 2 store these parameters whole, and stage 3 splits
+    them into shards."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)

@@ -2,11 +2,11 @@
 rank.
 
     FOLDER/latest_checkpointed_iteration.txt: the number of the iteration to read, here 2.
-    FOLDER/iter_0000002/metadata.json, .metadata, *.distcp: torch_dist, with whole tensors and stacked layers.
+    FOLDER/iter_0000002/metadata.json, .metadata, *.distcp: torch_dist format, with whole tensors and stacked layers.
     FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt: tensor-parallel rank TT, pipeline stage PPP.
 
 Megatron shards column-parallel weights along axis 0 and row-parallel weights along axis 1. The name of a weight tells
-whether it is column-parallel or row-parallel. All other tensors have to be equal on every rank.
+whether it is column-parallel or row-parallel. A tensor that Megatron doesn't shard must be equal on every rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_torch_dist(path: Path) -> bool:
 
 
 def _rank_folders(path: Path) -> dict[tuple[int, int], Path]:
-    """Returns the folder of each (tensor-parallel rank, pipeline stage)."""
+    """Returns the folders of the ranks by (tensor-parallel rank, pipeline stage)."""
     found = {}
     for folder in path.iterdir():
         match = _RANK.match(folder.name)
@@ -194,7 +194,8 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
                     tensors[whole] = join(name, [part[name] for part in parts])
             first_layer += len(layers)
     spare = set()
-    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # tied weights: the last stage has a copy
+    # The last stage has a copy of tied weights.
+    if stages > 1 and not said("untie_embeddings_and_output_weights"):
         spare = {n for n in tensors if n.endswith(("word_embeddings_for_head.weight", "output_layer.weight"))}
     kinds = {part.dtype for body in bodies.values() for key in chunks for _, part in _flat(body.get(key))}
     low = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)
@@ -235,7 +236,10 @@ class _Joining:
 
     def __call__(self, name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
         if len({(part.dtype, part.ndim) for part in parts}) > 1:
-            raise InvalidModel(f"{self.folder}: {name!r} differs in dtype or rank between ranks; copy the folder again")
+            raise InvalidModel(
+                f"{self.folder}: the ranks store {name!r} with different dtypes or numbers of dims; "
+                "copy the folder again"
+            )
         if _QKV.search(name) and self.version < 2:
             return self._old_qkv(parts)
         axis = 0 if _COLUMN.search(name) else 1 if _ROW.search(name) else None
@@ -263,7 +267,7 @@ class _Joining:
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
         """Concatenates query, key and value of old checkpoints in the current row order, [heads, 3, head]. Version 0
-        has the row order [3, heads, head], version 1 [heads, head, 3].
+        has the row order [3, heads, head], and version 1 has [heads, head, 3].
         """
         if (
             not self.heads

@@ -83,7 +83,7 @@ def _prefix(
     wanted: Mapping[str, torch.Tensor],
     copies: Mapping[str, list[str]],
 ) -> str:
-    """Returns the prefix of the model's names in the checkpoint. Returns "" if no prefix fits."""
+    """Returns the prefix that the checkpoint puts before the model's names. Returns "" if no prefix fits."""
 
     def holds(prefix: str) -> bool:
         return all(prefix + name in found or any(prefix + c in found for c in copies[name]) for name in wanted)

@@ -2,9 +2,9 @@
 
 ``read_torch`` maps files of ``torch.save`` into memory and reads them with torch's own weights-only unpickler.
 ``read_pickle`` reads a plain pickle, such as the ``.metadata`` of torch.distributed.checkpoint, with Python's
-unpickler. Both functions resolve only the listed names. An object of a listed class becomes a ``Record``, which holds
-the object's constructor arguments and state as data. No constructor, ``__setstate__`` or function of a library ever
-runs.
+unpickler. ``read_torch`` and ``read_pickle`` resolve only the listed names. An object of a listed class becomes a
+``Record``, which holds the object's constructor arguments and state as data. No constructor, ``__setstate__`` or
+function of a library ever runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Record:
         self.state = state
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name}, of which something is called")
+        raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name} is called")
 
     def get(self, field: str, default: Any = None) -> Any:
         """Returns a field of a dataclass or a Namespace, whose state is a dict. Returns ``default`` if the field is
@@ -53,14 +53,14 @@ class Record:
 
 
 class PlainDict:
-    """Replaces subclasses of dict, such as Lightning's AttributeDict. Makes a plain dict."""
+    """Makes a plain dict in place of a subclass of dict, such as Lightning's AttributeDict."""
 
     def __new__(cls, *_: Any, **__: Any) -> dict[Any, Any]:  # type: ignore[misc]
         return {}
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """Replaces ``getattr(kind, name)``, which Python 3.11 pickles for a member of an enum. Makes a record."""
+    """Makes a record in place of a member of an enum, which Python 3.11 pickles as ``getattr(kind, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("Unsupported global: GLOBAL builtins.getattr was not an allowed global")
     return kind(name)
@@ -168,7 +168,7 @@ def refuse_bomb(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # reading the file reports the error
+        return  # reading the file will report the error
     if size > _MOST_UNPACKED * path.stat().st_size:
         raise InvalidModel(
             f"{path} unpacks to {size / 1e6:.0f} MB, but torch never compresses its files; save it again"

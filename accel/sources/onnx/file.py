@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # The metadata key under which torch's exporter records the modules of a node.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The name under which the cache keeps the results of ``check``. A changed check needs a new name.
+# The name under which the cache keeps the results of ``check``. If ``check`` changes, the name of its results must
+# change too.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -91,8 +92,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# A property of models with one of these operators. The operators give all rows of a batch one scale, so each row
-# influences the others.
+# The property of models with one of the operators below. These operators give all rows of a batch one scale, so each
+# row influences the results of all rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -116,8 +117,9 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Returns the inputs whose default is an initializer. ``describe`` leaves these inputs out. Returns an empty tuple
-    for a model before IR version 4, because such a model lists constant initializers as inputs too.
+    """Returns the inputs whose default is an initializer. ``describe`` leaves out inputs with a default. Returns an
+    empty tuple for a model with an IR version below 4, because such a model also lists its constant initializers as
+    inputs.
     """
     if model.ir_version < 4:
         return ()
@@ -212,8 +214,8 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. A hostile file may crash the process. With ``probe``, a child process therefore runs the ONNX
-    checker and ONNX Runtime on every file without a manifest. The result is cached by the file's content.
+    file leaves open. With ``probe``, a child process runs the ONNX checker and ONNX Runtime on every file without a
+    manifest, because a hostile file may crash them. The result of the probe is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.
@@ -313,8 +315,8 @@ def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: boo
 
 
 def check(path: Path) -> str | None:
-    """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if both accept the
-    file."""
+    """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if the checker and
+    ONNX Runtime accept the file."""
     import onnx
     import onnxruntime
 

@@ -1,4 +1,4 @@
-"""ONNX models in memory. ``capture`` writes one to the cache."""
+"""``capture`` writes an ONNX model in memory to the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from accel.artifact import text_sha256
 from accel.cache import StageCache
 from accel.errors import InvalidModel, one_line
 
-# Protobuf can't serialize larger messages, so larger weights go to a file beside the model.
+# The weights of a model of at least this size go to a file beside the model, because protobuf can't serialize messages
+# above 2 GiB.
 _LARGE = 1 << 30
 
 

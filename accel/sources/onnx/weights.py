@@ -25,8 +25,8 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
-# The key of the dtype that a detached tensor has in its file. It is set only if reading converts the tensor to another
-# dtype.
+# The key of the dtype that a detached tensor has in its file. A tensor has this key only if reading converts the tensor
+# to another dtype.
 _STORED_AS = "stored_as"
 
 

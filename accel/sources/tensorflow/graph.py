@@ -29,8 +29,8 @@ _RANDOM = frozenset(
     }
 )  # fmt: skip
 
-# The operators that turn random numbers u into a mask of zeros and ones. TF1 computes floor(keep + u), TF2 compares u
-# with the rate.
+# The operators that turn random numbers into a mask of zeros and ones. TF1 computes floor(keep + random), and TF2
+# compares the random numbers with the rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
 )
@@ -66,7 +66,7 @@ def _with_constants(function: Any) -> Any:
     """Returns ``function`` with its variables as constants. Removes assignments to integer variables, because Keras'
     dropout stores the state of its random generator in such variables.
 
-    Raises ``BadSource`` if the model assigns to any other variable.
+    Raises ``BadSource`` if the model assigns to a variable that holds no integers.
     """
     from tensorflow.python.framework import convert_to_constants
 
@@ -155,8 +155,8 @@ def graph_sha256(frozen: Frozen) -> str:
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
-    """Raises ``RandomOps`` if the outputs depend on random ops. ``stripped`` tells whether dropout was removed already,
-    and then the error is a plain ``BadSource``."""
+    """Raises ``RandomOps`` if the outputs depend on random ops. With ``stripped``, dropout was removed already, and the
+    error is a plain ``BadSource``."""
     found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -182,8 +182,8 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 
 def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs of these ``shapes``.
-    For too large a window, oneDNN's convolutions return uninitialized memory instead of an error.
+    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs of these ``shapes``. If
+    a window is too large, oneDNN's convolutions return uninitialized memory and raise no error.
     """
     types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
     with tf.Graph().as_default():
@@ -216,9 +216,9 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
 
 def strip_dropout(graph: Any) -> Any:
     """Returns ``graph`` with every dropout replaced by its input, because dropout is the identity at inference. A
-    dropout turns random numbers into a mask of zeros and ones. The input is divided by the keep probability. The mask
-    then multiplies the result, or selects from the result. All other random ops stay in the graph, and
-    ``refuse_random`` reports them.
+    dropout turns random numbers into a mask of zeros and ones, and divides its input by the keep probability. Then the
+    dropout multiplies the divided input by the mask, or selects with the mask. Random ops outside a dropout stay in the
+    graph, and ``refuse_random`` reports them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}
@@ -276,7 +276,7 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
     """Returns the tensor before its division by the keep probability, or "" if there is no such division.
 
-    TF1 divides by the keep probability, TF2 multiplies with its inverse.
+    TF1 divides by the keep probability, and TF2 multiplies by the inverse of the keep probability.
     """
     node = nodes.get(_operation(name))
     if node is None or node.op not in _SCALE:

@@ -1,4 +1,4 @@
-"""Live models of Keras and TensorFlow. ``capture`` writes one to the cache as a SavedModel.
+"""``capture`` writes a live model of Keras or TensorFlow to the cache as a SavedModel.
 
 Runs in the caller's process, which has loaded TensorFlow already.
 """
@@ -24,7 +24,7 @@ from accel.spelling import option
 
 from ..live import FACTS
 
-# The size of a dynamic dim in an example that is made up.
+# The size of a dynamic dim in a made-up example.
 _ANY_SIZE = 2
 
 
@@ -32,9 +32,9 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     """Writes ``model`` to the cache as a SavedModel. Returns the path of its folder.
 
     ``example`` holds the arguments of a call as a tuple, a single tensor, or the dict of the inputs. A Keras model that
-    knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. By default they are the axes
-    that a Keras model leaves open, or else the first axis if the model runs with another batch size. A model that was
-    never called gets its variables by a call.
+    knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. Without ``dynamic`` and
+    ``example``, the axes that a Keras model leaves open are dynamic. With ``example`` alone, the first axis is dynamic
+    if the model runs with another batch size. A model that was never called gets its variables by a call.
 
     Raises ``BadInputSpec`` if the inputs are unknown, ``BadSource`` if the model fails on the example or can't be
     saved.
@@ -105,7 +105,7 @@ def _is_keras(model: Any) -> bool:
 
 
 def _made_up(model: Any, known: Sequence[Any]) -> Any:
-    """Returns zeros for the inputs that a Keras model knows, or None if it knows none."""
+    """Returns zeros for the inputs that a Keras model knows, or None if the model knows no inputs."""
     if not known:
         return None
     zeros = [np.zeros([size or _ANY_SIZE for size in one.shape], str(one.dtype)) for one in known]
@@ -128,7 +128,7 @@ def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[s
 
 def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
     """Runs the model with one more row. Returns the first axis of the inputs that have the batch, or no axes if the
-    model takes no other batch."""
+    model takes no other batch size."""
     size = next((value.shape[0] for value in arrays.values() if value.ndim), 0)
     batched = [name for name, value in arrays.items() if value.ndim and value.shape[0] == size]
     rows = np.arange(size + 1) % max(size, 1)
@@ -140,8 +140,8 @@ def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.nd
 
 
 def _key(model: Any, facts: str) -> str:
-    """Returns a key for the cache. A Keras model of Keras' own layers has the same key for the same weights. The code
-    of any other model isn't part of its weights and config, so each call writes such a model anew."""
+    """Returns a key for the cache. The key of a model of Keras' own layers depends on the config, the weights and
+    ``facts``. Any other model gets a new key at each call, because its code can't be part of the key."""
     layers = getattr(model, "_flatten_layers", None)
     plain = layers is not None and all(type(one).__module__.startswith("keras.src.") for one in layers())
     if not plain:

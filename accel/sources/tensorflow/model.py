@@ -24,8 +24,8 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# How many times the same inputs run again. One more run is not enough, because a random choice among a few values may
-# repeat itself.
+# How many more times the model runs on the same inputs. One more run is not enough, because a random choice among a few
+# values may repeat itself.
 _AGAIN = 4
 # Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim,
 # such as the length of a sound, because an image of this size would take too long.
@@ -59,13 +59,14 @@ def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
     """Describes the model that ``spec`` names. Returns a dict with the specs of its ``inputs`` and ``outputs``, the
-    ranges of its ``dims``, its ``properties``, and the ``sha256`` of the graph of a factory (else "").
+    ranges of its ``dims``, its ``properties`` and a ``sha256``. The ``sha256`` is the hash of the graph that a factory
+    returned, else "".
 
     Runs the model at several sizes, and repeatedly at one size to find random outputs. If the model can't take the
     usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the user's own specs (see
     ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
-    if spec.form == "python":  # a factory may use files that the stamp does not cover
+    if spec.form == "python":  # a factory may use files that ``load`` doesn't watch
         _loaded.pop(spec, None)
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
@@ -222,8 +223,8 @@ def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSourc
 
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
-    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. If the model can't, the
-    ranges of ``free`` begin at the usual sizes."""
+    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise returns a
+    signature in which the ranges of ``free`` begin at the usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):
@@ -260,8 +261,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns the name of a dynamic dim: ``batch``, ``length`` for sequences, ``height`` or ``width`` for NHWC images,
-    else ``dim_<axis>``."""
+    """Returns the name of a dynamic dim, which is ``batch``, ``length`` for sequences, ``height`` or ``width`` for NHWC
+    images, else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

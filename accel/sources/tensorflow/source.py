@@ -239,7 +239,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
     """Returns ``found`` with the dims and value ranges of ``given``, matched by name.
 
-    Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. Messages call the model ``where``.
+    Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. ``where`` names the model in messages.
     """
     by_name = {spec.name: spec for spec in given}
     specs = []

@@ -13,7 +13,7 @@ from accel.sources.structure import Template, arguments_of, describe, fill, is_a
 
 
 class Function(torch.nn.Module):
-    """A function of tensors as a module."""
+    """A module that calls a function of tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ def names_in(templates: Mapping[str, Template]) -> list[str]:
 
 
 def positional_parameters(module: torch.nn.Module) -> tuple[list[str], str]:
-    """Returns the names of the parameters of ``forward`` that may be given by position, and the name of a ``*args``
-    parameter or ""."""
+    """Returns the names of the parameters of ``forward`` that may be given by position. Also returns the name of a
+    ``*args`` parameter, or "" if there is none."""
     if isinstance(module, torch.jit.ScriptModule):
         forward: Any = module.forward
         return [argument.name for argument in forward.schema.arguments[1:]], ""
@@ -86,10 +86,11 @@ def _signature(module: torch.nn.Module) -> inspect.Signature:
 
 
 def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:
-    """Returns the templates of the arguments by parameter, and the tensors in them by name.
+    """Returns the templates of the arguments by parameter, and the tensors in the arguments by name.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
-    single tensor. Returns empty dicts for None. Raises ``BadInputSpec`` if ``forward`` doesn't take these arguments.
+    single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` doesn't take these
+    arguments.
     """
     if example is None:
         return {}, {}

@@ -135,8 +135,8 @@ def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.nd
 
 
 def in_training(module: torch.nn.Module) -> str:
-    """Returns a message about dropout and batch norm layers that are in training mode after a run, although ``module``
-    was set to evaluation mode. Returns "" if no layer is in training mode."""
+    """Returns a message about dropout and batch norm layers that run in training mode although ``module`` was set to
+    evaluation mode. Returns "" if no layer runs in training mode."""
     names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
     if not names:
         return ""
@@ -190,7 +190,7 @@ def discover_outputs(
             f"{where} returns {len(first)} tensors ({', '.join(first)}) and {len(names)} names are given; "
             "give one name for each tensor"
         )
-    # A result that passes an input on, as the models of sentence-transformers do, needs another name for it.
+    # An output that is an input itself, as in the models of sentence-transformers, needs a name of its own.
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]

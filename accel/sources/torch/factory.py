@@ -20,7 +20,7 @@ from .weights import load_weights
 
 
 class MadeByTensorFlow(BadSource):
-    """A factory returned a model of TensorFlow, although neither its name nor its file tells so."""
+    """Raised if a factory returns a TensorFlow model although neither its name nor its file shows this."""
 
 
 def open_factory(spec: str, weights: Path | None) -> Found:

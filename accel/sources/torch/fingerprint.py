@@ -60,10 +60,10 @@ def code_sha256(module: torch.nn.Module) -> str:
 def code_and_attributes_sha256(module: torch.nn.Module) -> str:
     """Returns the sha256 of the class, the code and the attributes of ``module`` and all its submodules.
 
-    The code of a class of an installed package counts by the file of the class. Any other code counts by the bytecode
-    of its functions, and of the functions, classes and plain values that they use by global names. Objects that can be
-    neither walked nor pickled count by their class. The bytes of a pickle of the module can't serve as a hash, because
-    they differ between two runs of the same program.
+    A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
+    The hash also covers the functions, classes and plain values that these functions use by global names. An object
+    that can be neither walked nor pickled is hashed by the name of its class. A pickle of the module can't be hashed
+    instead, because its bytes differ between two runs of the same program.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return hashlib.sha256(script_bytes(module)).hexdigest()
@@ -74,7 +74,7 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
         for key, value in vars(part).items():
             if key not in _OWN:
                 walk.add(key)
-                # Torch counts the hooks of all modules of a process, so their numbers differ between runs.
+                # Torch numbers the hooks of all modules of a process together, so the numbers differ between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
     return walk.digest.hexdigest()
@@ -90,12 +90,12 @@ def script_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 
 class _Walk:
-    """Adds objects to one digest. An object that was added before counts by its number."""
+    """Adds objects to one digest. If an object was added before, only its number is added."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # an object that is dropped may give its id to another
+        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
 
     def add(self, *texts: str) -> None:
         for text in texts:
@@ -141,8 +141,8 @@ class _Walk:
             self.value(value)
 
     def _pickled(self, value: Any) -> bool:
-        """Adds the pickle of an object of an installed package. Other objects are walked, because a pickle holds no
-        code."""
+        """Adds the pickle of an object of an installed package. Returns False for any other object, because a pickle
+        holds no code."""
         if isinstance(value, torch.nn.Module) or not is_installed(type(value).__module__):
             return False
         try:
@@ -152,7 +152,7 @@ class _Walk:
         return True
 
     def kind(self, kind: type) -> None:
-        """Adds a class: the classes that it derives from, and their code."""
+        """Adds the names and the code of a class and of the classes that it derives from."""
         for base in kind.__mro__:
             if id(base) in self._seen and base is not kind:
                 continue

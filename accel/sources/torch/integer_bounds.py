@@ -17,10 +17,11 @@ _LARGEST_BATCH = 3
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """Returns ``signature`` with bounds that name dims, if ``run`` raises on other integers at some sizes.
+    """If ``run`` raises on some integers at some sizes, returns ``signature`` with bounds that name dims.
 
-    Tries each dim and each dim minus 1 as the largest integer, for one input and then for all. Returns ``signature``
-    unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without declared ``values`` are changed.
+    Tries each dim, and each dim minus 1, as the largest integer. Tries the single inputs first, and then all inputs
+    together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
+    declared ``values`` are changed.
     """
     batch = signature.batch_dim
     dims = [dim for dim in signature.dims if dim != batch]

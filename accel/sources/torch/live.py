@@ -1,4 +1,5 @@
-"""Live modules. ``capture`` writes a module of this process to the cache, and ``open_captured`` opens it anywhere."""
+"""Live modules. ``capture`` writes a module of this process to the cache, and ``open_captured`` opens it in any
+process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from .found import Found
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
-# The names of the dynamic axes of each input: {0: "batch"}, or a name, a torch.export.Dim or None for each axis.
+# The names of the dynamic axes of each input, as {0: "batch"} or as a sequence. A sequence has a name, a
+# torch.export.Dim or None for each axis.
 Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
@@ -96,8 +98,8 @@ def capture_program(program: torch.export.ExportedProgram) -> Path:
 def open_captured(path: Path) -> Found:
     """Opens a module that ``capture`` wrote.
 
-    Raises ``BadSource`` if the file isn't in the user's cache, because opening it runs its code, and if the module
-    computes other outputs than the live module, because its code was changed.
+    Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
+    ``BadSource`` if the module computes other outputs than the live module, because the code was changed.
     """
     if not path.is_file():
         raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
@@ -108,7 +110,7 @@ def open_captured(path: Path) -> Found:
     module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
     if kept["outputs"]:
         outputs = _run(module, kept["inputs"], path.stem)
-        # A model that draws random numbers is refused later, for that reason.
+        # No error for a model that draws random numbers, because such a model is refused later.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
                 f"{path.stem} computes other outputs than in the process that it comes from; if its code was changed "
@@ -130,7 +132,7 @@ def _same(outputs: Tensors, others: Tensors) -> bool:
 
 
 def _forms(module: torch.nn.Module) -> tuple[Signature, ...]:
-    """Returns the possible signatures of a transformers model, or an empty tuple for another module."""
+    """Returns the possible signatures of a transformers model, or an empty tuple for any other module."""
     if not hasattr(module, "main_input_name") or not hasattr(module, "config"):
         return ()
     from .pretrained.transformers_inputs import forms
@@ -195,7 +197,7 @@ def _described(
 
 
 def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
-    """Runs the module with one more row. Returns the axes that are the batch, and a note that says what was tried."""
+    """Runs the module with one more row. Returns the batch axis of each input, and a note about this run."""
     size = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 0)
     batched = [name for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == size]
     if not size:
@@ -214,7 +216,8 @@ def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
 
 
 def _table_ranges(module: torch.nn.Module, tensors: Tensors) -> dict[str, tuple[int, int]]:
-    """Returns the range of each integer input that goes into an embedding, which is the range of its table."""
+    """Returns the range of each integer input that goes into an embedding. The range spans the rows of the embedding's
+    table."""
     found: dict[str, tuple[int, int]] = {}
 
     def looked_up(table: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -249,7 +252,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # torch gave the class a property, and a copy shares the class
+            if parametrize.is_parametrized(part):  # torch added a property to the class that the copy shares
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
@@ -309,7 +312,7 @@ def _by_value(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _importable(name: str, file: str) -> bool:
-    """Tells whether a new process, which has the same path, imports ``file`` under ``name``."""
+    """Tells whether a new process with the same ``sys.path`` imports ``file`` under ``name``."""
     path: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):

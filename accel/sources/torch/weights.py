@@ -18,7 +18,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
 
     Returns the loaded checkpoint with its format, files and notes. Assembles and copies one tensor at a time. Raises
     ``BadSource`` for a pickle with code. If names don't match even without wrappers' prefixes, raises ``BadSource``
-    with the first of these names.
+    with the first unmatched name.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
