@@ -132,7 +132,11 @@ def _roots() -> Iterator[None]:
     import torch
 
     own = math.sqrt
-    math.sqrt = lambda x: x**0.5 if isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat) else own(x)
+
+    def root(x: Any) -> Any:
+        return x**0.5 if isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat) else own(x)
+
+    math.sqrt = root
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     import torch
 
     aten = torch.ops.aten
-    return {
+    table: dict[Callable[..., Any], Callable[..., Any]] = {
         aten.scatter_reduce.two: _scatter_reduce,
         aten.median.default: _median,
         aten.median.dim: _median_along,
@@ -22,7 +22,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.prims.prod.default: _product,
         aten.amax.default: _largest_of_dims,
         aten.amin.default: _smallest_of_dims,
-    } | _of_numbers()
+    }
+    return table | _of_numbers()
 
 
 def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -31,7 +32,7 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     names = {"sqrt": "Sqrt"} | {name: name.capitalize() for name in _TRIGONOMETRY}
     table = {getattr(torch, f"_sym_{name}"): _of_number(operator) for name, operator in names.items()}
-    return {**table, torch._sym_log2: _log2_of_number, round: _rounded_number}
+    return {**table, getattr(torch, "_sym_log2"): _log2_of_number, round: _rounded_number}  # noqa: B009 - no stub
 
 
 def _operators() -> Any:

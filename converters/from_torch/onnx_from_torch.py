@@ -115,8 +115,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     read = _read(src, ()) if read is None else read
     if certain := [place for place in read if place.rewrite.certain]:
         raise ExportFailed(
-            f"{spec} computes in Python with the values of its inputs, which no exporter can follow: "
-            f"{_fixes(certain)}"
+            f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(

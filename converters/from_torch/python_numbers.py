@@ -28,6 +28,8 @@ _SIZED = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "uniq
 # Operators whose results have the shape of their arguments, but none of their values.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros")
 _LIBRARIES = ("torch", "numpy", "accel")
+# The modules of torch that a user's own read of a tensor goes through.
+_METHODS = ("torch._tensor", "torch._tensor_str", "torch.overrides", __name__)
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,8 @@ def _watch(found: _Found) -> Any:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame that belongs to none of ``_LIBRARIES``."""
-    while frame is not None:
-        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
-        if package not in _LIBRARIES or (package == "accel" and rest.startswith("examples")):
-            return frame
+    """Returns the frame that reads a tensor, or None if that is a library's, whose functions the exporters know."""
+    while frame is not None and frame.f_globals.get("__name__", "") in _METHODS:
         frame = frame.f_back
-    return None
+    package, _, rest = frame.f_globals.get("__name__", "").partition(".") if frame else ("torch", "", "")
+    return frame if package not in _LIBRARIES or (package == "accel" and rest.startswith("examples")) else None

@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from .tensor_expression import condition, function_name, is_condition, module_function, tensors, takes_numbers
 
@@ -15,7 +16,10 @@ Span = tuple[int, int | None, int | None, int | None]
 
 _UNKNOWN = "use functions of tensors there"
 # Functions of ``math`` that torch.export follows if they take the result of ``item()``.
-_FOLLOWED = tuple("acos asin atan ceil cos cosh floor log2 sin sinh sqrt tan tanh trunc".split())
+_FOLLOWED = (
+    *("acos", "asin", "atan", "ceil", "cos", "cosh", "floor"),
+    *("log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+)
 # Functions that show values, and no more.
 _SHOWS = ("print", "warn", "warning", "debug", "info")
 
@@ -119,7 +123,9 @@ def _set(statement: ast.stmt) -> tuple[str, str]:
 def _of_loop(one: ast.For, chain: list[ast.AST]) -> Rewrite:
     text = ast.unparse(one.iter)
     if not isinstance(one.iter, ast.Call) or function_name(one.iter) != "range":
-        return Rewrite(f"for {ast.unparse(one.target)} in {text}", "compute all rows at once, by a mask with torch.where")
+        return Rewrite(
+            f"for {ast.unparse(one.target)} in {text}", "compute all rows at once, by a mask with torch.where"
+        )
     step = ast.unparse(one.target).replace("_", "i")
     count = chain[-2] if len(chain) > 1 and isinstance(chain[-2], ast.expr) else one.iter
     keep = f"keep the result of a step with torch.where({step} < {ast.unparse(tensors(count))}, new, old),"
@@ -128,23 +134,25 @@ def _of_loop(one: ast.For, chain: list[ast.AST]) -> Rewrite:
 
 def _of_expression(chain: list[ast.AST]) -> Rewrite:
     """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
-    whole, around = chain[0], None
+    whole: ast.AST = chain[0]
+    index_of: ast.Subscript | ast.Call | None = None
     # A function of ``math`` can't take a tensor itself. torch.export follows numbers through some functions.
-    certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math"
-    for child, one in zip(chain, chain[1:], strict=False):
+    certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
+    for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:
             if not takes_numbers(one):
-                around = one
+                index_of = one if function_name(one) == "get" else None
                 break
             whole = one
             certain = certain or (module_function(one)[0] == "math" and function_name(one) not in _FOLLOWED)
         elif not isinstance(one, ast.Attribute | ast.BinOp | ast.UnaryOp | ast.Compare | ast.Call):
-            around = one
+            index_of = one if isinstance(one, ast.Subscript) and child is one.slice else None
             break
     assert isinstance(whole, ast.expr)
     text, made = ast.unparse(whole), tensors(whole)
-    if isinstance(around, ast.Subscript) or (isinstance(around, ast.Call) and function_name(around) == "get"):
-        return Rewrite(ast.unparse(around), f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],")
+    if index_of is not None:
+        fix = f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],"
+        return Rewrite(ast.unparse(index_of), fix, isinstance(index_of, ast.Call))
     if any(isinstance(one, ast.Call) and module_function(one)[0] for one in ast.walk(made)):
         return Rewrite(text, _UNKNOWN, certain)  # torch has no function of this name
     if isinstance(whole, ast.Call) and module_function(whole)[0]:

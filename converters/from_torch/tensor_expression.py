@@ -70,7 +70,9 @@ class _Tensors(ast.NodeTransformer):
         if name == "round" and given:
             return _call("round", given[:1], [ast.keyword("decimals", one) for one in given[1:]])
         if name in ("max", "min") and len(given) == 2:
-            return ast.Call(ast.Attribute(given[0], "clamp"), [], [ast.keyword({"max": "min"}.get(name, "max"), given[1])])
+            return ast.Call(
+                ast.Attribute(given[0], "clamp"), [], [ast.keyword({"max": "min"}.get(name, "max"), given[1])]
+            )
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:

@@ -51,25 +51,25 @@ def agrees(source: str, made: Any) -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * (1 + abs(wanted).max()))
 
 
-NUMBERS = """y = y * round(x.abs().sum().item()) + round(float(x.mean()), 1)
-y = y / math.sqrt(x.square().sum().item() + 1) / math.sqrt(x.mean().abs() + 1) * math.sqrt(x.shape[0])
-y = y + int(x.sum()) + x.detach().numpy().max() + x.amin() + len(x[x > 0]) + x[0].tolist()[0]
-y = y + torch.zeros(n.item(), 4).sum() + x[:, : n.item()].sum() + max(x.mean().item(), 0.5)
-assert x.abs().max() < 1e6
-print(f"mean {y.mean().item():.3f}", y)"""
-CHECKS = """if torch.isnan(x).any():
+FUNCTIONS = """y = y * round(x.abs().sum().item()) + round(float(x.mean()), 1)
+y = y / math.sqrt(x.square().sum().item() + 1) / math.sqrt(x.mean().abs() + 1) * math.sqrt(x.shape[0]) + max(x.mean().item(), 0.5)"""
+SIZES = """y = y + int(x.sum()) + float(x.detach().numpy().max()) + x.amin() + len(x[x > 0])
+y = y + torch.zeros(n.item(), 4).sum() + x[:, : n.item()].sum()"""
+CHECKS = """assert x.abs().max() < 1e6
+if torch.isnan(x).any():
     raise ValueError("x has NaN")
 if self.flag:
     y = y * 2
-y = y * math.exp(self.flag.item())"""
+y = y * math.exp(self.flag.item())
+print(f"mean {y.mean().item():.3f}", y)"""
 
 
-@pytest.mark.parametrize("lines", [NUMBERS, CHECKS])
+@pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
     """Fails if ``round``, ``math.sqrt`` or a size from ``item()`` is refused, or becomes the example's value; or if a
     check that only raises, or the value of a buffer, is refused."""
     source = written(tmp_path, lines)
-    agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx"))
+    agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
 
 # The lines of a model, the advice, and the lines after following the advice.
@@ -127,11 +127,11 @@ def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Pat
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    reads = next(i for i, line in enumerate(lines.splitlines()) if any(w in line for w in (".item", ".nu", "if ", "while ", "math", "nonz")))
-    assert f"at net.py:{HEAD.count(chr(10)) + 1 + reads} {advice}" in ran.stderr
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # their second line reads the values
+    assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)
-    made = accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx")
+    made = accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False)
     agrees(source, made)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
     with accel.load(made) as session, torch.inference_mode():
