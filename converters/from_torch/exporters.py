@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = named(src)
-    with torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _lengths_of_tensors(module):
+    with torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _lengths_of_tensors(module), _roots():
         program = torch.onnx.export(
             module,
             example(src),
@@ -122,6 +123,26 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     finally:
         for space in spaces:
             del space["len"]
+
+
+@contextlib.contextmanager
+def _roots() -> Iterator[None]:
+    """Makes ``math.sqrt`` of a tensor or of a dynamic size a part of the graph.
+
+    Python's own ``math.sqrt`` has to return a number, so the exporters would record the root of the example.
+    """
+    import torch
+
+    own = math.sqrt
+
+    def root(x: Any) -> Any:
+        return x**0.5 if isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat) else own(x)
+
+    math.sqrt = root
+    try:
+        yield
+    finally:
+        math.sqrt = own
 
 
 @contextlib.contextmanager
@@ -206,6 +227,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
         stack.enter_context(_native_streams_aside())
         stack.enter_context(_lengths_of_tensors(module))
+        stack.enter_context(_roots())
         exported = stack.enter_context(_apart(out))
         torch.onnx.export(
             module,

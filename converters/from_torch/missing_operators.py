@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+_TRIGONOMETRY = ("acos", "asin", "atan", "cos", "cosh", "sin", "sinh", "tan", "tanh")
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -11,13 +14,25 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     import torch
 
     aten = torch.ops.aten
-    return {
+    table: dict[Callable[..., Any], Callable[..., Any]] = {
         aten.scatter_reduce.two: _scatter_reduce,
         aten.median.default: _median,
         aten.median.dim: _median_along,
         aten.kthvalue.default: _kth_value,
         torch.ops.prims.prod.default: _product,
+        aten.amax.default: _largest_of_dims,
+        aten.amin.default: _smallest_of_dims,
     }
+    return table | _of_numbers()
+
+
+def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Returns the translations of Python's functions on numbers from ``item()``."""
+    import torch
+
+    names = {"sqrt": "Sqrt"} | {name: name.capitalize() for name in _TRIGONOMETRY}
+    table = {getattr(torch, f"_sym_{name}"): _of_number(operator) for name, operator in names.items()}
+    return {**table, getattr(torch, "_sym_log2"): _log2_of_number, round: _rounded_number}  # noqa: B009 - no stub
 
 
 def _operators() -> Any:
@@ -84,3 +99,42 @@ def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
 
     found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
     return found if dtype == -1 else op.Cast(found, to=dtype)
+
+
+def _largest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False) -> Any:
+    """Computes the largest element. The exporter's own translation requires ``dim``."""
+    op = _operators()
+
+    return op.ReduceMax(x, list(dim), keepdims=int(keepdim)) if dim else op.ReduceMax(x, keepdims=int(keepdim))
+
+
+def _smallest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False) -> Any:
+    """Computes the smallest element. The exporter's own translation requires ``dim``."""
+    op = _operators()
+
+    return op.ReduceMin(x, list(dim), keepdims=int(keepdim)) if dim else op.ReduceMin(x, keepdims=int(keepdim))
+
+
+def _of_number(operator: str) -> Callable[..., Any]:
+    """Returns the translation of a function of ``math`` to an operator of the same meaning."""
+
+    def translated(x: Any) -> Any:
+        return getattr(_operators(), operator)(x)
+
+    return translated
+
+
+def _log2_of_number(x: Any) -> Any:
+    op = _operators()
+
+    return op.Div(op.Log(x), op.Constant(value_float=math.log(2)))
+
+
+def _rounded_number(x: Any, ndigits: int | None = None) -> Any:
+    """Computes Python's ``round``, which returns an integer without ``ndigits``."""
+    op = _operators()
+
+    if ndigits is None:
+        return op.Cast(op.Round(x), to=7)  # int64
+    scale = op.Constant(value_float=float(10**ndigits))
+    return op.Div(op.Round(op.Mul(x, scale)), scale)

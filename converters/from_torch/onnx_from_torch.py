@@ -26,10 +26,13 @@ from accel.tables.stage_table import get_stage
 
 from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
+from .python_numbers import Place, places
 
 # The number of inputs on which each exporter's file is compared with PyTorch. A tracing exporter records only the
 # branch that the example took, so this exporter's file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
+# The number of places that a message names.
+_SHOWN = 3
 
 # The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
 _NO_OPERATOR = re.compile(
@@ -75,7 +78,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # Whether torch.export found branches that depend on values.
-    branches = ""  # The lines of the model's code that choose a branch by values.
+    read: list[Place] | None = None  # The lines that read values of the inputs, found if torch.export fails.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -83,8 +86,10 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         try:
             with _quiet() as said:
                 _RUNGS[rung](src, config.opset, out)
-            if by_values and (branches := _branches(said)):
-                raise ExportFailed(f"the file holds one branch of {branches}")
+            if rung == "legacy":
+                read = _read(src, said if by_values else ())
+                if read:
+                    raise ExportFailed(f"the file holds the example's values of {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -100,17 +105,17 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         else:
             return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
         _remove(out)
-    spec = src.source.get("spec", src.path)
+    spec = _name(src)
     if _packs(src):
         raise ExportFailed(
             f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
             "pad_packed_sequence directly after the RNN, or (if the RNN has one direction) run the RNN on the padded "
             "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
         )
-    if branches:
+    read = _read(src, ()) if read is None else read
+    if certain := [place for place in read if place.rewrite.certain]:
         raise ExportFailed(
-            f"{spec} chooses a branch by the values of its inputs, at {branches}, and a traced file would hold only "
-            "the branch that the example took; write torch.where or torch.cond there"
+            f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
@@ -119,9 +124,34 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
-    raise ExportFailed(
-        f"no exporter gave a right model of {spec} ({reasons}){own_fault(src, named(src), off) or _advice(src)}"
-    )
+    fault = own_fault(src, named(src), off)
+    if read and not fault:
+        fault = f"; keep the values of the inputs in tensors: {_fixes(read)}"
+    raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){fault or _advice(src)}")
+
+
+def _name(src: Artifact) -> str:
+    """Returns the name of the model for messages. A live module is named after its class, not after its file in the
+    cache."""
+    spec = str(src.source.get("spec", src.path))
+    return Path(spec).stem if spec.endswith(".module") else spec
+
+
+def _read(src: Artifact, said: Sequence[warnings.WarningMessage]) -> list[Place]:
+    """Returns the lines of the model that read values of its inputs. ``said`` has the warnings of the older exporter,
+    which also warns about sizes that depend on values."""
+    with _quiet():
+        return places(named(src), example(src), said)
+
+
+def _where(read: Sequence[Place]) -> str:
+    return " and ".join(dict.fromkeys(place.where for place in read))
+
+
+def _fixes(read: Sequence[Place]) -> str:
+    """Returns how to rewrite the first places."""
+    more = f"; {len(read) - _SHOWN} more follow" if len(read) > _SHOWN else ""
+    return "; ".join(map(str, read[:_SHOWN])) + more
 
 
 def _remove(out: Path) -> None:
@@ -248,20 +278,6 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
-
-
-def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Returns the lines of the user's code that used a tensor as a condition during tracing, or "" if there are
-    none."""
-    import torch
-
-    own = str(Path(torch.__file__).parent)
-    lines = [
-        f"{Path(one.filename).name}:{one.lineno}"
-        for one in said
-        if "tensor to a Python boolean" in str(one.message) and not one.filename.startswith(own)
-    ]
-    return " and ".join(dict.fromkeys(lines))
 
 
 @contextlib.contextmanager

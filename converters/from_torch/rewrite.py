@@ -1,0 +1,216 @@
+"""Says how to write with tensors an expression that reads a tensor's values."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from .tensor_expression import condition, function_name, is_condition, module_function, tensors, takes_numbers
+
+# A place in a file: its first line, last line, first column and last column. Columns count bytes of UTF-8.
+Span = tuple[int, int | None, int | None, int | None]
+
+_UNKNOWN = "use functions of tensors there"
+# Functions of ``math`` that torch.export follows if they take the result of ``item()``.
+_FOLLOWED = (
+    *("acos", "asin", "atan", "ceil", "cos", "cosh", "floor"),
+    *("log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+)
+# Functions that show values, and no more.
+_SHOWS = ("print", "warn", "warning", "debug", "info")
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """``text`` is the expression as the user wrote it, or "" if its source isn't known. ``fix`` is an imperative
+    clause. ``certain`` tells whether no exporter can follow the expression."""
+
+    text: str
+    fix: str
+    certain: bool = True
+
+
+def rewrite(file: str, span: Span) -> Rewrite | None:
+    """Returns how to write the expression at ``span`` with tensors, or None if the expression only shows or checks
+    values."""
+    tree, parents = _parsed(file)
+    node = _at(tree, span) if tree else None
+    if node is None:
+        return Rewrite("", _UNKNOWN, certain=False)
+    chain = [node, *_ancestors(node, parents)]
+    if any(_shows(one) or _checks(one, chain) for one in chain):
+        return None
+    for index, one in enumerate(chain[1:], 1):
+        child = chain[index - 1]
+        if isinstance(one, ast.If | ast.While | ast.IfExp) and child is one.test:
+            return _of_branch(one, all(map(is_condition, chain[:index])), parents)
+        if isinstance(one, ast.For) and child is one.iter:
+            return _of_loop(one, chain[:index])
+    return _of_expression(chain)
+
+
+def branch(file: str, line: int) -> Rewrite | None:
+    """Returns how to write the condition on ``line`` without a branch, or None if the branch only checks values.
+
+    The condition may be about a size that depends on values, which isn't a tensor.
+    """
+    fix = "choose by a mask with torch.where"
+    tree, _ = _parsed(file)
+    for one in ast.walk(tree) if tree else ():
+        if isinstance(one, ast.If | ast.While | ast.IfExp | ast.Assert) and _covers(one.test, line):
+            return None if _checks(one, [one.test]) else Rewrite(ast.unparse(one.test), fix)
+    return Rewrite("", fix)
+
+
+def _covers(node: ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _of_branch(one: ast.If | ast.While | ast.IfExp, simple: bool, parents: dict[ast.AST, ast.AST]) -> Rewrite:
+    """Returns the rewrite of a branch. ``simple`` tells whether its condition can be written with tensors."""
+    before = ast.unparse(one.test)
+    test = ast.unparse(condition(one.test)) if simple else "condition"
+    if isinstance(one, ast.While):
+        step = f"keep the result of a step with torch.where({test}, new, old),"
+        return Rewrite(f"while {before}", f"repeat a fixed number of times, and {step}")
+    if isinstance(one, ast.IfExp) and simple:
+        return Rewrite(ast.unparse(one), f"write `{ast.unparse(tensors(one))}`")
+    if isinstance(one, ast.If) and simple and (whole := _chosen(one, test, parents)):
+        return Rewrite(f"if {before}", f"write `{whole}`")
+    return Rewrite(f"if {before}", f"compute both results, and choose with torch.where({test}, this, that)")
+
+
+def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
+    """Returns a statement with ``torch.where`` that does what ``one`` does, or "" if ``one`` does more than to return
+    a value or to set a variable."""
+    if len(one.body) != 1 or len(one.orelse) > 1:
+        return ""
+    yes, no = one.body[0], one.orelse[0] if one.orelse else None
+    if isinstance(yes, ast.Return):
+        no = no or _next(one, parents)
+        if isinstance(no, ast.Return) and yes.value and no.value:
+            return f"return torch.where({test}, {ast.unparse(yes.value)}, {ast.unparse(no.value)})"
+        return ""
+    target, value = _set(yes)
+    other, otherwise = _set(no) if no else (target, target)
+    return f"{target} = torch.where({test}, {value}, {otherwise})" if target and other == target else ""
+
+
+def _next(one: ast.stmt, parents: dict[ast.AST, ast.AST]) -> ast.stmt | None:
+    """Returns the statement after ``one`` in the same block."""
+    for block in ("body", "orelse"):
+        statements = getattr(parents[one], block, [])
+        if one in statements[:-1]:
+            following: ast.stmt = statements[statements.index(one) + 1]
+            return following
+    return None
+
+
+def _set(statement: ast.stmt) -> tuple[str, str]:
+    """Returns the variable that ``statement`` sets and its new value, or empty strings."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, ast.unparse(statement.value)
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        whole = ast.BinOp(ast.Name(statement.target.id), statement.op, statement.value)
+        return statement.target.id, ast.unparse(whole)
+    return "", ""
+
+
+def _of_loop(one: ast.For, chain: list[ast.AST]) -> Rewrite:
+    text = ast.unparse(one.iter)
+    if not isinstance(one.iter, ast.Call) or function_name(one.iter) != "range":
+        return Rewrite(
+            f"for {ast.unparse(one.target)} in {text}", "compute all rows at once, by a mask with torch.where"
+        )
+    step = ast.unparse(one.target).replace("_", "i")
+    count = chain[-2] if len(chain) > 1 and isinstance(chain[-2], ast.expr) else one.iter
+    keep = f"keep the result of a step with torch.where({step} < {ast.unparse(tensors(count))}, new, old),"
+    return Rewrite(text, f"loop over range(N) with the largest N that the model needs, and {keep}")
+
+
+def _of_expression(chain: list[ast.AST]) -> Rewrite:
+    """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
+    whole: ast.AST = chain[0]
+    index_of: ast.Subscript | ast.Call | None = None
+    # A function of ``math`` can't take a tensor itself. torch.export follows numbers through some functions.
+    certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
+    for child, one in pairwise(chain):
+        if isinstance(one, ast.Call) and child is not one.func:
+            if not takes_numbers(one):
+                index_of = one if function_name(one) == "get" else None
+                break
+            whole = one
+            certain = certain or (module_function(one)[0] == "math" and function_name(one) not in _FOLLOWED)
+        elif not isinstance(one, ast.Attribute | ast.BinOp | ast.UnaryOp | ast.Compare | ast.Call):
+            index_of = one if isinstance(one, ast.Subscript) and child is one.slice else None
+            break
+    assert isinstance(whole, ast.expr)
+    text, made = ast.unparse(whole), tensors(whole)
+    if index_of is not None:
+        fix = f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],"
+        return Rewrite(ast.unparse(index_of), fix, isinstance(index_of, ast.Call))
+    if any(isinstance(one, ast.Call) and module_function(one)[0] for one in ast.walk(made)):
+        return Rewrite(text, _UNKNOWN, certain)  # torch has no function of this name
+    if isinstance(whole, ast.Call) and module_function(whole)[0]:
+        return Rewrite(text, f"write `{ast.unparse(made)}`", certain)
+    return Rewrite(text, f"compute with the tensor `{ast.unparse(made)}`, or give a fixed number,", certain)
+
+
+def _shows(node: ast.AST) -> bool:
+    """Tells whether ``node`` is a call that prints or logs."""
+    return isinstance(node, ast.Call) and function_name(node) in _SHOWS
+
+
+def _checks(node: ast.AST, chain: list[ast.AST]) -> bool:
+    """Tells whether ``node`` is an assertion, or a branch by a condition in ``chain`` that only raises or prints."""
+    if isinstance(node, ast.Assert):
+        return True
+    if not isinstance(node, ast.If) or node.test not in chain or node.orelse:
+        return False
+    return all(
+        isinstance(one, ast.Raise | ast.Pass) or (isinstance(one, ast.Expr) and _shows(one.value)) for one in node.body
+    )
+
+
+@lru_cache(maxsize=8)
+def _parse(text: str) -> tuple[ast.Module | None, dict[ast.AST, ast.AST]]:
+    """Returns the tree of the source ``text`` and the parent of each node."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None, {}
+    return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def _parsed(file: str) -> tuple[ast.Module | None, dict[ast.AST, ast.AST]]:
+    return _parse("".join(linecache.getlines(file)))
+
+
+def _at(tree: ast.Module, span: Span) -> ast.expr | None:
+    """Returns the smallest expression that covers ``span``. If ``span`` is that of a whole statement, as Python gives
+    it for a loop or for a branch that only raises, returns the statement's condition or iterable."""
+    first, last, start, end = span
+    if start is None:
+        return None
+    begins, ends = (first, start), (last or first, end or 0)
+    found: ast.expr | None = None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.expr | ast.If | ast.While | ast.For):
+            continue
+        at, to = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+        if isinstance(node, ast.expr):
+            found = node if at <= begins and to >= ends else found
+        elif (at, to) == (begins, ends):
+            found = node.iter if isinstance(node, ast.For) else node.test
+    return found
+
+
+def _ancestors(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """Yields the nodes around ``node``, up to its function."""
+    while node in parents and not isinstance(node, ast.FunctionDef | ast.Lambda):
+        node = parents[node]
+        yield node
