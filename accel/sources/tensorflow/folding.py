@@ -5,7 +5,7 @@ Imported only in the TensorFlow process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ def folded(frozen: Frozen) -> Frozen:
     small = without_weights(frozen)
     before = {node.name: node for node in frozen.graph.node}
     weights = {n.name: before[n.name] for n in small.graph.node if n.op != before[n.name].op}
-    graph = _pruned(small)
+    graph = _pruned(replace(small, graph=_with_functional_branches(small.graph)))
     for _ in range(_ROUNDS):
         last = graph.SerializeToString(deterministic=True)
         graph = _simplified(replace(small, graph=_with_taken_branches(graph)))
@@ -78,16 +78,26 @@ def _pruned(frozen: Frozen) -> Any:
     return tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, list(ends))
 
 
+def _with_functional_branches(graph: Any) -> Any:
+    """Keeps TensorFlow from rewriting each ``If`` as ``Switch`` and ``Merge`` when it inlines a function."""
+    made = tf.compat.v1.GraphDef()
+    made.CopyFrom(graph)
+    for node in (*made.node, *(node for function in made.library.function for node in function.node_def)):
+        if "_lower_using_switch_merge" in node.attr and (node.op in _CHOICES or node.op in _CASES):
+            del node.attr["_lower_using_switch_merge"]
+    return made
+
+
 def _with_taken_branches(graph: Any) -> Any:
     """Replaces each ``If`` and ``Case`` on a constant by a call of the chosen function. An ``IdentityN`` gets the name
     of the call, because TensorFlow aborts if the name of an inlined call is also the name of a scope."""
     nodes = {node.name: node for node in graph.node}
     made = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
-        chosen, kinds = _chosen(node, nodes), node.attr["Tout"].list.type
-        call = made.node.add()
+        chosen, call = _chosen(node, nodes), made.node.add()
         call.CopyFrom(node)
-        if not kinds or (chosen is None and node.op not in _CALLS):
+        kinds = call.attr["Tout"].list.type if chosen is not None or node.op in _CALLS else ()
+        if not kinds:
             continue
         call.name = f"{node.name}__call"
         same = made.node.add(name=node.name, op="IdentityN")
@@ -130,11 +140,12 @@ def _simplified(frozen: Frozen) -> Any:
     rewrite.min_graph_nodes = -1
     rewrite.optimizers.extend(["function", "constfold", "loop"])
     rewrite.function_optimization = type(rewrite).AGGRESSIVE
-    return _without_copies(tf_optimizer.OptimizeGraph(config, whole), ends)
+    return _without_copies(tf_optimizer.OptimizeGraph(config, whole))
 
 
-def _without_copies(graph: Any, ends: Sequence[str]) -> Any:
-    """Connects the readers of each ``IdentityN`` to its inputs, because constants aren't folded through it."""
+def _without_copies(graph: Any) -> Any:
+    """Connects the readers of each ``IdentityN`` to its inputs, because constants aren't folded through it. Removes the
+    order of execution where data gives the order too: TensorFlow keeps the branch that a choice drops for the order."""
     copies = {node.name: node for node in graph.node if node.op == "IdentityN"}
     for node in graph.node:
         for place, name in enumerate(node.input):
@@ -142,4 +153,6 @@ def _without_copies(graph: Any, ends: Sequence[str]) -> Any:
             while source[0] != "^" and operation(source) in copies:
                 source = copies[operation(source)].input[int(source.partition(":")[2] or 0)]
             node.input[place] = source
+        if node.input and node.input[0][0] != "^":
+            node.input[:] = [name for name in node.input if name[0] != "^"]
     return graph

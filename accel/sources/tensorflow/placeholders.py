@@ -54,16 +54,15 @@ def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dic
     Raises ``BadInputSpec`` for a value that can't be set. Raises ``BadSource`` if a placeholder has no value.
     """
     needed = left_out(frozen)
-    values = {name: _read(name, text, frozen, spec) for name, text in spec.placeholders}
-    at_inference = _at_inference(frozen, values, needed)
-    if spec.strip:
-        values |= at_inference
-    missing = [n for n in needed if n not in values and (n in at_inference or needed[n].op != _KINDS[1])]
+    given = {name: _read(name, text, frozen, spec) for name, text in spec.placeholders}
+    best, used = _at_inference(frozen, given, needed)
+    values = {**given, **best} if spec.strip else given
+    missing = [n for n in used if n not in values and (n in best or needed[n].op != "PlaceholderWithDefault")]
     if missing:
-        raise _missing(missing, at_inference, spec)
-    values = {name: value for name, value in values.items() if name in needed}
-    said = {name: str(value) for name, value in values.items()}
-    return _with_defaults(_with_constants(frozen, values), needed), said
+        raise _missing(missing, best, spec)
+    idle = {name: _any_value(node) for name, node in needed.items() if name not in used and name not in values}
+    made = _with_defaults(_with_constants(frozen, {**idle, **values}), needed)
+    return made, {name: str(value) for name, value in values.items() if name in needed}
 
 
 def _missing(names: list[str], at_inference: Mapping[str, Any], spec: TensorFlowSpec) -> BadSource:
@@ -151,24 +150,30 @@ def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
     return frozen
 
 
-def _at_inference(frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
+def _at_inference(
+    frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Returns the placeholders that have one sensible value at inference, with this value: the one that leaves the
-    fewest training ops. A default with as few training ops as this value is left alone."""
+    fewest training ops. Also returns the placeholders that the outputs still need with these values."""
     found: dict[str, Any] = {}
-    open_ = [name for name in needed if name not in given]
     while True:
-        before = len(found)
-        for name in open_:
+        now = _with_constants(frozen, {**given, **found})
+        rest = left_out(folded(now))
+        for name in rest:
             if name in found or (choices := _choices(needed[name])) is None:
                 continue
-            count = {
-                value: training_ops(folded(_with_constants(frozen, {**given, **found, name: value})))
-                for value in choices
-            }
+            count = {value: training_ops(folded(_with_constants(now, {name: value}))) for value in choices}
             if len(set(count.values())) == 2:
                 found[name] = min(count, key=lambda value: count[value])
-        if len(found) == before:
-            return found
+                break
+        else:
+            return found, [name for name in needed if name in rest or name in found]
+
+
+def _any_value(node: Any) -> Any:
+    """Returns a value for a placeholder that no output depends on."""
+    kind = tf.as_dtype(node.attr["dtype"].type)
+    return "" if kind == tf.string else kind.as_numpy_dtype(1)
 
 
 def _choices(node: Any) -> tuple[Any, Any] | None:
