@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from accel.errors import BadInputSpec, BadSource, RandomOps, one_line
-from accel.spelling import option, options
+from accel.errors import BadInputSpec, BadSource, RandomOps
+from accel.spelling import arguments, option
 
 from .folding import folded, training_ops
-from .graph import operation
+from .graph import constant, operation
 from .loaded import Frozen
 from .source import TensorFlowSpec
 
@@ -59,25 +59,29 @@ def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dic
     values = {**given, **best} if spec.strip else given
     missing = [n for n in used if n not in values and (n in best or needed[n].op != "PlaceholderWithDefault")]
     if missing:
-        raise _missing(missing, best, spec)
+        raise _missing(missing, needed, best, spec)
     idle = {name: _any_value(node) for name, node in needed.items() if name not in used and name not in values}
     made = _with_defaults(_with_constants(frozen, {**idle, **values}), needed)
     return made, {name: str(value) for name, value in values.items() if name in needed}
 
 
-def _missing(names: list[str], at_inference: Mapping[str, Any], spec: TensorFlowSpec) -> BadSource:
+def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any], spec: TensorFlowSpec) -> BadSource:
     """Returns the error for placeholders without a value. The error is ``RandomOps`` if ``strip_training_ops`` sets all
     of them."""
-    what = f"the placeholder{'s' * (len(names) > 1)} {', '.join(names)}"
-    told = {name: str(at_inference.get(name, "VALUE")) for name in names}
-    fix = f"pass {option('placeholders', told)}"
-    start = f"{spec.path} needs a value for {what}, left out of {option('graph_inputs')}"
-    unknown = [name for name in names if name not in at_inference]
+    start = (
+        f"{spec.path} needs a value for the placeholder{'s' * (len(names) > 1)} {', '.join(names)}, left out of "
+        f"{option('graph_inputs')}"
+    )
+    known = {name: best[name] for name in names if name in best}
+    unknown = [name for name in names if name not in best]
     if not unknown:
         strip = option("strip_training_ops", True)
-        return RandomOps(f"{start}; {fix} for inference, or {strip}, which sets the same")
-    added = option("graph_inputs", [*spec.inputs, *(f"{name}:0" for name in unknown)])
-    return BadSource(f"{start}; {fix}, or add {', '.join(unknown)} to the inputs: {added}")
+        return RandomOps(f"{start}; pass {option('placeholders', known)} for inference, or {strip}, which sets the same")
+    added = {"graph_inputs": [*spec.inputs, *(f"{name}:0" for name in unknown)]}
+    fixes = [arguments(**added, placeholders=known) if known else arguments(**added)]
+    if all(_shape(needed[name]) is not None for name in unknown):
+        fixes.append(option("placeholders", {**known, **dict.fromkeys(unknown, "VALUE")}))
+    return BadSource(f"{start}; pass {' or '.join(fixes)}")
 
 
 def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
@@ -90,7 +94,7 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
             f"{others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
-        raise BadInputSpec(f"{name} is an input of {spec.path}; leave it out of {options('graph_inputs', 'placeholders')}")
+        raise BadInputSpec(f"{name} is an input of {spec.path}; leave it out of {option('placeholders')}")
     kind = tf.as_dtype(nodes[name].attr["dtype"].type)
     try:
         value = _WORDS[text.lower()] if kind.is_bool else text if kind == tf.string else _number(text, kind)
@@ -154,7 +158,7 @@ def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the placeholders that have one sensible value at inference, with this value: the one that leaves the
-    fewest training ops. Also returns the placeholders that the outputs still need with these values."""
+    fewest training ops. Leaves out defaults that have this value. Also returns the placeholders that the outputs still need with these values."""
     found: dict[str, Any] = {}
     while True:
         now = _with_constants(frozen, {**given, **found})
@@ -167,7 +171,16 @@ def _at_inference(
                 found[name] = min(count, key=lambda value: count[value])
                 break
         else:
-            return found, [name for name in needed if name in rest or name in found]
+            used = [name for name in needed if name in rest or name in found]
+            return {name: value for name, value in found.items() if value != _default(needed[name], frozen)}, used
+
+
+def _default(node: Any, frozen: Frozen) -> Any:
+    """Returns the default of a placeholder if the default is one constant number, else None."""
+    if node.op != "PlaceholderWithDefault":
+        return None
+    value = constant(node.input[0], {other.name: other for other in frozen.graph.node})
+    return value.item() if value is not None and value.size == 1 else None
 
 
 def _any_value(node: Any) -> Any:

@@ -57,6 +57,19 @@ class TensorFlowSpec:
         return cls(form="saved_model", path=str(artifact.path.absolute().parent))
 
 
+def source_options(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of ``accel.Source`` with which a model was opened. ``loading`` is the record of the model in
+    a manifest."""
+    given = {
+        "graph_inputs": loading.get("inputs"),
+        "graph_outputs": loading.get("outputs"),
+        "signature": loading.get("signature"),
+        "strip_training_ops": loading.get("strip"),
+        "placeholders": loading.get("placeholders"),
+    }
+    return {name: value for name, value in given.items() if value}
+
+
 def saved_model_file(path: Path) -> Path | None:
     """Returns the main file of a SavedModel. ``path`` is the folder of the SavedModel or the main file itself.
 

@@ -1,7 +1,8 @@
 """Writes small frozen graphs that were saved in training form into the given folder, in a separate process.
 
-Each function of ``GRAPHS`` builds a graph from the input ``x`` and returns the output, the values of the placeholders
-at inference, and the values that accel is expected to set. ``NAME.npz`` holds TensorFlow's outputs at inference.
+Each function in ``GRAPHS`` builds a graph from the input ``x``; returns the output and the values of the placeholders at
+inference, and as a third the output without dropout if it is random at inference too. ``NAME.npz`` holds TensorFlow's
+outputs at inference.
 """
 
 from __future__ import annotations
@@ -342,19 +343,22 @@ def labels(x: Any) -> Any:
 @graph
 def constant_dropout_too(x: Any) -> Any:
     keep = named()
-    return tf.nn.dropout(old_dropout(dense(x, "w"), keep), 0.3), {keep: 1.0}
+    """Returns a net that draws random numbers with any keep probability."""
+    y = old_dropout(dense(x, "w"), keep)
+    return tf.nn.dropout(y, 0.3), {keep: 1.0}, y
 
 
 def write(name: str) -> dict[str, Any]:
     """Writes the graph ``name``; returns the values of its placeholders at inference."""
     with tf.Graph().as_default() as whole, v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
-        y, values = GRAPHS[name](x)
+        y, values, *stripped = GRAPHS[name](x)
         y = tf.identity(y, name="y")
         Path(f"{name}.pb").write_bytes(whole.as_graph_def().SerializeToString())
         feeds = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
-        if values and name != "constant_dropout_too":
-            np.savez(f"{name}.npz", x=feeds, y=session.run(y, {x: feeds, **values}))
+        if values:
+            wanted = stripped[0] if stripped else y
+            np.savez(f"{name}.npz", x=feeds, y=session.run(wanted, {x: feeds, **values}))
         return {tensor.op.name: value for tensor, value in values.items()}
 
 
