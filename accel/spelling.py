@@ -21,6 +21,7 @@ FLAGS: Mapping[str, str] = {
     "compute_capabilities": "--compute-capability",
     "graph_inputs": "--inputs",
     "graph_outputs": "--outputs",
+    "placeholders": "--placeholder",
     "batches": "--batch",
     "lengths": "--length",
     "page": "--graph",

@@ -158,7 +158,7 @@ def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifac
     source = replace(source, spec=path)
     if path.stat().st_size and not (source.graph_inputs and source.graph_outputs):
         spec = TensorFlowSpec(form=form_of(str(path)) or "", path=str(path.absolute()))
-        starts, ends = in_tensorflow("accel.sources.tensorflow.forms:graph_ends", spec=spec)
+        starts, ends = in_tensorflow("accel.sources.tensorflow.bare_graph:graph_ends", spec=spec)
         source = Source.of(source, graph_inputs=starts, graph_outputs=ends)
     return _open_stripped(source, warnings)
 

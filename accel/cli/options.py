@@ -60,8 +60,28 @@ _signature = click.option("--signature", default="", help="The signature of a Sa
 
 
 _strip = click.option(
-    "--strip-training-ops", is_flag=True, help="Remove dropout that training left in a TensorFlow model."
+    "--strip-training-ops",
+    is_flag=True,
+    help="Remove dropout that training left in a TensorFlow model, and set placeholders such as is_training.",
 )
+_placeholder = click.option(
+    "--placeholder",
+    "placeholders",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set a placeholder of a frozen .pb or a .meta that is no input: keep_prob=1.0. Repeat for each placeholder.",
+)
+
+
+def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
+    """Reads ``("keep_prob=1.0",)`` into values by name."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise BadInputSpec(f"can't read --placeholder {text!r}; write NAME=VALUE, e.g. keep_prob=1.0")
+        found[name.strip()] = value.strip()
+    return found
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +95,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @_graph_outputs
     @_signature
     @_strip
+    @_placeholder
     @wraps(function)
     def wrapped(
         *args: Any,
@@ -85,6 +106,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         graph_outputs: str | None,
         signature: str,
         strip_training_ops: bool,
+        placeholders: tuple[str, ...],
         **kwargs: Any,
     ) -> Any:
         source: SourceOptions = {
@@ -95,6 +117,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "graph_outputs": read_names(graph_outputs),
             "signature": signature,
             "strip_training_ops": strip_training_ops,
+            "placeholders": read_placeholders(placeholders) or None,
         }
         return function(*args, source=source, **kwargs)
 

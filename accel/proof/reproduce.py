@@ -16,6 +16,7 @@ from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, Usag
 from accel.progress import report
 from accel.signature import DimRange, TensorSpec
 from accel.sources.source import Source
+from accel.sources.tensorflow.source import source_options
 from accel.spelling import option
 from accel.stage import StageConfig, path_sha256, run_stage, versions
 from accel.tables.stage_table import get_stage
@@ -110,6 +111,8 @@ def _source(manifest: Manifest) -> Artifact:
     if not spec:
         raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
+    if loading := source.get("loading"):
+        arguments |= source_options(loading)
     dims = manifest.signature.dims
     # The source may fail to open at sizes that are no multiple of the step.
     if any(found.step != 1 for found in dims.values()):

@@ -10,7 +10,15 @@ from accel.spelling import option
 
 def source_notes(artifact: Artifact) -> list[str]:
     """Returns what a user has to know about the inputs of an opened source."""
-    return [note for note in (_batch_note(artifact), _bounds_note(artifact), _renaming_note(artifact)) if note]
+    notes = (_batch_note(artifact), _bounds_note(artifact), _renaming_note(artifact), _placeholder_note(artifact))
+    return [note for note in notes if note]
+
+
+def _placeholder_note(artifact: Artifact) -> str | None:
+    """Returns a note about the placeholders of a TensorFlow graph that were set, else None."""
+    values: Mapping[str, str] = artifact.source.get("loading", {}).get("placeholders", {})
+    found = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"set the placeholder{'s' * (len(values) > 1)} {found}; {option('placeholders')} sets other values" if found else None
 
 
 def _renaming_note(artifact: Artifact) -> str | None:

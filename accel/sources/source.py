@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # A live model is a callable (such as an nn.Module), an exported program or an ONNX ModelProto.
 Model: TypeAlias = "str | Path | Artifact | Source | Callable[..., Any] | ExportedProgram | ModelProto"
 
-TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_training_ops")
+TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_training_ops", "placeholders")
 
 
 class SourceOptions(TypedDict, total=False):
@@ -41,6 +41,7 @@ class SourceOptions(TypedDict, total=False):
     graph_outputs: Sequence[str]
     signature: str
     strip_training_ops: bool
+    placeholders: Mapping[str, Any] | None
     example: Any
     dynamic: Mapping[str, Any] | None
 
@@ -67,7 +68,8 @@ class Source:
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
-    graph.
+    graph, and sets placeholders such as ``keep_prob`` and ``is_training`` to their values at inference.
+    ``placeholders`` sets placeholders of a ``.pb`` or ``.meta`` file that are no inputs, as in ``{"keep_prob": 1.0}``.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """
@@ -81,6 +83,7 @@ class Source:
     graph_outputs: Sequence[str] = ()
     signature: str = ""
     strip_training_ops: bool = False
+    placeholders: Mapping[str, Any] | None = None
     example: Any = None
     dynamic: Mapping[str, Any] | None = None
 

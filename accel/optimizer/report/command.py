@@ -42,6 +42,8 @@ def _texts(name: str, value: Any) -> list[str]:
         return [str(spec) for spec in parse_inputs(value)]
     if name == "dims":
         return [f"{dim}={r}" for dim, r in parse_dims(value).items()]
+    if name == "placeholders":
+        return [f"{placeholder}={text}" for placeholder, text in value.items()]
     if name == "sizes":
         return [",".join(f"{dim}={size}" for dim, size in value.items())]
     if name in ("graph_inputs", "graph_outputs"):

@@ -18,8 +18,9 @@ from accel.signature import TensorSpec
 from accel.spelling import arguments, option
 
 from ..python_object import load_object, raised
-from .graph import freeze_function, freeze_session_graph, strip_dropout
-from .loaded import Frozen, Loaded, Row, dtype_name, plain_name
+from .bare_graph import load_checkpoint, load_graph, run_graph
+from .graph import freeze_function, strip_dropout
+from .loaded import Frozen, Loaded, Row, dtype_name, plain_name, shape_of
 from .source import TensorFlowSpec
 
 if TYPE_CHECKING:
@@ -46,23 +47,8 @@ def _stripped(loaded: Loaded) -> Loaded:
     compared with the stripped graph."""
     frozen = loaded.freeze()
     frozen = replace(frozen, graph=strip_dropout(frozen.graph))
-    call, _ = _run_graph(frozen)
+    call, _ = run_graph(frozen)
     return Loaded(call=call, inputs=loaded.inputs, outputs=loaded.outputs, freeze=lambda: frozen)
-
-
-def _run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
-    """Returns a function that runs a frozen graph on arrays by name, and the graph's input tensors.
-
-    Raises ``ValueError`` if the outputs can't be computed from the inputs.
-    """
-    whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(frozen.graph, name=""), [])
-    function = whole.prune(list(frozen.inputs.values()), list(frozen.outputs.values()))
-
-    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        found = function(*(tf.constant(feeds[name]) for name in frozen.inputs))
-        return {name: value.numpy() for name, value in zip(frozen.outputs, found, strict=True)}
-
-    return call, [whole.graph.get_tensor_by_name(name) for name in frozen.inputs.values()]
 
 
 def _saved_model(spec: TensorFlowSpec) -> Loaded:
@@ -82,7 +68,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
     function = signatures[name]
     taken: Mapping[str, Any] = function.structured_input_signature[1]
     outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))
-    inputs = [(key, dtype_name(t.dtype), _shape(t.shape)) for key, t in taken.items()]
+    inputs = [(key, dtype_name(t.dtype), shape_of(t.shape)) for key, t in taken.items()]
     if old:
         return _from_old_signature(function, inputs, outputs)
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(taken.values())]
@@ -92,7 +78,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
         return [found[key] for key in outputs]
 
     made = _from_call(call, kinds, inputs, list(outputs), keep=loaded)
-    made.declared = [(key, dtype_name(t.dtype), _shape(t.shape)) for key, t in outputs.items()]
+    made.declared = [(key, dtype_name(t.dtype), shape_of(t.shape)) for key, t in outputs.items()]
     return made
 
 
@@ -161,7 +147,7 @@ def _from_keras(model: Any, spec: TensorFlowSpec) -> Loaded:
     where = spec.path
     if not getattr(model, "inputs", None):
         return _subclassed(model, spec)
-    inputs = [(plain_name(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
+    inputs = [(plain_name(t.name), dtype_name(tf.as_dtype(t.dtype)), shape_of(t.shape)) for t in model.inputs]
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(model.inputs)]
     result = tf.nest.flatten(model.outputs)
     structure = getattr(model, "_outputs_struct", None)
@@ -237,115 +223,6 @@ def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error:
     return BadSource(f"Keras can't make a graph of {where} while its sizes are open ({said}); {fix}")
 
 
-def _read_graph(path: str) -> Any:
-    graph = tf.compat.v1.GraphDef()
-    data = Path(path).read_bytes()
-    try:
-        graph.ParseFromString(data)
-    except Exception as error:
-        if b"serve" in data[:4096]:
-            raise InvalidModel(f"{path} is the file of a SavedModel; give its folder") from error
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef") from error
-    if not graph.node or not all(node.op and node.name for node in graph.node):
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
-    return graph
-
-
-def _graph(spec: TensorFlowSpec) -> Loaded:
-    graph = _read_graph(spec.path)
-    if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
-        raise BadSource(
-            f"{spec.path} is not frozen and its weights are in a checkpoint; give the checkpoint's .meta file instead"
-        )
-    return _from_graph(graph, spec)
-
-
-def _checkpoint(spec: TensorFlowSpec) -> Loaded:
-    path = Path(spec.path)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        saver = tf.compat.v1.train.import_meta_graph(str(path), clear_devices=True)
-        if saver is None:
-            raise BadSource(f"{path} names no variables to restore; save it with tf.compat.v1.train.Saver")
-        graph = session.graph.as_graph_def()
-        _check_tensors(graph, spec)
-        saver.restore(session, str(path.with_suffix("")))
-        frozen = freeze_session_graph(session, spec.outputs)
-    return _from_graph(frozen, spec)
-
-
-def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
-    _check_tensors(graph, spec)
-    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [name.partition(":")[0] for name in spec.outputs])
-    if spec.strip:
-        graph = strip_dropout(graph)
-    names = [plain_name(name) for name in spec.inputs]
-    outputs = [plain_name(name) for name in spec.outputs]
-    frozen = Frozen(
-        graph=graph,
-        inputs=dict(zip(names, spec.inputs, strict=True)),
-        outputs=dict(zip(outputs, spec.outputs, strict=True)),
-    )
-    try:
-        call, tensors = _run_graph(frozen)
-    except ValueError as error:
-        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
-    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, tensors, strict=True)]
-    return Loaded(call=call, inputs=inputs, outputs=outputs, freeze=lambda: frozen)
-
-
-def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The message proposes
-    tensors."""
-    nodes = {node.name for node in graph.node}
-    starts, ends = _ends(graph)
-    hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
-    if not spec.inputs or not spec.outputs:
-        raise BadSource(f"{spec.path} is a bare graph and doesn't name its inputs and outputs; pass e.g. {hint}")
-    for name in (*spec.inputs, *spec.outputs):
-        if name.partition(":")[0] not in nodes:
-            raise BadSource(f"{spec.path} has no tensor {name}; pass e.g. {hint}")
-
-
-def _ends(graph: Any) -> tuple[list[str], list[str]]:
-    """Returns the likely inputs (placeholders) and the likely outputs of a graph. Tensors that depend on the inputs and
-    are read by no other node are likely outputs."""
-    kinds = ("Placeholder", "PlaceholderWithDefault")
-    starts = [node.name for node in graph.node if node.op in kinds and not node.name.startswith("save/")]
-    reads = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
-    used = {name for names in reads.values() for name in names}
-    users: dict[str, list[str]] = {}
-    for name, names in reads.items():
-        for other in names:
-            users.setdefault(other, []).append(name)
-    reached, queue = set(starts), list(starts)
-    while queue:
-        for name in users.get(queue.pop(), ()):
-            if name not in reached:
-                reached.add(name)
-                queue.append(name)
-    quiet = ("Const", "NoOp", "Assert", "Assign", "AssignVariableOp", *kinds)
-    ends = [n.name for n in graph.node if n.name in reached and n.name not in used and n.op not in quiet]
-    return [f"{name}:0" for name in starts], [f"{name}:0" for name in ends]
-
-
-def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
-    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file. Files of these formats don't name
-    their inputs and outputs.
-
-    Raises ``InvalidModel`` if the file can't be read.
-    """
-    if spec.form == "graph":
-        return _ends(_read_graph(spec.path))
-    try:
-        with tf.Graph().as_default() as graph:
-            tf.compat.v1.train.import_meta_graph(spec.path, clear_devices=True)
-            return _ends(graph.as_graph_def())
-    except Exception as error:
-        raise InvalidModel(
-            f"{spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
-        ) from error
-
-
 def _python(spec: TensorFlowSpec) -> Loaded:
     _, made = load_object(spec.path, "factory")
     if not isinstance(made, tf.Module) and not hasattr(made, "get_concrete_function") and callable(made):
@@ -375,7 +252,7 @@ def _python(spec: TensorFlowSpec) -> Loaded:
     names = [t.name or (parameters[i] if i < len(parameters) else f"input_{i}") for i, t in enumerate(arguments)]
     names += list(keywords)
     taken = [*arguments, *keywords.values()]
-    inputs = [(n, dtype_name(t.dtype), _shape(t.shape)) for n, t in zip(names, taken, strict=True)]
+    inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(names, taken, strict=True)]
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(taken)]
     structure = function.structured_outputs
     flat = tf.nest.flatten(structure)
@@ -421,11 +298,6 @@ def _from_call(
     return Loaded(call=by_name, inputs=inputs, outputs=outputs, freeze=freeze)
 
 
-def _shape(shape: Any) -> list[int | None] | None:
-    shape = tf.TensorShape(shape)
-    return None if shape.rank is None else list(shape.as_list())
-
-
 def _distinct(names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in names:
@@ -436,8 +308,8 @@ def _distinct(names: Sequence[str]) -> list[str]:
 _FORMS: dict[str, Callable[[TensorFlowSpec], Loaded]] = {
     "saved_model": _saved_model,
     "keras": _keras,
-    "graph": _graph,
-    "checkpoint": _checkpoint,
+    "graph": load_graph,
+    "checkpoint": load_checkpoint,
     "python": _python,
 }
 _NAMES = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from accel.errors import BadSource, RandomOps
@@ -19,7 +20,7 @@ from accel.spelling import option
 
 from .loaded import Frozen
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     {
         "RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal",
         "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle", "Multinomial",
@@ -104,9 +105,9 @@ def _with_values(graph: Any) -> Any:
     for node in graph.node:
         if node.op != "ReadVariableOp":
             continue
-        name = _operation(node.input[0])
+        name = operation(node.input[0])
         while name not in handles and nodes[name].op == "Identity":
-            name = _operation(nodes[name].input[0])
+            name = operation(nodes[name].input[0])
         if name not in handles:
             continue
         handle = handles[name]
@@ -141,11 +142,11 @@ def graph_sha256(frozen: Frozen) -> str:
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
     for name in (*frozen.inputs.values(), *frozen.outputs.values()):
-        digest.update(places[_operation(name)].encode() + name.partition(":")[2].encode())
+        digest.update(places[operation(name)].encode() + name.partition(":")[2].encode())
     for node in frozen.graph.node:
         digest.update(node.op.encode())
         for name in node.input:
-            digest.update(f" {name[:1] == '^'} {places.get(_operation(name))} {name.partition(':')[2]}".encode())
+            digest.update(f" {name[:1] == '^'} {places.get(operation(name))} {name.partition(':')[2]}".encode())
         for key in sorted(node.attr):
             if not key.startswith("_"):
                 digest.update(key.encode() + node.attr[key].SerializeToString(deterministic=True))
@@ -157,7 +158,7 @@ def graph_sha256(frozen: Frozen) -> str:
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
     """Raises ``RandomOps`` if the outputs depend on random ops. With ``stripped``, dropout was removed already, and the
     error is a plain ``BadSource``."""
-    found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
+    found = [f"{node.name} ({node.op})" for node in leading_to_outputs(frozen) if node.op in RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         what = f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}"
@@ -188,13 +189,13 @@ def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -
     types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
     with tf.Graph().as_default():
         fixed = {
-            tensor: tf.compat.v1.placeholder(types[_operation(tensor)], shapes[name])
+            tensor: tf.compat.v1.placeholder(types[operation(tensor)], shapes[name])
             for name, tensor in frozen.inputs.items()
         }
         tf.import_graph_def(frozen.graph, input_map=fixed, name="")
 
 
-def _leading_to_outputs(frozen: Frozen) -> list[Any]:
+def leading_to_outputs(frozen: Frozen) -> list[Any]:
     """Returns the nodes that the outputs are computed from, including the nodes of called functions."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
@@ -224,10 +225,10 @@ def strip_dropout(graph: Any) -> Any:
     users: dict[str, list[str]] = {}
     for node in graph.node:
         for name in node.input:
-            users.setdefault(_operation(name), []).append(node.name)
+            users.setdefault(operation(name), []).append(node.name)
     replaced: dict[str, str] = {}
     for node in graph.node:
-        if node.op not in _RANDOM:
+        if node.op not in RANDOM:
             continue
         masks = {node.name}
         for _ in range(8):
@@ -260,15 +261,15 @@ def strip_dropout(graph: Any) -> Any:
 
 def _is_mask(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> bool:
     """Tells whether ``node`` combines only masks and scalars."""
-    return all(_operation(name) in masks or _is_scalar(name, nodes) for name in node.input)
+    return all(operation(name) in masks or _is_scalar(name, nodes) for name in node.input)
 
 
 def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
     """Returns the tensor whose elements ``node`` drops, or "" if ``node`` is not the last node of a dropout."""
-    others = [name for name in node.input if _operation(name) not in masks]
+    others = [name for name in node.input if operation(name) not in masks]
     if node.op == "Mul" and len(others) == 1:
         return _unscaled(others[0], nodes)
-    if node.op in ("Select", "SelectV2") and len(others) == 2 and _operation(node.input[0]) in masks:
+    if node.op in ("Select", "SelectV2") and len(others) == 2 and operation(node.input[0]) in masks:
         return _unscaled(others[0], nodes)
     return ""
 
@@ -278,7 +279,7 @@ def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
 
     TF1 divides by the keep probability, and TF2 multiplies by the inverse of the keep probability.
     """
-    node = nodes.get(_operation(name))
+    node = nodes.get(operation(name))
     if node is None or node.op not in _SCALE:
         return ""
     first, second = node.input[:2]
@@ -290,7 +291,7 @@ def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
 def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
     """Tells whether the tensor is a scalar constant, a placeholder of a keep probability, or computed from such
     tensors."""
-    node = nodes.get(_operation(name))
+    node = nodes.get(operation(name))
     if node is None:
         return False
     if node.op == "Const":
@@ -307,7 +308,7 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
 def count_graph(frozen: Frozen) -> dict[str, Any]:
     """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. The float constants are the
     weights."""
-    nodes = _leading_to_outputs(frozen)
+    nodes = leading_to_outputs(frozen)
     operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
     parameters, weights = 0, Counter[str]()
     for node in nodes:
@@ -330,16 +331,16 @@ def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:
     """Returns the smallest and largest index for each integer input that selects rows of a constant table, such as an
     embedding."""
     nodes = {node.name: node for node in frozen.graph.node}
-    origin = {_operation(tensor): name for name, tensor in frozen.inputs.items()}
+    origin = {operation(tensor): name for name, tensor in frozen.inputs.items()}
     bounds: dict[str, tuple[int, int]] = {}
     for node in frozen.graph.node:
         if node.op not in _GATHER:
             continue
         rows = _rows(node.input[0], nodes)
-        name = _operation(node.input[1])
+        name = operation(node.input[1])
         while name not in origin and name in nodes and nodes[name].op in _SAME:
             # Keras implements negative indices, which count from the end, as Select(ids < 0, ids + rows, ids).
-            name = _operation(nodes[name].input[2 if nodes[name].op == "SelectV2" else 0])
+            name = operation(nodes[name].input[2 if nodes[name].op == "SelectV2" else 0])
         if rows and name in origin:
             last = min(rows - 1, bounds.get(origin[name], (0, rows))[1])
             bounds[origin[name]] = (0, last)
@@ -347,14 +348,26 @@ def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:
 
 
 def _rows(name: str, nodes: Mapping[str, Any]) -> int:
-    node = nodes.get(_operation(name))
+    node = nodes.get(operation(name))
     while node is not None and node.op in ("Identity", "ReadVariableOp"):
-        node = nodes.get(_operation(node.input[0]))
+        node = nodes.get(operation(node.input[0]))
     if node is None or node.op != "Const":
         return 0
     dims = node.attr["value"].tensor.tensor_shape.dim
     return int(dims[0].size) if dims else 0
 
 
-def _operation(name: str) -> str:
+def constant(name: str, nodes: Mapping[str, Any]) -> np.ndarray | None:
+    """Returns the value of a constant tensor, or None if the tensor is not constant."""
+    node = nodes.get(operation(name))
+    while node is not None and node.op == "Identity":
+        node = nodes.get(operation(node.input[0]))
+    if node is None or node.op != "Const":
+        return None
+    value: np.ndarray = tf.make_ndarray(node.attr["value"].tensor)
+    return value
+
+
+def operation(name: str) -> str:
+    """Returns the name of the operation that computes the tensor ``name``."""
     return name.lstrip("^").partition(":")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import InvalidModel
@@ -32,7 +32,8 @@ class Loaded:
 
     ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has a row for each input.
     ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared`` has a row
-    for each output if the file declares its outputs, else no rows.
+    for each output if the file declares its outputs, else no rows. ``placeholders`` has the values of the placeholders
+    that were set, by name.
     """
 
     call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
@@ -40,6 +41,7 @@ class Loaded:
     outputs: list[str]
     freeze: Callable[[], Frozen]
     declared: Sequence[Row] = ()
+    placeholders: Mapping[str, str] = field(default_factory=dict)
 
 
 def plain_name(name: str) -> str:
@@ -59,3 +61,11 @@ def dtype_name(kind: Any) -> str:
             f"an input or output has the dtype {name}, which ONNX does not have; export a signature of plain tensors"
         )
     return name
+
+
+def shape_of(shape: Any) -> list[int | None] | None:
+    """Returns the dims of a shape of TensorFlow or Keras, or None if the rank is unknown."""
+    import tensorflow as tf
+
+    shape = tf.TensorShape(shape)
+    return None if shape.rank is None else list(shape.as_list())

@@ -59,8 +59,8 @@ def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
     """Describes the model that ``spec`` names. Returns a dict with the specs of its ``inputs`` and ``outputs``, the
-    ranges of its ``dims``, its ``properties`` and a ``sha256``. The ``sha256`` is the hash of the graph that a factory
-    returned, else "".
+    ranges of its ``dims``, its ``properties``, a ``sha256`` and the ``placeholders`` that were set. The ``sha256`` is
+    the hash of the graph that a factory returned, else "".
 
     Runs the model at several sizes, and repeatedly at one size to find random outputs. If the model can't take the
     usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the user's own specs (see
@@ -113,6 +113,7 @@ def describe(
                 "dims": dict(signature.dims),
                 "properties": properties,
                 "sha256": sha256,
+                "placeholders": dict(model.placeholders),
             }
             if sound:
                 return found

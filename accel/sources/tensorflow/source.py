@@ -31,7 +31,8 @@ class TensorFlowSpec:
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
     ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
     ``x:0``. ``strip`` removes dropout that training left in the model. ``declared`` holds the inputs that the user
-    declares for a Keras model, which may not know its inputs.
+    declares for a Keras model, which may not know its inputs. ``placeholders`` are the values of placeholders of a graph
+    that are no inputs, as pairs of name and value.
     """
 
     form: str
@@ -41,6 +42,7 @@ class TensorFlowSpec:
     outputs: tuple[str, ...] = ()
     strip: bool = False
     declared: tuple[str, ...] = ()
+    placeholders: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, artifact: Artifact) -> TensorFlowSpec:
@@ -48,10 +50,24 @@ class TensorFlowSpec:
         loading = artifact.source.get("loading")
         if loading and artifact.manifest is None:
             lists = {name: tuple(loading.get(name, ())) for name in ("inputs", "outputs", "declared")}
-            return cls(**{**loading, **lists})
+            pairs = tuple(dict(loading.get("placeholders", {})).items())
+            return cls(**{**loading, **lists, "placeholders": pairs})
         if artifact.kind == "tflite":
             return cls(form="tflite", path=str(artifact.path.absolute()))
         return cls(form="saved_model", path=str(artifact.path.absolute().parent))
+
+
+def source_options(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of ``accel.Source`` with which a model was opened. ``loading`` is the record of the model in
+    a manifest."""
+    given = {
+        "graph_inputs": loading.get("inputs"),
+        "graph_outputs": loading.get("outputs"),
+        "signature": loading.get("signature"),
+        "strip_training_ops": loading.get("strip"),
+        "placeholders": loading.get("placeholders"),
+    }
+    return {name: value for name, value in given.items() if value}
 
 
 def saved_model_file(path: Path) -> Path | None:
@@ -119,12 +135,14 @@ def open_tensorflow(
     graph_outputs: Sequence[str] = (),
     signature: str = "",
     strip_training_ops: bool = False,
+    placeholders: Mapping[str, Any] | None = None,
 ) -> Artifact:
     """Opens the TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` or ``tflite``.
 
     ``inputs`` names or fixes the model's dynamic dims, and gives the range of integer inputs. ``graph_inputs`` and
     ``graph_outputs`` are tensor names of a frozen graph or checkpoint. ``signature`` is the name of a SavedModel's
-    signature. ``strip_training_ops`` removes dropout that training left in the model.
+    signature. ``strip_training_ops`` removes dropout that training left in the model, and sets the placeholders of
+    training. ``placeholders`` sets placeholders of a graph that are no inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is
     missing. Raises ``UsageError`` for an option that this file format does not have.
@@ -136,6 +154,8 @@ def open_tensorflow(
     elif graph_inputs or graph_outputs:
         given = options("graph_inputs", "graph_outputs")
         raise UsageError(f"{text} has its own inputs and outputs; leave out {given}, which are for a .pb or .meta file")
+    if placeholders and form not in ("graph", "checkpoint"):
+        raise UsageError(f"{text} has no placeholders; leave out {option('placeholders')}, for a .pb or .meta file")
     if signature and form != "saved_model":
         raise UsageError(f"{text} has no signatures; leave out {option('signature')}")
     if strip_training_ops and form == "tflite":
@@ -154,6 +174,7 @@ def open_tensorflow(
         outputs=tuple(graph_outputs),
         strip=strip_training_ops,
         declared=tuple(map(str, specs)) if form in ("keras", "python") else (),
+        placeholders=tuple((name.removesuffix(":0"), str(value)) for name, value in (placeholders or {}).items()),
     )
     ranges: dict[str, DimRange] = parse_dims(dims or {})
     try:
@@ -166,8 +187,10 @@ def open_tensorflow(
     if unknown := [d for d in ranges if d not in bare.dims]:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
     entries = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in files]
-    loading = asdict(spec)
+    loading = {**asdict(spec), "placeholders": found["placeholders"]}
     del loading["declared"]  # ``given`` holds the same
+    if not loading["placeholders"]:
+        del loading["placeholders"]
     said = canonical_json({**loading, "path": "", "given": [str(s) for s in specs]})
     return Artifact(
         path=main,
@@ -193,8 +216,8 @@ def open_tensorflow(
 OPTIONS = {
     "saved_model": ("signature", "strip_training_ops"),
     "keras": ("strip_training_ops",),
-    "graph": ("graph_inputs", "graph_outputs", "strip_training_ops"),
-    "checkpoint": ("graph_inputs", "graph_outputs", "strip_training_ops"),
+    "graph": ("graph_inputs", "graph_outputs", "strip_training_ops", "placeholders"),
+    "checkpoint": ("graph_inputs", "graph_outputs", "strip_training_ops", "placeholders"),
     "python": ("strip_training_ops",),
 }
 

@@ -1,0 +1,154 @@
+"""Loads bare graphs, which don't name their inputs and outputs: frozen graphs and TF1 checkpoints.
+
+Imported only in the TensorFlow process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from accel.errors import BadSource, InvalidModel, one_line
+from accel.spelling import arguments
+
+from .folding import as_imported, folded, training_ops
+from .graph import freeze_session_graph, operation, strip_dropout
+from .loaded import Frozen, Loaded, dtype_name, plain_name, shape_of
+from .placeholders import left_out, with_placeholders
+from .source import TensorFlowSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def _read_graph(path: str) -> Any:
+    graph = tf.compat.v1.GraphDef()
+    data = Path(path).read_bytes()
+    try:
+        graph.ParseFromString(data)
+    except Exception as error:
+        if b"serve" in data[:4096]:
+            raise InvalidModel(f"{path} is the file of a SavedModel; give its folder") from error
+        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef") from error
+    if not graph.node or not all(node.op and node.name for node in graph.node):
+        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
+    return graph
+
+
+def load_graph(spec: TensorFlowSpec) -> Loaded:
+    graph = _read_graph(spec.path)
+    if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
+        raise BadSource(
+            f"{spec.path} is not frozen and its weights are in a checkpoint; give the checkpoint's .meta file instead"
+        )
+    return _from_graph(graph, spec)
+
+
+def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
+    path = Path(spec.path)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        saver = tf.compat.v1.train.import_meta_graph(str(path), clear_devices=True)
+        if saver is None:
+            raise BadSource(f"{path} names no variables to restore; save it with tf.compat.v1.train.Saver")
+        graph = session.graph.as_graph_def()
+        _check_tensors(graph, spec)
+        saver.restore(session, str(path.with_suffix("")))
+        frozen = freeze_session_graph(session, spec.outputs)
+    return _from_graph(frozen, spec)
+
+
+def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
+    _check_tensors(graph, spec)
+    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in (*spec.outputs, *spec.inputs)])
+    names = [plain_name(name) for name in spec.inputs]
+    outputs = [plain_name(name) for name in spec.outputs]
+    frozen = Frozen(
+        graph=graph,
+        inputs=dict(zip(names, spec.inputs, strict=True)),
+        outputs=dict(zip(outputs, spec.outputs, strict=True)),
+    )
+    whole, converted, said = frozen, frozen, {}
+    if spec.placeholders or left_out(frozen):
+        # Conversions are compared with the user's graph, in which only the placeholders are set.
+        whole, said = with_placeholders(replace(frozen, graph=as_imported(graph)), spec)
+        converted = folded(whole)
+    if spec.strip and training_ops(converted):
+        whole = converted = replace(converted, graph=strip_dropout(converted.graph))
+    try:
+        call, tensors = run_graph(whole)
+    except ValueError as error:
+        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
+    inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(names, tensors, strict=True)]
+    return Loaded(call=call, inputs=inputs, outputs=outputs, freeze=lambda: converted, placeholders=said)
+
+
+def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
+    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The message proposes
+    tensors."""
+    nodes = {node.name for node in graph.node}
+    starts, ends = _ends(graph)
+    hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
+    if not spec.inputs or not spec.outputs:
+        raise BadSource(f"{spec.path} is a bare graph and doesn't name its inputs and outputs; pass e.g. {hint}")
+    for name in (*spec.inputs, *spec.outputs):
+        if name.partition(":")[0] not in nodes:
+            raise BadSource(f"{spec.path} has no tensor {name}; pass e.g. {hint}")
+
+
+def _ends(graph: Any) -> tuple[list[str], list[str]]:
+    """Returns the likely inputs (placeholders) and the likely outputs of a graph. Tensors that depend on the inputs and
+    are read by no other node are likely outputs."""
+    kinds = ("Placeholder", "PlaceholderWithDefault")
+    starts = [node.name for node in graph.node if node.op in kinds and not node.name.startswith("save/")]
+    reads = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
+    used = {name for names in reads.values() for name in names}
+    users: dict[str, list[str]] = {}
+    for name, names in reads.items():
+        for other in names:
+            users.setdefault(other, []).append(name)
+    reached, queue = set(starts), list(starts)
+    while queue:
+        for name in users.get(queue.pop(), ()):
+            if name not in reached:
+                reached.add(name)
+                queue.append(name)
+    quiet = ("Const", "NoOp", "Assert", "Assign", "AssignVariableOp", *kinds)
+    ends = [n.name for n in graph.node if n.name in reached and n.name not in used and n.op not in quiet]
+    return [f"{name}:0" for name in starts], [f"{name}:0" for name in ends]
+
+
+def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
+    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file. Files of these formats don't name
+    their inputs and outputs.
+
+    Raises ``InvalidModel`` if the file can't be read.
+    """
+    if spec.form == "graph":
+        return _ends(_read_graph(spec.path))
+    try:
+        with tf.Graph().as_default() as graph:
+            tf.compat.v1.train.import_meta_graph(spec.path, clear_devices=True)
+            return _ends(graph.as_graph_def())
+    except Exception as error:
+        raise InvalidModel(
+            f"{spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
+        ) from error
+
+
+def run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
+    """Returns a function that runs a frozen graph on arrays by name, and the graph's input tensors.
+
+    Raises ``ValueError`` if the outputs can't be computed from the inputs.
+    """
+    whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(frozen.graph, name=""), [])
+    function = whole.prune(list(frozen.inputs.values()), list(frozen.outputs.values()))
+
+    def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = function(*(tf.constant(feeds[name]) for name in frozen.inputs))
+        return {name: value.numpy() for name, value in zip(frozen.outputs, found, strict=True)}
+
+    return call, [whole.graph.get_tensor_by_name(name) for name in frozen.inputs.values()]

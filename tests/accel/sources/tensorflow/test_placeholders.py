@@ -1,0 +1,156 @@
+"""Placeholders of a frozen graph that are no inputs: keep probabilities, switches of training, stddevs of noise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import accel
+from accel.errors import BadInputSpec, BadSource, RandomOps, UsageError
+
+ENDS: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
+WORDS = ["--inputs", "x:0", "--outputs", "y:0", "-q"]
+# The outputs of these graphs depend on a placeholder without a value that is right for sure.
+UNKNOWN = {"scale", "scale_and_dropout", "branches", "labels"}
+
+
+@pytest.fixture(scope="module")
+def graphs(shared: Path, one_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder that ``frozen_graphs.py`` writes."""
+    folder = shared / "frozen_graphs"
+    made = folder.with_name("frozen_graphs-unfinished")
+    script = Path(__file__).with_name("frozen_graphs.py")
+    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))}
+    with one_worker("frozen_graphs"):
+        if not folder.exists():
+            made.mkdir()
+            words = [sys.executable, "-W", "ignore", str(script), str(made)]
+            ran = subprocess.run(words, capture_output=True, text=True, env=environment)
+            assert ran.returncode == 0, ran.stderr[-2000:]
+            made.rename(folder)
+    return folder
+
+
+def opened(path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Opens a graph; returns the values that were set, and the outputs of the graph that is the reference."""
+    artifact = accel.Source(path, **ENDS, **options).open()
+    with np.load(path.with_suffix(".npz")) as known, accel.load(artifact) as session:
+        found = session.run({"x": known["x"]})
+        np.testing.assert_allclose(found["y"], known["y"], atol=1e-5)
+    return artifact.source["loading"].get("placeholders", {}), found
+
+
+def test_what_strip_training_ops_sets(graphs: Path) -> None:
+    """Fails if a placeholder of training isn't set to its value at inference, if a placeholder that only scales is set,
+    or if the reference isn't the graph with these values."""
+    values = json.loads((graphs / "values.json").read_text())
+    for name, right in values.items():
+        if name in UNKNOWN:
+            with pytest.raises(BadSource, match="needs a value for the placeholder"):
+                accel.Source(graphs / f"{name}.pb", **ENDS, strip_training_ops=True).open()
+            continue
+        said, _ = opened(graphs / f"{name}.pb", strip_training_ops=True)
+        best = {key: float(said[key]) if said[key] not in ("True", "False") else said[key] == "True" for key in said}
+        assert best.items() <= right.items(), name
+        # The keep probability in a branch that is never taken has no effect.
+        assert set(right) - set(best) <= ({"keep_prob"} if "with_keep" in name else set()), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "keep_prob",
+        "dropout_in_switch_with_keep",
+        "fused_in_if",
+        "norm_by_where",
+        "zoneout",
+        "function_in_function",
+        "constant_dropout_too",
+    ],
+)
+def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
+    """Fails if the ONNX file still holds a training op, a branch or a placeholder, or computes something else than
+    TensorFlow with the placeholders at inference."""
+    made = accel.export(graphs / f"{name}.pb", out=tmp_path / "m.onnx", strip_training_ops=True, **ENDS)
+    model = onnx.load(str(tmp_path / "m.onnx"))
+    assert [value.name for value in model.graph.input] == ["x"]
+    assert not {"If", "RandomUniform", "RandomUniformLike", "Where"} & {node.op_type for node in model.graph.node}
+    with np.load(graphs / f"{name}.npz") as known, accel.load(made) as session:
+        np.testing.assert_allclose(session.run({"x": known["x"]})["y"], known["y"], atol=1e-5)
+
+
+def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
+    """Fails if the error doesn't name each placeholder, if one of its two fixes doesn't work, or if export doesn't say
+    what it set."""
+    words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "-o", tmp_path / "m.onnx"]
+    ran = cli(*words)
+    assert ran.code == RandomOps.exit_code
+    assert "the placeholders is_training, keep_prob" in ran.stderr
+    fixes = re.findall(r"pass (.*) for inference, or (--strip-training-ops)", ran.stderr)[0]
+    for fix in fixes:
+        ran = cli(*words, *shlex.split(fix))
+        assert ran.code == 0, ran.stderr
+        assert "set the placeholders" in ran.stderr
+        assert "is_training=False" in ran.stderr
+    loading = json.loads((tmp_path / "m.onnx.manifest.json").read_text())["source"]["loading"]
+    assert loading["placeholders"] == {"is_training": "False", "keep_prob": "1.0"}
+    assert cli("reproduce", tmp_path / "m.onnx", "-q").code == 0
+
+
+def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_path: Path) -> None:
+    """Fails if the error doesn't name the placeholder, or if adding it to the inputs or setting it doesn't work."""
+    words = ["export", graphs / "scale_and_dropout.pb", "--outputs", "y:0", "-q", "-o", tmp_path / "m.onnx"]
+    ran = cli(*words, "--inputs", "x:0")
+    assert ran.code == BadSource.exit_code
+    asked = re.findall(r"pass (--inputs .*) or (--placeholder .*)", ran.stderr)[0]
+    assert cli(*words, *shlex.split(asked[0])).code == 0
+    ran = cli(*words, "--inputs", "x:0", *shlex.split(asked[1].replace("VALUE", "0.5")))
+    assert ran.code == 0, ran.stderr
+    with np.load(graphs / "scale_and_dropout.npz") as known, accel.load(tmp_path / "m.onnx") as session:
+        np.testing.assert_allclose(session.run({"x": known["x"]})["y"], known["y"], atol=1e-5)
+    with pytest.raises(BadSource, match=r"pass graph_inputs=\['x:0', 'labels:0'\]$"):
+        accel.Source(graphs / "labels.pb", **ENDS).open()
+
+
+def test_defaults(graphs: Path) -> None:
+    """Fails if a default of inference is asked for or changed, or if a default of training is taken silently."""
+    assert opened(graphs / "keep_prob_default_of_inference.pb")[0] == {}
+    for name in ("training_by_default", "keep_prob_default"):
+        with pytest.raises(RandomOps, match="needs a value for the placeholder"):
+            accel.Source(graphs / f"{name}.pb", **ENDS).open()
+
+
+def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> None:
+    """Fails if a value of the wrong kind, an unknown name or an input is accepted, or if the error has no fix."""
+    for given, words in (
+        ({"keep_prob": "much"}, r"is float32 and can't be 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
+        ({"is_training": 2}, "is bool and can't be '2'"),
+        ({"keep": 1.0}, "no placeholder 'keep' that leads to the outputs; .* takes: is_training, keep_prob"),
+        ({"x": 1.0}, "x is an input of .*; leave it out of placeholders="),
+    ):
+        with pytest.raises(BadInputSpec, match=words):
+            accel.Source(graphs / "norm_and_dropout.pb", **ENDS, placeholders=given).open()
+    with pytest.raises(RandomOps, match="still holds random ops"):
+        accel.Source(graphs / "keep_prob.pb", **ENDS, placeholders={"keep_prob": 0.5}).open()
+    ran = cli("export", graphs / "keep_prob.pb", *WORDS, "--placeholder", "keep_prob", "-o", tmp_path / "m.onnx")
+    assert (ran.code, "write NAME=VALUE" in ran.stderr) == (BadInputSpec.exit_code, True)
+    code = tmp_path / "net.py"
+    code.write_text("import keras\n\ndef make():\n    return keras.Sequential()\n")
+    with pytest.raises(UsageError, match="has no placeholders; leave out placeholders="):
+        accel.Source(f"{code}:make", placeholders={"keep_prob": 1.0}).open()
+
+
+def test_inspect(graphs: Path) -> None:
+    """Fails if inspect refuses a graph whose placeholders of training are left out of the inputs."""
+    graph = accel.inspect(graphs / "norm_and_dropout.pb", **ENDS).graph
+    assert "needs a value for the placeholders" in graph["warnings"][0]
