@@ -70,7 +70,7 @@ def inspect(
 ) -> Inspection:
     """Returns the signature, properties and history of ``model``.
 
-    For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
+    For everything but engines and pipelines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
     lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With ``check`` and without
     ``page``, such a model is not counted. ``check`` computes every hash of the model's chain again, from the file back
     to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
@@ -90,21 +90,26 @@ def inspect(
     source = Source.of(model, **about)
     artifact = _open_unchecked(source) if check else _open(source, warnings)
     size = sum(f.stat().st_size for f in artifact.files if f.is_file())
-    links = tuple(check_chain(artifact)) if check else ()
+    links = tuple(_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
         intact = False  # a file of the artifact is missing
     problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
     if problem:
         intact = False
-    cheap = artifact.kind == "onnx" or (not check and artifact.kind != "engine")
-    found = _read(artifact, sizes) if intact is not False and (cheap or page) else None
+    cheap = artifact.kind == "onnx" or (not check and artifact.kind not in ("engine", "pipeline"))
+    read = cheap or (page and artifact.kind != "pipeline")
+    found = _read(artifact, sizes) if intact is not False and read else None
     graph = found.to_json() if found else {}
     if found and warnings:
         graph["warnings"] = [*warnings, *graph["warnings"]]
     notes = artifact.history[-1]["notes"] if artifact.kind == "engine" and artifact.history else {}
     kernels = tuple(notes.get("kernels", ()))
     if page is not None:
+        if artifact.kind == "pipeline":
+            raise UnsupportedHere(
+                f"{artifact.path} has no graph of its own; draw one of its parts: {_first_part(artifact)}"
+            )
         if found is None:
             raise UnsupportedHere(f"{artifact.path} was changed after it was made; make the artifact again to draw it")
         drawn = [(artifact, found)]
@@ -116,6 +121,23 @@ def inspect(
     return Inspection(
         artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels, problem=problem
     )
+
+
+def _chain(artifact: Artifact) -> list[Link]:
+    """Returns the checked hashes of the artifact, and of each part of a pipeline."""
+    links = check_chain(artifact)
+    if artifact.kind == "pipeline":
+        from accel.runtimes.pipeline.file import parts_of
+
+        for part in parts_of(artifact).values():
+            links += check_chain(part)
+    return links
+
+
+def _first_part(pipeline: Artifact) -> Path:
+    from accel.runtimes.pipeline.file import parts_of
+
+    return next(iter(parts_of(pipeline).values())).path
 
 
 def _engine_problem(engine: Artifact) -> str:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
-from accel.errors import BadInputSpec, BadSource, one_line
+from accel.errors import AccelError, BadInputSpec, BadSource, one_line
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
@@ -91,6 +91,12 @@ def capture_program(program: torch.export.ExportedProgram) -> Path:
             torch.export.save(program, folder / path.name)
             cache.keep(key, folder)
     return path
+
+
+def kept_example(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the example inputs of a captured module by name."""
+    found: dict[str, torch.Tensor] = torch.load(path.parent / _EXAMPLE, weights_only=True)["inputs"]
+    return found
 
 
 def open_captured(path: Path) -> Found:
@@ -238,6 +244,8 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     try:
         with torch.no_grad():
             result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
+    except AccelError:  # the message names the fix already
+        raise
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         raise BadSource(f"{reason}; give the arguments of a call with {option('example')}") from error
@@ -257,7 +265,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     body: Any = module
     if isinstance(module, torch.jit.ScriptModule):
         body = io.BytesIO(script_bytes(module))
-    with _by_value(module):
+    with by_value(module):
         try:
             torch.save(body, path, pickle_module=cloudpickle)
         except Exception as error:  # an object may raise any type of error
@@ -291,7 +299,7 @@ def _unpicklable(module: torch.nn.Module) -> str:
 
 
 @contextmanager
-def _by_value(module: torch.nn.Module) -> Iterator[None]:
+def by_value(module: torch.nn.Module) -> Iterator[None]:
     """Lets cloudpickle copy the code of modules that another process can't import, such as a loaded file."""
     names = {type(part).__module__ for part in module.modules()}
     names |= {getattr(value, "__module__", None) or "" for part in module.modules() for value in vars(part).values()}
