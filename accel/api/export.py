@@ -47,8 +47,8 @@ def export(
     **about: Unpack[SourceOptions],
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
-    same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An ``accel.Pipeline`` is exported
-    to the folder ``out``, with a folder for each part, and proven end to end.
+    same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An ``accel.Pipeline`` becomes
+    the folder ``out``, which has a folder for each part, and is proven end to end.
 
     ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
     or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
@@ -148,7 +148,7 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
 
 
 def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConfig | None) -> Path:
-    """Returns the folder to export a pipeline to. Raises ``UsageError`` for an argument that a pipeline doesn't take."""
+    """Returns the folder to export a pipeline to. Raises ``UsageError`` for arguments that no pipeline takes."""
     if to != "onnx" or preprocess is not None:
         asked = option("to", to) if to != "onnx" else option("preprocess")
         raise UsageError(f"{asked} is for a single model, and this is a pipeline of several; leave it out")

@@ -70,10 +70,10 @@ def inspect(
 ) -> Inspection:
     """Returns the signature, properties and history of ``model``.
 
-    For everything but engines and pipelines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
-    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With ``check`` and without
-    ``page``, such a model is not counted. ``check`` computes every hash of the model's chain again, from the file back
-    to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
+    For everything but engines and pipelines, also counts operators, parameters and FLOPs at ``sizes`` (default: the
+    usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With
+    ``check`` and without ``page``, such a model is not counted. ``check`` computes every hash of the model's chain
+    again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
 
     ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
     the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
@@ -90,7 +90,7 @@ def inspect(
     source = Source.of(model, **about)
     artifact = _open_unchecked(source) if check else _open(source, warnings)
     size = sum(f.stat().st_size for f in artifact.files if f.is_file())
-    links = tuple(_chain(artifact)) if check else ()
+    links = tuple(check_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
         intact = False  # a file of the artifact is missing
@@ -121,17 +121,6 @@ def inspect(
     return Inspection(
         artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels, problem=problem
     )
-
-
-def _chain(artifact: Artifact) -> list[Link]:
-    """Returns the checked hashes of the artifact, and of each part of a pipeline."""
-    links = check_chain(artifact)
-    if artifact.kind == "pipeline":
-        from accel.runtimes.pipeline.file import parts_of
-
-        for part in parts_of(artifact).values():
-            links += check_chain(part)
-    return links
 
 
 def _first_part(pipeline: Artifact) -> Path:

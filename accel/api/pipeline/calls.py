@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from accel.signature import Feeds
     from accel.sources.torch.pipeline import Record
 
-# A loop may call a part any number of times. The sizes of all calls count, and the values of this many calls are kept.
-_MOST_KEPT = 64
+# A loop may call a part any number of times. The sizes of all calls count, but only so many calls keep their values.
+_MOST_KEPT = 128
 
 
 @dataclass(kw_only=True)
@@ -37,6 +37,14 @@ class Calls:
     kept: list[dict[str, np.ndarray]] = field(default_factory=list)
     largest: Any = None
     elements: int = -1
+    _stride: int = 1
+
+    def keep(self, feeds: Callable[[], dict[str, np.ndarray]]) -> None:
+        """Keeps the values of this call if its turn has come. Kept calls are spread evenly over all calls."""
+        if (len(self.runs) - 1) % self._stride == 0:
+            self.kept.append(feeds())
+        if len(self.kept) > _MOST_KEPT:
+            self.kept, self._stride = self.kept[::2], 2 * self._stride
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Returns the name of each axis whose size differs between calls. Axes that always have the same size get the
@@ -110,8 +118,7 @@ def _add(
     elements = sum(one.numel() for one in tensors.values())
     if first and elements > calls.elements:
         calls.elements, calls.largest = elements, _copied(example)
-    if len(calls.kept) < _MOST_KEPT:
-        calls.kept.append({name: to_array(_copied(one)) for name, one in tensors.items()})
+    calls.keep(lambda: {name: to_array(_copied(one)) for name, one in tensors.items()})
 
 
 def _as_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
