@@ -73,7 +73,8 @@ def inspect(
     For everything but engines and pipelines, also counts operators, parameters and FLOPs at ``sizes`` (default: the
     usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With
     ``check`` and without ``page``, such a model is not counted. ``check`` computes every hash of the model's chain
-    again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
+    again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is
+    installed.
 
     ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
     the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
