@@ -11,13 +11,25 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     import torch
 
     aten = torch.ops.aten
-    return {
+    return _of_torchvision() | {
         aten.scatter_reduce.two: _scatter_reduce,
         aten.median.default: _median,
         aten.median.dim: _median_along,
         aten.kthvalue.default: _kth_value,
         torch.ops.prims.prod.default: _product,
     }
+
+
+def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Returns the translations of torchvision's operators that this process knows. The exporter itself leaves them out
+    if another library declares them."""
+    import torch
+
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for name, translation in (("nms", _nms), ("roi_align", _roi_align)):
+        if hasattr(torch.ops.torchvision, name):
+            found[getattr(torch.ops.torchvision, name).default] = translation
+    return found
 
 
 def _operators() -> Any:
@@ -82,3 +94,27 @@ def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
 
     found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
     return found if dtype == -1 else op.Cast(found, to=dtype)
+
+
+def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
+    """Selects the boxes that overlap no box with a higher score."""
+    from onnxscript.function_libs.torch_lib.ops.vision import torchvision_nms
+
+    return torchvision_nms(boxes, scores, iou_threshold)
+
+
+def _roi_align(
+    image: Any,
+    boxes: Any,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    sampling_ratio: int = -1,
+    aligned: bool = False,
+) -> Any:
+    """Averages points inside each cell of each box. ONNX spells a sampling ratio by the size of the box as 0."""
+    from onnxscript.function_libs.torch_lib.ops.vision import torchvision_roi_align
+
+    return torchvision_roi_align(
+        image, boxes, spatial_scale, pooled_height, pooled_width, max(sampling_ratio, 0), aligned
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import importlib.machinery
 import io
 import json
@@ -37,6 +38,11 @@ _EXAMPLE = "example.pt"
 Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
+
+
+# cloudpickle copies the modules that code names, and can't copy these two kinds of modules.
+copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))  # type: ignore[arg-type]
+copyreg.pickle(type(torch.ops.aten), lambda space: (getattr, (torch.ops, space.name)))  # type: ignore[arg-type]
 
 
 def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | None = None) -> Path:
@@ -211,10 +217,12 @@ def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
     }
     which = " and ".join(batched) if len(batched) < 4 else f"{len(batched)} inputs"
     try:
-        _run(module, more, "")
+        outputs = _run(module, more, "")
     except BadSource as error:
         reason = one_line(error.__cause__ or error, 120)
         return {}, f"the first axis of {which} stays {size}, because the model fails at {size + 1}: {reason}"
+    if set(outputs) != set(_run(module, tensors, "")):
+        return {}, f"the first axis of {which} stays {size}, because the model returns other tensors at {size + 1}"
     note = f"the first axis of {which} is the batch: the model ran at {size} and {size + 1}"
     return {name: {0: BATCH} for name in batched}, note
 
