@@ -41,8 +41,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 # cloudpickle copies the modules that code names, and can't copy these two kinds of modules.
-copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))  # type: ignore[arg-type]
-copyreg.pickle(type(torch.ops.aten), lambda space: (getattr, (torch.ops, space.name)))  # type: ignore[arg-type]
+copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))
+copyreg.pickle(type(torch.ops.aten), lambda space: (getattr, (torch.ops, space.name)))
 
 
 def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | None = None) -> Path:
