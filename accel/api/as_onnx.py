@@ -1,4 +1,4 @@
-"""Exports the user's model to ONNX, and keeps the source for comparisons."""
+"""Exports the user's model or the parts of a pipeline to ONNX, and keeps the source for comparisons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from accel.sources.source import Source
 from accel.stage import run_stage
 from accel.tables.limits import ROUNDING
 
-from .export import TO_ONNX, to_onnx_config, usual_limit
+from .export import DEFAULT_OPSET, TO_ONNX, to_onnx_config, usual_limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An ONNX model. ``source`` is the model that ``artifact`` was exported from, or None if the user gave an ONNX
-    model. ``limit`` is the largest allowed relative error of the export."""
+    """An ONNX model, or a pipeline of ONNX models. ``source`` is the model that ``artifact`` was exported from, or None
+    if the user gave an ONNX model. ``limit`` is the largest allowed relative error of the export."""
 
     artifact: Artifact
     source: Artifact | None = None
@@ -57,6 +57,13 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     if src.source.get("kind") == "torch" or source.inputs:  # a range derived from another graph is a guess
         for path in data:
             check_values(path, src.signature)
+    if "pipeline" in src.source and src.kind == "torch":
+        from .pipeline.export import export_pipeline
+
+        parts = export_pipeline(src, opset=DEFAULT_OPSET, simplify=False, cache=cache)
+        return Exported(artifact=parts, source=src, limit=usual_limit(src))
+    if src.kind == "pipeline":
+        return Exported(artifact=src)
     if src.kind in TO_ONNX:
         limit = usual_limit(src)
         config, gates = to_onnx_config(src.kind), [OutputGate(limit=limit)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere,
 from accel.progress import shows_progress
 from accel.sources.source import Model, Source, SourceOptions, check_name
 from accel.spelling import option, options
-from accel.stage import StageConfig, run_stage
+from accel.stage import Gate, StageConfig, run_stage
 from accel.tables.kinds import Kind, export_formats
 from accel.tables.limits import EXPORT_LIMITS, ROUNDING
 from accel.tables.stage_table import route
@@ -47,7 +47,8 @@ def export(
     **about: Unpack[SourceOptions],
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
-    same outputs as ``source``. Without ``out``, the file stays in the cache for a week.
+    same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An ``accel.Pipeline`` becomes
+    the folder ``out``, which has a folder for each part, and is proven end to end.
 
     ``to`` is the format of the result (``onnx``, ``saved_model``, ``tflite``, ``ncnn``, ``openvino`` or ``torch``).
     Formats other than ``onnx`` are converted from the ONNX model and written to the folder ``out``.
@@ -64,13 +65,10 @@ def export(
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
     """
-    if out is None:
-        folder = StageCache().result_folder()
-        out = folder / "model.onnx" if to == "onnx" else folder
-    out = Path(out)
     formats = export_formats()
-    _check_arguments(out, to, opset, channels, limit)
-    check_writable(out if to == "onnx" else out / formats[to].main_file)
+    _check_arguments(to, opset, channels, limit)
+    if out is not None:
+        _check_out(Path(out), to, formats[to].main_file)
     named = Source.of(source, **about)
     inputs = named.inputs
     dims, preprocess = _dims_of_each(named.dims, preprocess)
@@ -81,10 +79,29 @@ def export(
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
+    if "pipeline" in src.source and src.kind == "torch":
+        from .pipeline.export import export_pipeline
+
+        folder = _pipeline_folder(out, to, preprocess)
+        with ExitStack() as stack, _limit_named(limit):
+            return export_pipeline(
+                src,
+                opset=opset or DEFAULT_OPSET,
+                simplify=simplify,
+                limit=limit,
+                cache=open_cache(stack, use_cache),
+                folder=folder,
+            )
     if src.kind not in (*TO_ONNX, "onnx"):
         raise UnsupportedHere(
             f"{named.text} is {src.kind}, which can't be converted back to ONNX; export the source it was made from"
         )
+    if out is None:
+        folder = StageCache().result_folder()
+        out = folder / "model.onnx" if to == "onnx" else folder
+    out = Path(out)
+    if to == "onnx" and out.suffix != ".onnx":
+        raise UsageError(f"{out} has to end in .onnx; rename it")
     if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
         raise UsageError(
             f"{option('channels')} is for TensorFlow models, and {named.text} is a model of kind {src.kind}; leave out "
@@ -99,29 +116,45 @@ def export(
         else:
             layout = {} if channels == "auto" else {"layout": f"channels_{channels}"}
             config = to_onnx_config(src.kind, opset=opset or DEFAULT_OPSET, **layout)
-            made = _to_onnx(src, config, simplify, limit, cache, first)
+            made = to_onnx(src, config, simplify, limit, cache, first)
         if preprocess is not None:
             made = _preprocessed(made, preprocess, limit, cache, out if to == "onnx" else None)
         return made if to == "onnx" else _from_onnx(made, formats[to], limit, cache, out)
 
 
-def _check_arguments(out: Path, to: str, opset: int | None, channels: str, limit: float | None) -> None:
+def _check_arguments(to: str, opset: int | None, channels: str, limit: float | None) -> None:
     """Raises an error for arguments of ``export`` that no source can take."""
     if to not in export_formats():
         raise UnknownName(f"unknown format {to!r}; {option('to')} takes {', '.join(export_formats())}")
-    if to == "onnx" and out.suffix != ".onnx":
-        raise UsageError(f"{out} has to end in .onnx; rename it")
-    if to != "onnx" and (out.is_file() or out.suffix):
-        raise UsageError(
-            f"{option('to', to)} writes a folder, and {out} is no folder; "
-            f"pass e.g. {option('out', f'{out.stem}_{to}/')}"
-        )
     if limit is not None and not 0 < limit < 1:
         raise UsageError(f"{limit:g} is no limit; give a relative error such as 1e-3")
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass {option('opset', MIN_OPSET)} to {MAX_OPSET}")
     if channels not in CHANNELS:
         raise UnknownName(f"unknown {option('channels', channels)}; pass one of {', '.join(CHANNELS)}")
+
+
+def _check_out(out: Path, to: str, main_file: str) -> None:
+    """Raises an error for a path that can't be written. Without a suffix, ``out`` may be the folder of a pipeline,
+    which only the opened source tells."""
+    if to == "onnx" and (out.suffix not in (".onnx", "") or (not out.suffix and out.is_file())):
+        raise UsageError(f"{out} has to end in .onnx; rename it")
+    if to != "onnx" and (out.is_file() or out.suffix):
+        raise UsageError(
+            f"{option('to', to)} writes a folder, and {out} is no folder; "
+            f"pass e.g. {option('out', f'{out.stem}_{to}/')}"
+        )
+    check_writable(out if out.suffix else out / main_file)
+
+
+def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConfig | None) -> Path:
+    """Returns the folder to export a pipeline to. Raises ``UsageError`` for arguments that no pipeline takes."""
+    if to != "onnx" or preprocess is not None:
+        asked = option("to", to) if to != "onnx" else option("preprocess")
+        raise UsageError(f"{asked} is for a single model, and this is a pipeline of several; leave it out")
+    if out is not None and Path(out).suffix == ".onnx":
+        raise UsageError(f"a pipeline is exported to a folder; pass e.g. {option('out', f'{Path(out).stem}/')}")
+    return Path(out) if out is not None else StageCache().result_folder()
 
 
 def _dims_of_each(
@@ -207,20 +240,27 @@ def _preprocessed(
     return run_stage("preprocess", src, config, gates=[gate], out=out, cache=cache)
 
 
-def _to_onnx(
-    src: Artifact, config: StageConfig, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
+def to_onnx(
+    src: Artifact,
+    config: StageConfig,
+    simplify: bool,
+    limit: float | None,
+    cache: StageCache,
+    out: Path | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Artifact:
+    """Returns the source ``src`` as an ONNX artifact. ``gates`` are checked after the usual gate."""
     from accel.converters.graph.simplify import SimplifyConfig
     from accel.proof.gates import OutputGate
 
-    gates = [OutputGate(limit=limit or usual_limit(src))]
+    first = [OutputGate(limit=limit or usual_limit(src)), *gates]
     stage = TO_ONNX[src.kind]
     if not simplify:
-        return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
-    exported = run_stage(stage, src, config, gates=gates, cache=cache)
+        return run_stage(stage, src, config, gates=first, out=out, cache=cache)
+    exported = run_stage(stage, src, config, gates=first, cache=cache)
     if src.properties.get("precision") == "int8":  # the next gate compares two ONNX files
-        gates = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
-    return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
+        first = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
+    return run_stage("simplify", exported, SimplifyConfig(), gates=first, out=out, cache=cache)
 
 
 def usual_limit(src: Artifact) -> float:

@@ -70,10 +70,11 @@ def inspect(
 ) -> Inspection:
     """Returns the signature, properties and history of ``model``.
 
-    For any model except an engine, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes)
-    and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. ``check`` without
-    ``page`` counts no TensorFlow, TFLite or PyTorch model. ``check`` computes every hash of the model's chain again,
-    from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
+    For any model except an engine or a pipeline, also counts operators, parameters and FLOPs at ``sizes`` (default: the
+    usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. ``check``
+    without ``page`` counts no TensorFlow, TFLite or PyTorch model. ``check`` computes every hash of the model's chain
+    again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is
+    installed.
 
     ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
     the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
@@ -97,14 +98,19 @@ def inspect(
     problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
     if problem:
         intact = False
-    cheap = artifact.kind == "onnx" or (not check and artifact.kind != "engine")
-    found = _read(artifact, sizes) if intact is not False and (cheap or page) else None
+    cheap = artifact.kind == "onnx" or (not check and artifact.kind not in ("engine", "pipeline"))
+    read = cheap or (page and artifact.kind != "pipeline")
+    found = _read(artifact, sizes) if intact is not False and read else None
     graph = found.to_json() if found else {}
     if found and warnings:
         graph["warnings"] = [*warnings, *graph["warnings"]]
     notes = artifact.history[-1]["notes"] if artifact.kind == "engine" and artifact.history else {}
     kernels = tuple(notes.get("kernels", ()))
     if page is not None:
+        if artifact.kind == "pipeline":
+            raise UnsupportedHere(
+                f"{artifact.path} has no graph of its own; draw one of its parts: {_first_part(artifact)}"
+            )
         if found is None:
             raise UnsupportedHere(f"{artifact.path} was changed after it was made; make the artifact again to draw it")
         drawn = [(artifact, found)]
@@ -116,6 +122,12 @@ def inspect(
     return Inspection(
         artifact=artifact, bytes=size, chain=links, intact=intact, graph=graph, kernels=kernels, problem=problem
     )
+
+
+def _first_part(pipeline: Artifact) -> Path:
+    from accel.runtimes.pipeline.file import parts_of
+
+    return next(iter(parts_of(pipeline).values())).path
 
 
 def _engine_problem(engine: Artifact) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
+from accel.errors import UsageError
 from accel.runtimes.base import BaseSession, open_session
 from accel.sources.source import Model, Source, SourceOptions
-
-if TYPE_CHECKING:
-    pass
+from accel.spelling import option
 
 
 def load(
@@ -17,19 +16,33 @@ def load(
     *,
     runtime: str | None = None,
     options: Mapping[str, Any] | None = None,
+    call: Callable[..., Any] | str | None = None,
     **about: Unpack[SourceOptions],
 ) -> BaseSession:
     """Opens a session for ``model``: an artifact, the folder of an artifact, an ONNX file or any other source.
 
     ``runtime`` defaults to the runtime that the artifact was optimized for, else to the first installed runtime for
     this kind of model. ``options`` sets fields of ``SessionOptions``, such as ``threads``, and overrides the options
-    recorded with the artifact. The other arguments set the fields of
-    ``accel.Source``.
+    recorded with the artifact. ``call`` is the function of a pipeline, or its ``module:function``; this machine's cache
+    has the function of a pipeline that was exported here. The other arguments set the fields of ``accel.Source``.
 
-    Raises ``BadSource`` if the model can't be opened, ``UnsupportedHere`` if no runtime here can run it.
+    Raises ``BadSource`` if the model can't be opened, or the function of a pipeline isn't known here. Raises
+    ``UnsupportedHere`` if no runtime here can run the model.
 
     >>> with accel.load("out/") as session:                      # doctest: +SKIP
     ...     session.run(session.example_inputs(batch=2))
     """
     source = Source.of(model, **about)
-    return open_session(source.open(), runtime, options)
+    artifact = source.open()
+    if artifact.kind != "pipeline":
+        if call is not None:
+            raise UsageError(f"{source.text} is no exported pipeline; leave out {option('call')}")
+        return open_session(artifact, runtime, options)
+    from accel.runtimes.pipeline.session import PipelineSession
+
+    session = open_session(artifact, runtime, options)
+    assert isinstance(session, PipelineSession)
+    if call is not None:
+        session.use(call)
+    session.check()
+    return session

@@ -72,6 +72,9 @@ def optimize(
     The model:
 
     - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes, which is exported first.
+    - an ``accel.Pipeline``, or the folder of an exported pipeline. Each part is optimized on the inputs that it gets
+      when the function runs on ``data``. The metric, the sizes and the speed are those of the whole call. A part stays
+      as it was if the whole isn't right with the optimized part.
     - the fields of ``accel.Source``, such as ``example``, ``inputs``, ``weights`` and ``dims``.
 
     The candidates:
@@ -158,6 +161,12 @@ def optimize(
         chosen_metric = request.loaded_metric()
         budget = Budget(request.budget_seconds)
         opened = _opened(request, cache, budget)
+        if opened.artifact.kind == "pipeline":
+            from .pipeline.optimize import optimize_pipeline
+
+            return Optimized.of(
+                optimize_pipeline(request, opened.artifact, chosen_metric, cache, budget), opened.source
+            )
         return Optimized.of(run(request, opened, chosen_metric, cache, budget), opened.source)
 
 

@@ -12,6 +12,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import MissingExtra
 from accel.proof.stream import SampleStream
+from accel.runtimes.base import default_runtime
 from accel.sources.notes import source_notes, training_note
 
 from .attempt import attempt
@@ -76,14 +77,14 @@ def run(
     stream = SampleStream(request.data, src.signature) if request.data else None
     samples = calibration_samples(request, stream)
     for_recipes = request.recipe_request(samples)
-    work = _workload(request, src, stream)
+    work = timed_workload(request, src, stream)
     made, left_out = recipes(src, for_recipes)
     if budget.limited:
         made = sorted(made, key=likelihood)
     judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples)
     warnings = _check_source(request, opened, judge, samples, cache, budget)
     rows = _attempts(request, src, made, for_recipes, judge, cache, budget)
-    source = _source_row(src, judge, request.cores)
+    source = source_row(src, judge, request.cores)
     notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     search = Search(
         source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
@@ -110,10 +111,10 @@ def run(
         objective=request.objective,
         command=command_line(request),
     )
-    return _published(result, outcome.chosen, request.out)
+    return published(result, outcome.chosen, request.out)
 
 
-def _workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
+def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
     """Returns the requests that the candidates are timed on."""
     return workload(
         src.signature,
@@ -162,15 +163,15 @@ def _attempts(
     return rows + [tried(recipe) for recipe in found if recipe is not None]
 
 
-def _source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
+def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
     """Returns the row of the source, the baseline of every candidate."""
     row = CandidateResult(
         name=SOURCE_NAME,
-        target="ort-cpu",
+        target="ort-cpu" if src.kind == "onnx" else "",
         precision=str(src.properties.get("precision", "")),
         megabytes=megabytes(src),
         artifact=src,
-        runtime="onnxruntime",
+        runtime="onnxruntime" if src.kind == "onnx" else default_runtime(src).name,
         options={"threads": threads},
     )
     if judge.metric is not None:
@@ -210,7 +211,7 @@ def _choose_measured(
     return outcome
 
 
-def _published(result: Optimization, chosen: CandidateResult, folder: Path) -> Optimization:
+def published(result: Optimization, chosen: CandidateResult, folder: Path) -> Optimization:
     """Publishes the chosen model with its session, figures and report. Returns ``result`` with the published
     artifact."""
     with_page = find_spec("jinja2") is not None

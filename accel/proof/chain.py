@@ -9,6 +9,7 @@ from typing import Any, Literal
 from accel.artifact import Artifact, Manifest, combined_sha256, file_sha256, manifest_path
 from accel.cache import StageCache
 from accel.errors import ChainBroken
+from accel.runtimes.pipeline.file import parts_of
 from accel.tables.kinds import kind_of
 
 Status = Literal["ok", "changed", "absent"]
@@ -32,7 +33,8 @@ class Link:
 def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Link]:
     """Returns a link for every file from the artifact back to the weights, with the file's hash computed again. The
     links cover the files of the artifact and the source, each stage's output (in the cache), and the files that the
-    user gave to stages. Further links tell whether each stage's input is the output of the stage before.
+    user gave to stages. Further links tell whether each stage's input is the output of the stage before. A pipeline
+    also has the links of its parts.
 
     Raises ``ChainBroken`` if the artifact has no manifest.
     """
@@ -51,6 +53,8 @@ def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Lin
         links += _given(record, cache)
     for entry in manifest.source.get("files", ()):
         links.append(_file("source", Path(entry["path"]), entry["sha256"]))
+    if artifact.kind == "pipeline" and all(file.is_file() for file in artifact.files):
+        links += [link for part in parts_of(artifact).values() for link in check_chain(part, cache)]
     return _distinct(links)
 
 

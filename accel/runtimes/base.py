@@ -217,6 +217,7 @@ RUNTIMES = {
         Runtime(
             name="openvino", session="accel.runtimes.openvino:OpenVinoSession", module="openvino", extra="openvino"
         ),
+        Runtime(name="pipeline", session="accel.runtimes.pipeline.session:PipelineSession", module="torch"),
         Runtime(name="ncnn", session="accel.runtimes.ncnn:NcnnSession", module="ncnn", extra="ncnn"),
         Runtime(
             name="tensorrt",

@@ -12,6 +12,8 @@ from accel.errors import BadFeeds
 from accel.sources.structure import arguments_of, fill, tensors_in
 
 if TYPE_CHECKING:
+    from accel.artifact import Artifact
+
     from .base import BaseSession
 
 
@@ -22,8 +24,21 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     of TensorFlow, and arrays become arrays. A model whose manifest doesn't record a structure takes its inputs in
     order or by name, and returns its only output or a dict of outputs. Raises ``BadFeeds`` if the arguments don't fit.
     """
-    recorded: Mapping[str, Any] = session.artifact.source.get("call") or {}
-    names = [spec.name for spec in session.signature.inputs]
+    tensors = tensors_given(session.artifact, args, kwargs)
+    outputs = session.run({name: as_array(value) for name, value in tensors.items()})
+    like = next(iter(tensors.values()))
+    made = {name: _like(value, like) for name, value in outputs.items()}
+    result = (session.artifact.source.get("call") or {}).get("result")
+    if result is not None and set(_names(result)) <= set(made):
+        return fill(result, made)
+    return next(iter(made.values())) if len(made) == 1 else made
+
+
+def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors by input name in the arguments of the source's own call. Raises ``BadFeeds`` if the arguments
+    don't fit."""
+    recorded: Mapping[str, Any] = artifact.source.get("call") or {}
+    names = [spec.name for spec in artifact.signature.inputs]
     templates = dict(recorded.get("arguments") or {name: {"tensor": name} for name in names})
     rest = next((name for name, template in templates.items() if name == recorded.get("rest")), "")
     if len(args) == 1 and not kwargs and isinstance(feeds := args[0], Mapping) and _only_tensors(templates):
@@ -31,14 +46,8 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     given = arguments_of([name for name in templates if name != rest], args, kwargs, rest)
     tensors = tensors_in(templates, given)
     if not tensors:
-        raise BadFeeds(f"no tensor is given; the model takes {session.signature.describe_inputs()}")
-    outputs = session.run({name: _to_array(value) for name, value in tensors.items()})
-    like = next(iter(tensors.values()))
-    made = {name: _like(value, like) for name, value in outputs.items()}
-    result = recorded.get("result")
-    if result is not None and set(_names(result)) <= set(made):
-        return fill(result, made)
-    return next(iter(made.values())) if len(made) == 1 else made
+        raise BadFeeds(f"no tensor is given; the model takes {artifact.signature.describe_inputs()}")
+    return tensors
 
 
 def _only_tensors(templates: Mapping[str, Any]) -> bool:
@@ -54,7 +63,8 @@ def _names(template: Any) -> list[str]:
     return [name for inner in template for name in _names(inner)] if isinstance(template, list) else []
 
 
-def _to_array(value: Any) -> np.ndarray:
+def as_array(value: Any) -> np.ndarray:
+    """Returns a tensor of any framework as an array."""
     if isinstance(value, np.ndarray):
         return value
     if _is_torch(value):

@@ -142,6 +142,12 @@ def output_specs(
     ``BadSource`` if an output changes its rank.
     """
     specs = []
+    if other := next((run for run in runs if set(run) != set(runs[0])), None):
+        name = sorted(set(other) ^ set(runs[0]))[0]
+        raise BadSource(
+            f"{where} returns {name!r} at some sizes of its inputs only; return the same tensors at every size, or "
+            f"give every dim one size with {option('inputs')}"
+        )
     for name, value in runs[0].items():
         if any(run[name].ndim != value.ndim for run in runs):
             raise BadSource(

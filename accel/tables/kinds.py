@@ -100,6 +100,8 @@ KINDS: dict[str, Kind] = {
             export_as="saved_model",
             framework=True,
         ),
+        # The function and the parts of a pipeline. The parts are artifacts in folders beside the file.
+        Kind(name="pipeline", main_file="model.pipeline", runtimes=("pipeline",)),
     )
 }
 

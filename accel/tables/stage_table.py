@@ -171,6 +171,14 @@ STAGES: tuple[Stage, ...] = (
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
+        name="pipeline_from_parts",
+        function="accel.converters.to_others.pipeline_from_parts:pipeline_from_parts",
+        config="accel.converters.to_others.pipeline_from_parts:PipelineFromPartsConfig",
+        takes=("torch", "pipeline"),
+        gives="pipeline",
+        packages=("torch",),
+    ),
+    Stage(
         name="tflite_from_saved_model",
         function="accel.converters.to_others.tflite_from_saved_model:tflite_from_saved_model",
         config="accel.converters.to_others.tflite_from_saved_model:TfliteFromSavedModelConfig",

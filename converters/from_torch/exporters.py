@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from accel.artifact import Artifact
@@ -113,9 +114,12 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
 
-    places = {type(part).__module__ for part in module.modules()}
-    spaces = [vars(sys.modules[name]) for name in places if name in sys.modules and name.partition(".")[0] != "torch"]
-    spaces = [space for space in spaces if "len" not in space]
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    spaces = [vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
+    # The code of a class that was copied has globals of its own.
+    spaces += [one.__globals__ for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    spaces = [space for space in {id(space): space for space in spaces}.values() if "len" not in space]
     for space in spaces:
         space["len"] = length
     try:

@@ -23,7 +23,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.amax.default: _largest_of_dims,
         aten.amin.default: _smallest_of_dims,
     }
-    return table | _of_numbers()
+    return table | _of_numbers() | _of_torchvision()
 
 
 def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -33,6 +33,18 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
     names = {"sqrt": "Sqrt"} | {name: name.capitalize() for name in _TRIGONOMETRY}
     table = {getattr(torch, f"_sym_{name}"): _of_number(operator) for name, operator in names.items()}
     return {**table, getattr(torch, "_sym_log2"): _log2_of_number, round: _rounded_number}  # noqa: B009 - no stub
+
+
+def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Returns the translations of torchvision's operators that this process knows. The exporter itself leaves them out
+    if another library declares them."""
+    import torch
+
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for name, translation in (("nms", _nms), ("roi_align", _roi_align)):
+        if hasattr(torch.ops.torchvision, name):
+            found[getattr(torch.ops.torchvision, name).default] = translation
+    return found
 
 
 def _operators() -> Any:
@@ -138,3 +150,27 @@ def _rounded_number(x: Any, ndigits: int | None = None) -> Any:
         return op.Cast(op.Round(x), to=7)  # int64
     scale = op.Constant(value_float=float(10**ndigits))
     return op.Div(op.Round(op.Mul(x, scale)), scale)
+
+
+def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
+    """Selects the boxes that overlap no box with a higher score."""
+    from onnxscript.function_libs.torch_lib.ops.vision import torchvision_nms
+
+    return torchvision_nms(boxes, scores, iou_threshold)
+
+
+def _roi_align(
+    image: Any,
+    boxes: Any,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    sampling_ratio: int = -1,
+    aligned: bool = False,
+) -> Any:
+    """Averages points inside each cell of each box. ONNX spells a sampling ratio by the size of the box as 0."""
+    from onnxscript.function_libs.torch_lib.ops.vision import torchvision_roi_align
+
+    return torchvision_roi_align(
+        image, boxes, spatial_scale, pooled_height, pooled_width, max(sampling_ratio, 0), aligned
+    )

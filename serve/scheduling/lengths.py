@@ -316,4 +316,6 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
             if known and one not in known:
                 raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; take it out")
     if any(axis < 1 for axis in options.outputs.values()):
-        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more")
+        raise BadConfig(
+            f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more"
+        )

@@ -46,12 +46,16 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
 
 
-def test_the_python_about_a_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a line of the Python in docs/how-to/own-model.md raises."""
+@pytest.mark.parametrize(("page", "count"), [("own-model.md", 4), ("pipelines.md", 3)])
+def test_the_python_about_models_in_memory(
+    page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if a line of the Python of the page raises, or a pipeline computes something else than its modules."""
     monkeypatch.chdir(tmp_path)
-    found = blocks("python", (ROOT / "docs" / "how-to" / "own-model.md").read_text(encoding="utf-8"))
-    assert len(found) >= 4
-    exec(compile("\n".join(found), "own-model.md", "exec"), {})
+    found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
+    assert len(found) >= count
+    exec(compile("\n".join(found), page, "exec"), {"__name__": "__main__"})
+    assert "False" not in capsys.readouterr().out
 
 
 def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:

@@ -13,11 +13,18 @@ from accel.sources.structure import Template, arguments_of, describe, fill, is_a
 
 
 class Function(torch.nn.Module):
-    """A module that calls a function of tensors."""
+    """A function of tensors as a module. A method of a module brings the weights of its module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, torch.nn.Module):
+            self.owner = owner
+
+    def signature(self) -> inspect.Signature:
+        """Returns the signature of ``forward``."""
+        return inspect.signature(self.function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -82,7 +89,7 @@ def positional_parameters(module: torch.nn.Module) -> tuple[list[str], str]:
 
 
 def _signature(module: torch.nn.Module) -> inspect.Signature:
-    return inspect.signature(module.function if isinstance(module, Function) else module.forward)
+    return module.signature() if isinstance(module, Function) else inspect.signature(module.forward)
 
 
 def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:

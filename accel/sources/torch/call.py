@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec, shapes_of
@@ -19,6 +21,9 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 
 if TYPE_CHECKING:
     import numpy as np
+
+# The number of further inputs for a model whose outputs may change their size with the values.
+_SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
 _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
@@ -148,6 +153,20 @@ def in_training(module: torch.nn.Module) -> str:
     )
 
 
+class ByValue(TorchDispatchMode):
+    """Notes whether an operator ran whose result may have a size or a Python value that depends on the values of its
+    inputs, such as ``nonzero``, ``item`` or an operator of another library."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+        self.seen = (
+            self.seen or func.namespace not in ("aten", "prim", "prims") or any(tag in func.tags for tag in tags)
+        )
+        return func(*args, **(kwargs or {}))
+
+
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[tuple[TensorSpec, ...], Template]:
@@ -174,7 +193,13 @@ def discover_outputs(
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
-    result = run_own(named, signature, signature.example_inputs(**cases[0]))
+    with ByValue() as by_value:
+        result = run_own(named, signature, signature.example_inputs(**cases[0]))
+    if by_value.seen:  # other values may give an output another size
+        for seed in range(1, _SEEDS + 1):
+            with contextlib.suppress(Exception):  # the gates report an error
+                found.append(run_named(named, signature, signature.example_inputs(seed=seed, **cases[0])))
+                far.append(cases[0])
     again = {name: to_array(value) for name, value in named.by_name(result).items()}
     for name, value in first.items():
         if not same_output(value, again[name]):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel.errors import AccelError, BadSource
-from accel.signature import TensorSpec
+from accel.signature import Signature, TensorSpec
 
 from ..declare import Declaration
 from ..python_object import load_object, raised
 from .call import flatten, script_parameters
 from .found import Found
+from .live import capture, open_captured
+from .pipeline import Pipeline
 from .weights import load_weights
 
 
@@ -47,6 +50,8 @@ def open_factory(spec: str, weights: Path | None) -> Found:
         files = [*checkpoint.files, *files]
     if declaration and declaration.weights:
         files = [*(Path(f) for f in declaration.weights()), *files]
+    if isinstance(made, Pipeline):
+        return _found_pipeline(made, example, spec, tuple(dict.fromkeys(files)), declaration)
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
     if folder and Path(folder).is_dir():  # the path of a transformers model that the factory loaded
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
@@ -60,6 +65,22 @@ def open_factory(spec: str, weights: Path | None) -> Found:
         dims=declaration.dims if declaration else None,
         checkpoint=checkpoint,
     )
+
+
+def _found_pipeline(
+    pipeline: Pipeline, example: Any, spec: str, files: tuple[Path, ...], declaration: Declaration | None
+) -> Found:
+    """Opens a pipeline like a live module, because its function takes any arguments."""
+    if example is None:
+        raise BadSource(
+            f"{spec} returned a pipeline without an example; return the arguments of a call with it: "
+            "return pipeline, (x,)"
+        )
+    found = open_captured(capture(pipeline, example))
+    if declaration is None:
+        return replace(found, files=files)
+    forms: tuple[Signature, ...] = () if declaration.inputs else found.forms
+    return replace(found, files=files, forms=forms, inputs=declaration.inputs, dims=declaration.dims)
 
 
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:

@@ -80,6 +80,13 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
     return walk.digest.hexdigest()
 
 
+def function_sha256(function: Any) -> str:
+    """Returns the sha256 of a function's code, and of the functions, classes and plain values that it uses by name."""
+    walk = _Walk()
+    walk.value(function)
+    return walk.digest.hexdigest()
+
+
 def script_bytes(module: torch.jit.ScriptModule) -> bytes:
     """Returns a TorchScript module as the bytes of a file."""
     body = io.BytesIO()

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import copy
+import copyreg
 import importlib.machinery
 import io
 import json
@@ -20,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
-from accel.errors import BadInputSpec, BadSource, one_line
+from accel.errors import AccelError, BadInputSpec, BadSource, one_line
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
@@ -39,6 +40,11 @@ _EXAMPLE = "example.pt"
 Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
+
+
+# cloudpickle copies the modules that code names, and can't copy these two kinds of modules.
+copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))
+copyreg.pickle(type(torch.ops.aten), lambda space: (getattr, (torch.ops, space.name)))
 
 
 def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | None = None) -> Path:
@@ -93,6 +99,12 @@ def capture_program(program: torch.export.ExportedProgram) -> Path:
             torch.export.save(program, folder / path.name)
             cache.keep(key, folder)
     return path
+
+
+def kept_example(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the example inputs of a captured module by name."""
+    found: dict[str, torch.Tensor] = torch.load(path.parent / _EXAMPLE, weights_only=True)["inputs"]
+    return found
 
 
 def open_captured(path: Path) -> Found:
@@ -207,10 +219,12 @@ def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
     }
     which = " and ".join(batched) if len(batched) < 4 else f"{len(batched)} inputs"
     try:
-        _run(module, more, "")
+        outputs = _run(module, more, "")
     except BadSource as error:
         reason = one_line(error.__cause__ or error, 120)
         return {}, f"the first axis of {which} stays {size}, because the model fails at {size + 1}: {reason}"
+    if set(outputs) != set(_run(module, tensors, "")):
+        return {}, f"the first axis of {which} stays {size}, because the model returns other tensors at {size + 1}"
     note = f"the first axis of {which} is the batch: the model ran at {size} and {size + 1}"
     return {name: {0: BATCH} for name in batched}, note
 
@@ -241,6 +255,8 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     try:
         with torch.no_grad():
             result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
+    except AccelError:  # the message names the fix already
+        raise
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         raise BadSource(f"{reason}; give the arguments of a call with {option('example')}") from error
@@ -260,7 +276,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     body: Any = module
     if isinstance(module, torch.jit.ScriptModule):
         body = io.BytesIO(script_bytes(module))
-    with _by_value(module):
+    with by_value(module):
         try:
             torch.save(body, path, pickle_module=cloudpickle)
         except Exception as error:  # an object may raise any type of error
@@ -294,7 +310,7 @@ def _unpicklable(module: torch.nn.Module) -> str:
 
 
 @contextmanager
-def _by_value(module: torch.nn.Module) -> Iterator[None]:
+def by_value(module: torch.nn.Module) -> Iterator[None]:
     """Lets cloudpickle copy the code of modules that another process can't import, such as a loaded file."""
     names = {type(part).__module__ for part in module.modules()}
     names |= {getattr(value, "__module__", None) or "" for part in module.modules() for value in vars(part).values()}

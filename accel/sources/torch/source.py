@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,12 +21,14 @@ from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
+from .arguments import class_name
 from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, required_parameters
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
 from .integer_bounds import bounds_words, find_bounds
 from .live import SUFFIX, open_captured
+from .pipeline import keep_function, pipeline_in
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
@@ -111,7 +114,8 @@ def open_torch(
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
             **({"bounds": words} if words else {}),
-            "call": {"arguments": _arguments(found, specs), "result": result},
+            "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": result},
+            **_pipeline(found.module),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,
@@ -143,6 +147,22 @@ def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]
     named = [spec.name for spec in specs]
     order = [name for name in forward_parameters(found.module) if name in named]
     return {name: {"tensor": name} for name in (order if len(order) == len(named) else named)}
+
+
+def _live_call(found: Found) -> Mapping[str, Any]:
+    """Returns the structure of the arguments of a live module, or an empty mapping for another module."""
+    call: Mapping[str, Any] = found.live["call"] if found.live else {}
+    return call
+
+
+def _pipeline(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the names of the parts of a pipeline and the sha256 of its function, or an empty dict for another module.
+    Keeps the function for other processes."""
+    pipeline = pipeline_in(module)
+    if pipeline is None:
+        return {}
+    name = class_name(pipeline)
+    return {"pipeline": {"parts": list(pipeline.names), "function": name, "sha256": keep_function(pipeline)}}
 
 
 def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, str]:

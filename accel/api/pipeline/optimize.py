@@ -1,0 +1,208 @@
+"""Optimizes the parts of a pipeline, and judges and measures the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.errors import AccelError, BadData, UsageError
+from accel.optimizer.attempt import judged
+from accel.optimizer.budget import Budget
+from accel.optimizer.candidate import CandidateResult, Status, megabytes
+from accel.optimizer.judge.comparison import Judge, Metric
+from accel.optimizer.report.command import command_line
+from accel.optimizer.request import OptimizeRequest
+from accel.optimizer.result import Optimization
+from accel.optimizer.run import published, run, source_row, timed_workload
+from accel.optimizer.search import Search
+from accel.progress import report
+from accel.proof.recorded_gate import write_recorded
+from accel.proof.stream import SampleStream
+from accel.runtimes.base import SessionOptions, default_runtime
+from accel.runtimes.call import as_array, tensors_given
+from accel.runtimes.pipeline.file import parts_of
+from accel.runtimes.pipeline.session import PipelineSession
+from accel.sources.notes import source_notes, training_note
+from accel.sources.source import Source
+from accel.spelling import option
+from accel.tables.limits import STAGE_LIMITS
+
+from ..as_onnx import Exported
+from .calls import Calls, named
+from .export import joined
+
+if TYPE_CHECKING:
+    pass
+
+_BATCH = 8
+# The names of the rows: every part is optimized, or all parts but the named ones.
+_ALL = "all parts"
+
+
+def optimize_pipeline(
+    request: OptimizeRequest, src: Artifact, metric: str | Metric | None, cache: StageCache, budget: Budget
+) -> Optimization:
+    """Optimizes each part of the exported pipeline ``src``, and publishes the optimized parts if the whole is right and
+    faster. The part whose own outputs moved most stays as it was until the whole is right.
+
+    Raises ``UsageError`` for options that name the inputs of a single model.
+    """
+    if request.profiles:
+        raise UsageError(f"{option('profiles')} names the inputs of a single model; optimize the parts alone with it")
+    stream = SampleStream(request.data, src.signature) if request.data else None
+    # The judge reads the samples that did not calibrate the parts.
+    calibrating = (len(stream) if request.eval_data else (len(stream) + 1) // 2) if stream else 0
+    work = timed_workload(request, src, stream)
+    judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else calibrating)
+    judge.check()
+    source = source_row(src, judge, request.cores)
+    search = Search(
+        source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
+    )
+    with TemporaryDirectory(prefix="accel-") as temporary:
+        folder = Path(temporary)
+        made, notes = _optimized_parts(request, src, stream, calibrating, folder, cache, budget)
+        rows = _rows(src, made, judge, request.max_drop, cache)
+        chosen = search.best(rows)
+        done = f"{work.note}, {request.cores} threads"
+        nothing = "anything was measured: the source itself was taken"
+        notes.append(done if search.environment else budget.reason(nothing) if rows else "no part became faster")
+        chosen.status = Status.CHOSEN
+        result = Optimization(
+            artifact=chosen.artifact or src,
+            chosen=chosen.name,
+            candidates=(source, *rows),
+            max_drop=request.max_drop,
+            environment=search.environment,
+            notes=(*notes, *source_notes(src), *filter(None, [training_note(src)])),
+            objective=request.objective,
+            command=command_line(request),
+        )
+        return published(result, chosen, request.out)
+
+
+def _optimized_parts(
+    request: OptimizeRequest,
+    src: Artifact,
+    stream: SampleStream | None,
+    calibrating: int,
+    folder: Path,
+    cache: StageCache,
+    budget: Budget,
+) -> tuple[dict[str, Optimization], list[str]]:
+    """Optimizes each part alone. Returns the results by part, and a note about each part."""
+    parts = parts_of(src)
+    calls = _recorded(src, parts, stream, calibrating) if stream else {}
+    made: dict[str, Optimization] = {}
+    notes = []
+    for number, (name, part) in enumerate(parts.items()):
+        report(f"pipeline: part {name}", number / len(parts))
+        data, note = _samples(calls[name], part, folder / "data" / name) if calls else (None, "")
+        # A part may take its share of the time that is left, and measuring the whole takes one share.
+        seconds = budget.left / (len(parts) - number + 1) if budget.limited else None
+        own = replace(
+            request,
+            source=Source(part),
+            out=folder / "made" / name,
+            data=data,
+            eval_data=None,
+            metric=None,
+            labels=None,
+            label_metric=None,
+            sizes=None,
+            batch=None,
+            lengths=None,
+            budget_seconds=seconds,
+        )
+        try:
+            made[name] = run(own, Exported(artifact=part), None, cache, Budget(seconds))
+        except AccelError as error:
+            raise named(error, name) from error
+        measured = next(row for row in made[name].candidates if row.name == made[name].chosen).measured or {}
+        times = f", {measured['speedup']:.2f} times as fast alone" if measured.get("speedup", 1) != 1 else ""
+        notes.append(f"the part {name!r}: {made[name].chosen}{times}{note}")
+    return made, notes
+
+
+def _recorded(src: Artifact, parts: Mapping[str, Artifact], stream: SampleStream, samples: int) -> dict[str, Calls]:
+    """Runs the pipeline on the first ``samples`` samples. Returns the calls of each part."""
+    found = {name: Calls() for name in parts}
+
+    def record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = tensors_given(parts[name], args, kwargs)
+        found[name].runs.append({})
+        found[name].keep(lambda: {key: as_array(value).copy() for key, value in tensors.items()})
+
+    with PipelineSession(src, SessionOptions()) as session, session.recorded_by(record):
+        for feeds in stream.batches(_BATCH, samples):
+            report("pipeline: recording the calls")
+            session.run(feeds)
+    return found
+
+
+def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, str]:
+    """Writes the recorded calls of a part as samples. Returns their folder, and a note if they can't be samples,
+    because the inputs don't share axis 0."""
+    # Calibration reads the first samples and the judge the others, so both get calls from the whole loop.
+    order = np.random.default_rng(0).permutation(len(calls.kept))
+    data = write_recorded([calls.kept[index] for index in order], folder, "call")
+    if data is None:
+        return None, ""
+    try:
+        for _ in SampleStream(data, part.signature).batches(_BATCH):
+            pass
+    except BadData as error:
+        return None, f" (without calibration, because its calls are no samples: {error})"
+    return data, ""
+
+
+def _rows(
+    src: Artifact, made: Mapping[str, Optimization], judge: Judge, max_drop: float, cache: StageCache
+) -> list[CandidateResult]:
+    """Joins the optimized parts, and judges the whole. Returns a row for each attempt: all optimized parts, and then
+    one part fewer each time, until the whole is right."""
+    changed = {name: result for name, result in made.items() if result.chosen != result.candidates[0].name}
+    before = parts_of(src)
+    rows: list[CandidateResult] = []
+    kept: list[str] = []
+    for worst in [*sorted(changed, key=lambda name: _drop(changed[name]), reverse=True)]:
+        row = _joined(src, before, {n: r for n, r in changed.items() if n not in kept}, kept, judge, max_drop, cache)
+        rows.append(row)
+        if row.passed:
+            break
+        kept.append(worst)
+    return rows
+
+
+def _drop(result: Optimization) -> float:
+    """Returns how far the outputs of the chosen candidate of a part moved."""
+    judgement = next(row for row in result.candidates if row.name == result.chosen).judgement
+    return judgement.drop if judgement else 0.0
+
+
+def _joined(
+    src: Artifact,
+    before: Mapping[str, Artifact],
+    changed: Mapping[str, Optimization],
+    kept: list[str],
+    judge: Judge,
+    max_drop: float,
+    cache: StageCache,
+) -> CandidateResult:
+    name = f"all but {', '.join(kept)}" if kept else _ALL
+    row = CandidateResult(name=name, precision=", ".join(f"{n} {r.chosen}" for n, r in changed.items()))
+    try:
+        parts = {n: changed[n].artifact if n in changed else part for n, part in before.items()}
+        artifact = joined(src, parts, STAGE_LIMITS["int8"], cache)
+        row.artifact, row.megabytes, row.runtime = artifact, megabytes(artifact), default_runtime(artifact).name
+        judged(row, judge, artifact, {}, max_drop, cache)
+    except AccelError as error:
+        row.reject(str(error))
+    return row

@@ -1,0 +1,67 @@
+"""The file of a pipeline, which names its function and the main file of each part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from accel.artifact import Artifact, manifest_path
+from accel.errors import InvalidModel
+
+# A larger file was not written by accel.
+_MOST_BYTES = 1 << 20
+_MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFile:
+    """``function`` is the name of the function, for messages, and ``sha256`` identifies the function. ``parts`` holds
+    the path of each part's main file, relative to the folder of the pipeline's file."""
+
+    function: str
+    sha256: str
+    parts: Mapping[str, str]
+
+    def write(self, path: Path) -> None:
+        """Writes the file as JSON."""
+        body = {"function": self.function, "sha256": self.sha256, "parts": dict(self.parts)}
+        path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> PipelineFile:
+        """Reads the file. Raises ``InvalidModel`` if accel didn't write the file, or a part lies outside its folder."""
+        try:
+            if path.stat().st_size > _MOST_BYTES:
+                raise ValueError
+            body = json.loads(path.read_bytes().decode("utf-8"))
+            parts = {str(name): str(file) for name, file in body["parts"].items()}
+            found = cls(function=str(body["function"]), sha256=str(body["sha256"]), parts=parts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidModel(f"{path} is no pipeline that accel wrote; export the pipeline again") from error
+        outside = any(PurePosixPath(file).is_absolute() or ".." in Path(file).parts for file in parts.values())
+        if outside or not parts:
+            raise InvalidModel(f"{path} names parts outside its folder; refused: export the pipeline again")
+        return found
+
+
+def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
+    """Returns the artifacts of the parts by name. Raises ``InvalidModel`` if the file of a part is missing."""
+    found = {}
+    for name, file in PipelineFile.read(pipeline.path).parts.items():
+        path = pipeline.path.parent / file
+        if not path.is_file():
+            raise InvalidModel(f"the part {name!r} of {pipeline.path} is missing; copy the whole folder, with {file}")
+        found[name] = Artifact.open(path)
+    return found
+
+
+def files_of(part: Artifact) -> list[Path]:
+    """Returns the files of a part, its manifest included, relative to the part's folder."""
+    return [file.relative_to(part.path.parent) for file in (*part.files, manifest_path(part.path))]
+
+
+def artifact_of(manifest: Path) -> Artifact:
+    """Returns the artifact that ``manifest`` belongs to."""
+    return Artifact.open(manifest.with_name(manifest.name.removesuffix(_MANIFEST)))

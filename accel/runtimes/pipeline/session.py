@@ -1,0 +1,135 @@
+"""The session of a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, BadSource, RunFailed, one_line
+from accel.signature import Feeds, shapes_of
+from accel.sources.python_object import load_object, place_in_user_code
+from accel.sources.structure import describe, fill
+from accel.sources.torch.arguments import callable_as
+from accel.sources.torch.call import NamedModule, run_named, to_array, to_tensor
+from accel.sources.torch.fingerprint import function_sha256
+from accel.sources.torch.pipeline import Pipeline, Record, kept_function
+
+from ..base import BaseSession, SessionOptions, open_session
+from .file import PipelineFile, parts_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class PipelineSession(BaseSession):
+    """The function of a pipeline on the sessions of its parts.
+
+    The function comes from this process or from the user's cache. ``use`` gives the function in another place.
+    ``options.threads`` holds for every part. The other options are those recorded with each part.
+    """
+
+    def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
+        super().__init__(artifact, options)
+        self._file = PipelineFile.read(artifact.path)
+        self._function: Callable[..., Any] | None = None
+        self._named: NamedModule | None = None
+        given = {"threads": options.threads} if options.threads else None
+        with ExitStack() as stack:
+            self.parts = {
+                name: stack.enter_context(open_session(part, options=given))
+                for name, part in parts_of(artifact).items()
+            }
+            self._stack = stack.pop_all()
+
+    def use(self, function: Callable[..., Any] | str) -> None:
+        """Sets the function that calls the parts. Warns if it isn't the function that the parts were verified with."""
+        called: Callable[..., Any] = load_object(function, "function")[1] if isinstance(function, str) else function
+        self._function, self._named = called, None
+        if function_sha256(called) != self._file.sha256:
+            warnings.warn(
+                f"{self.artifact.path} was verified with another version of {self._file.function}; export the pipeline "
+                "again to verify it with this one",
+                stacklevel=3,
+            )
+
+    def check(self) -> None:
+        """Raises ``BadSource`` if the function isn't known here."""
+        assert self.module
+
+    def recorded_by(self, record: Record) -> AbstractContextManager[None]:
+        """Passes each call of a part to ``record`` inside the block."""
+        return self._pipeline.recorded_by(record)
+
+    @property
+    def module(self) -> NamedModule:
+        """Returns the pipeline as a module of named tensors. Raises ``BadSource`` if its function isn't known here."""
+        if self._named is None:
+            function = self._function or kept_function(self._file.sha256)
+            if function is None:
+                name = self._file.function
+                raise BadSource(
+                    f"{self.artifact.path} calls its parts from the function {name!r}, which this machine doesn't "
+                    f"have; pass call={name} to accel.load, or open the pipeline's source in the same command"
+                )
+            pipeline = Pipeline(function, **{name: _callable(session) for name, session in self.parts.items()})
+            inputs = [spec.name for spec in self.signature.inputs]
+            outputs = [spec.name for spec in self.signature.outputs]
+            templates: Mapping[str, Any] = (self.artifact.source.get("call") or {}).get("arguments") or {}
+            self._named = NamedModule(callable_as(pipeline, templates), inputs, outputs)
+        return self._named
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        called: Any = self.module.module
+        pipeline: Pipeline = called.module
+        return pipeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the pipeline's function. Unlike a module, a pipeline takes any numbers and texts,
+        because they are no part of a graph. If the arguments hold arrays of NumPy, the result holds arrays, too."""
+        template, found = describe([list(args), kwargs])
+        arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+        if arrays:
+            tensors = {name: to_tensor(value) if name in arrays else value for name, value in found.items()}
+            args, kwargs = fill(template, tensors)
+        with torch.no_grad():
+            result = self._pipeline(*args, **kwargs)
+        if not arrays:
+            return result
+        template, found = describe(result)
+        return fill(template, {name: _as_array(value) for name, value in found.items()})
+
+    def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        try:
+            return run_named(self.module, self.signature, feeds)
+        except AccelError:
+            raise
+        except Exception as error:  # the function may raise any type of error
+            raise RunFailed(
+                f"{self._file.function} fails on the parts of {self.artifact.path} at {shapes_of(feeds)}"
+                f"{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
+            ) from error
+
+    def close(self) -> None:
+        """Frees the parts."""
+        super().close()
+        self._stack.close()
+
+
+def _callable(session: BaseSession) -> Callable[..., Any]:
+    """Returns a function that calls ``session``, which itself can't be a part."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return session(*args, **kwargs)
+
+    return call
+
+
+def _as_array(value: Any) -> Any:
+    return to_array(value) if isinstance(value, torch.Tensor) else value

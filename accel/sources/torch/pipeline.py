@@ -1,0 +1,187 @@
+"""``Pipeline``: several modules and the Python function that calls them, as one model."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+import torch
+
+from accel.artifact import text_sha256
+from accel.cache import StageCache
+from accel.errors import BadSource, UsageError
+
+from .arguments import Called, Function, unwrapped
+from .fingerprint import function_sha256
+from .live import by_value
+
+# Gets the name of a part and the arguments of each call of the part.
+Record = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+
+_FUNCTION = "function.pkl"
+# The functions of the pipelines that this process has opened, by sha256.
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+class NotInParts(BadSource, AttributeError):
+    """A pipeline's function uses something that the exported parts don't have."""
+
+
+class Part:
+    """A part as the function of a pipeline sees the part: it can be called, and has no attributes."""
+
+    def __init__(self, name: str, model: Callable[..., Any], record: Record | None) -> None:
+        self._name = name
+        self._model = model
+        self._record = record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the module, or of the session of the exported part."""
+        if self._record is not None:
+            self._record(self._name, args, kwargs)
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise NotInParts(
+            f"the function of the pipeline uses {attribute!r} of the part {self._name!r}, and an exported part can "
+            f"only be called; read {attribute!r} before the function, or make a method a part of its own "
+            f"({self._name}_{attribute}=model.{attribute})"
+        )
+
+
+class Parts:
+    """The first argument of a pipeline's function: the parts by name. The function can't change them."""
+
+    def __init__(self, models: Mapping[str, Callable[..., Any]], record: Record | None = None) -> None:
+        object.__setattr__(self, "_parts", {name: Part(name, model, record) for name, model in models.items()})
+
+    def __getattr__(self, name: str) -> Part:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        parts: dict[str, Part] = vars(self)["_parts"]
+        if name not in parts:
+            raise NotInParts(f"the pipeline has no part {name!r}; use one of {', '.join(parts)}")
+        return parts[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise NotInParts(f"the function of the pipeline sets the part {name!r}; use a variable of its own instead")
+
+
+class Pipeline(Function):
+    """Several modules and the Python function that calls them, as one model: an encoder with a decoder, a diffusion
+    loop, a detector.
+
+    ``function`` gets the parts as its first argument and then the arguments of a call: ``function(parts, *args)``. It
+    may hold any Python code, such as loops and conditions, but may only call the parts. ``parts`` are modules of
+    PyTorch, methods of modules, or functions of tensors. Every function of accel takes a pipeline like a module:
+    ``accel.export`` exports each part and verifies the whole, and the result is called without ``parts``.
+
+    >>> both = accel.Pipeline(translate, encoder=encoder, decoder=decoder)                  # doctest: +SKIP
+    >>> accel.export(both, example=(tokens,), out="out/")                                   # doctest: +SKIP
+    >>> accel.load("out/")(tokens)                                                          # doctest: +SKIP
+    """
+
+    # Set while the calls of the parts are recorded.
+    _record: Record | None = None
+
+    def __init__(self, function: Callable[..., Any], /, **parts: Any) -> None:
+        if not callable(function) or isinstance(function, torch.nn.Module):
+            raise UsageError(
+                f"{type(function).__name__} is no function; begin with the function that calls the parts: "
+                "Pipeline(function, encoder=module)"
+            )
+        if not parts:
+            raise UsageError("the pipeline has no parts; give the modules by name: Pipeline(function, encoder=module)")
+        if not list(inspect.signature(function).parameters):
+            raise UsageError("the function of a pipeline gets the parts as its first argument; add a parameter parts")
+        for name, part in parts.items():
+            _check(name, part)
+        super().__init__(function)
+        self.names = tuple(parts)
+        self.parts = torch.nn.ModuleList(map(unwrapped, parts.values()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the function."""
+        return self.function(Parts(self.by_name(), self._record), *args, **kwargs)
+
+    def by_name(self) -> dict[str, torch.nn.Module]:
+        """Returns the modules of the parts by name."""
+        return dict(zip(self.names, self.parts, strict=True))
+
+    def signature(self) -> inspect.Signature:
+        """Returns the signature of the function without its first parameter."""
+        whole = inspect.signature(self.function)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+    @contextmanager
+    def recorded_by(self, record: Record) -> Iterator[None]:
+        """Passes each call of a part to ``record`` inside the block."""
+        self._record = record
+        try:
+            yield
+        finally:
+            del self._record
+
+
+def _check(name: str, part: Any) -> None:
+    """Raises ``UsageError`` for a name or an object that can't be a part."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise UsageError(
+            f"{name!r} can't be the name of a part, which becomes the name of a folder and of an attribute; "
+            "use letters, digits and underscores"
+        )
+    if isinstance(part, torch.nn.Module):
+        return
+    foreign = any(kind.__module__.startswith(("keras.", "tensorflow.")) for kind in type(part).__mro__)
+    if foreign or not callable(part) or isinstance(part, type) or hasattr(part, "artifact"):
+        raise UsageError(
+            f"the part {name!r} is a {type(part).__name__}; give a module of PyTorch, a method of one, or a function "
+            "of tensors"
+        )
+
+
+def pipeline_in(module: torch.nn.Module) -> Pipeline | None:
+    """Returns the pipeline that ``module`` is or calls, or None for any other module."""
+    inner = module.module if isinstance(module, Called) else module
+    return inner if isinstance(inner, Pipeline) else None
+
+
+def keep_function(pipeline: Pipeline) -> str:
+    """Writes the function of ``pipeline`` to the cache, where later processes find it. Returns the function's sha256.
+
+    A function that can't be copied is known to this process only.
+    """
+    digest = function_sha256(pipeline.function)
+    _functions[digest] = pipeline.function
+    cache, key = StageCache(), _key(digest)
+    if not (cache.entry(key) / _FUNCTION).is_file():
+        with cache.scratch() as folder, by_value(pipeline):
+            try:
+                body = cloudpickle.dumps(pipeline.function)
+            except Exception:  # an object that the function uses may raise any type of error
+                return digest
+            (folder / _FUNCTION).write_bytes(body)
+            cache.keep(key, folder)
+    return digest
+
+
+def kept_function(digest: str) -> Callable[..., Any] | None:
+    """Returns the function with this sha256, if this process or this user's cache has it, else None. Nothing else is
+    read, because a manifest may come from a stranger."""
+    if digest not in _functions:
+        try:
+            _functions[digest] = pickle.loads((StageCache().entry(_key(digest)) / _FUNCTION).read_bytes())
+        except Exception:  # the entry is missing, or needs a module that this process can't import
+            return None
+    return _functions[digest]
+
+
+def _key(digest: str) -> str:
+    return text_sha256(f"function of a pipeline {digest}")

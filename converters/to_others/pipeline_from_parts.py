@@ -1,0 +1,38 @@
+"""Puts the exported or optimized parts of a pipeline into one folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.artifact import Artifact
+from accel.runtimes.pipeline.file import PipelineFile, artifact_of, files_of
+from accel.stage import StageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFromPartsConfig(StageConfig):
+    """``function`` is the name and ``sha256`` the hash of the pipeline's function. ``parts`` holds the path of each
+    part's manifest by the name of the part. A manifest has the hashes of all files of its part."""
+
+    function: str
+    sha256: str
+    parts: Mapping[str, Path]
+
+
+def pipeline_from_parts(src: Artifact, config: PipelineFromPartsConfig, out: Path) -> Artifact:
+    """Copies each part to a folder with its name, beside ``out``, and writes the file of the pipeline to ``out``."""
+    files: dict[str, str] = {}
+    companions: list[str] = []
+    for name, manifest in config.parts.items():
+        part = artifact_of(manifest)
+        files[name] = f"{name}/{part.path.name}"
+        for file in files_of(part):
+            target = out.parent / name / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(part.path.parent / file, target)
+            companions.append(target.relative_to(out.parent).as_posix())
+    PipelineFile(function=config.function, sha256=config.sha256, parts=files).write(out)
+    return Artifact(path=out, kind="pipeline", signature=src.signature, companions=tuple(companions), source=src.source)

@@ -1,0 +1,270 @@
+"""Pipelines of several modules through the public functions: exported, loaded, verified, inspected."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.errors import AccelError
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 8)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"memory": self.mix(self.table(tokens)).tanh()}
+
+
+class Decoder(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = table  # shared with the encoder
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        scores = (self.table(ids) @ memory.transpose(1, 2)).softmax(-1)
+        return self.head(scores @ memory + self.table(ids))
+
+
+def translate(parts: Any, tokens: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    memory = parts.encoder(tokens)["memory"]
+    ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
+    for _ in range(steps):
+        ids = torch.cat([ids, parts.decoder(ids, memory)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+TOKENS = torch.arange(10).reshape(2, 5)
+
+
+@pytest.fixture(scope="module")
+def both() -> accel.Pipeline:
+    encoder = Encoder()
+    return accel.Pipeline(translate, encoder=encoder, decoder=Decoder(encoder.table))
+
+
+@pytest.fixture(scope="module")
+def exported(both: accel.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pipeline") / "out"
+    dynamic = {"tokens": {0: "batch", 1: "length"}}
+    assert accel.export(both, example=(TOKENS,), dynamic=dynamic, out=out).kind == "pipeline"
+    return out
+
+
+def test_the_parts_run_in_the_place_of_the_modules(both: accel.Pipeline, exported: Path) -> None:
+    """Fails if the exported parts compute other tokens than the modules, or are bound to the batch, the length or the
+    number of steps of the example."""
+    with accel.load(exported) as session:
+        for tokens, steps in ((TOKENS, 3), (torch.randint(20, (3, 7)), 6)):
+            with torch.no_grad():
+                assert torch.equal(session(tokens, steps=steps), both(tokens, steps=steps))
+        assert isinstance(session(TOKENS.numpy()), np.ndarray)
+        np.testing.assert_array_equal(session.run({"tokens": TOKENS.numpy()})["output"], session(TOKENS.numpy()))
+
+
+def test_dims_come_from_the_recorded_calls(exported: Path) -> None:
+    """Fails if a dim of a part is dynamic although it never changed, fixed although it changed, or has another name
+    than the same dim of the pipeline."""
+    decoder = accel.load(exported / "decoder").signature
+    assert [str(spec.shape) for spec in decoder.inputs] == ["('batch', 'ids_1')", "('batch', 'length', 8)"]
+
+
+def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path) -> None:
+    """Fails if the whole isn't compared with the modules end to end, or the manifest misses a file of a part."""
+    artifact = accel.Source(exported).open()
+    assert artifact.manifest is not None
+    (stage,) = artifact.history
+    assert {gate["gate"] for gate in stage["gates"]} == {"outputs", "recorded"}
+    assert all(gate["passed"] and gate["value"] <= gate["limit"] for gate in stage["gates"])
+    assert {"batch=1, length=5", "example 0001"} <= {gate["case"] for gate in stage["gates"]}
+    files = {str(file.relative_to(exported)) for file in exported.rglob("*.onnx*")}
+    assert files == set(artifact.manifest.files) - {"model.pipeline"}
+    assert accel.verify(both, exported, example=(TOKENS,)).passed
+
+
+def test_the_chain_covers_the_parts(exported: Path, tmp_path: Path) -> None:
+    """Fails if a changed or missing part isn't found, or if the parts lose their own chain."""
+    copy = accel.Source(exported).open().copy_to(tmp_path / "copy" / "model.pipeline").path.parent
+    found = accel.inspect(copy, check=True)
+    assert found.intact
+    assert any(link.what == "output of onnx_from_torch" for link in found.chain)
+    assert accel.inspect(copy).graph == {}
+    with (copy / "decoder" / "model.onnx").open("ab") as file:
+        file.write(b"x")
+    assert accel.inspect(copy, check=True).intact is False
+    (copy / "decoder" / "model.onnx").unlink()
+    assert accel.inspect(copy, check=True).intact is False
+    with pytest.raises(AccelError, match=r"the part 'decoder' of .* is missing; copy the whole folder"):
+        accel.load(copy)
+
+
+def test_a_pipeline_from_elsewhere_needs_its_function(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if accel runs code that a folder names, or doesn't take the function from the caller."""
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("accel.sources.torch.pipeline._functions", {})
+    with pytest.raises(AccelError, match=r"from the function 'translate', .* pass call=translate to accel.load"):
+        accel.load(exported)
+    assert accel.load(exported, call=translate)(TOKENS).shape == (2, 4)
+    assert accel.load(exported, call=f"{__file__}:translate")(TOKENS).shape == (2, 4)
+    with pytest.warns(UserWarning, match="another version of translate; export the pipeline again"):
+        session = accel.load(exported, call=lambda parts, tokens: parts.encoder(tokens))
+    assert session(TOKENS)["memory"].shape == (2, 5, 8)
+    with pytest.raises(AccelError, match="is no exported pipeline; leave out call="):
+        accel.load(exported / "encoder", call=translate)
+
+
+def test_hostile_files(exported: Path, tmp_path: Path) -> None:
+    """Fails if a pipeline's file may name parts outside its folder, or breaks with a traceback."""
+    artifact = accel.Source(exported).open()
+    for text in ("", "{}", "[]", '{"function": "f", "sha256": "", "parts": {"a": "../../model.onnx"}}'):
+        copy = artifact.copy_to(tmp_path / "model.pipeline").path
+        copy.write_text(text)
+        with pytest.raises(AccelError, match="export the pipeline again"):
+            accel.load(copy)
+
+
+def test_a_diffusion_loop_with_a_method_as_a_part(tmp_path: Path) -> None:
+    """Fails if a method of a module can't be a part, a scalar tensor can't be an argument, or noise inside the function
+    that is seeded differs between the modules and the parts."""
+
+    class Auto(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.out = nn.ConvTranspose2d(4, 3, 2, 2)
+
+        def decode(self, latents: torch.Tensor) -> torch.Tensor:
+            return self.out(latents).tanh()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.down, self.text = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 4)
+
+        def forward(self, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return self.down(latents) * time.sqrt() + self.text(text).mean(1)[:, :, None, None]
+
+    def draw(parts: Any, tokens: torch.Tensor) -> torch.Tensor:
+        text = parts.text(tokens)["memory"]
+        text = torch.cat([torch.zeros_like(text), text])  # with and without the text
+        latents = torch.randn(len(tokens), 4, 4, 4, generator=torch.Generator().manual_seed(0))
+        for time in torch.linspace(1, 0.25, 4):
+            plain, guided = parts.unet(torch.cat([latents, latents]), time, text).chunk(2)
+            latents = latents - 0.1 * (plain + 2 * (guided - plain))
+        return parts.decode(latents)
+
+    pipeline = accel.Pipeline(draw, text=Encoder(), unet=Net(), decode=Auto().decode)
+    accel.export(pipeline, example=(TOKENS,), out=tmp_path / "out")
+    with accel.load(tmp_path / "out") as session, torch.no_grad():
+        torch.testing.assert_close(session(TOKENS), pipeline(TOKENS), rtol=1e-4, atol=1e-5)
+        assert session(TOKENS[:1]).shape == (1, 3, 8, 8)
+
+
+def never(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    return parts.one(x)
+
+
+def two_ways(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    return parts.one(parts.two(x, None), x)
+
+
+def numbers(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    for number in (1, 2):
+        x = parts.one(x) + parts.two(x, number)
+    return x
+
+
+def reads(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    return parts.one(x) * parts.one.weight.sum()
+
+
+def sets(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    parts.one = parts.two
+    return x
+
+
+def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    return parts.three(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (never, "never calls the part 'two' on the example; call parts.two(...) there"),
+        (two_ways, "the part 'one': its argument 'more' differs in kind between two calls"),
+        (numbers, "the part 'two': its argument 'more' is 1 in one call and 2 in another"),
+        (reads, "uses 'weight' of the part 'one', and an exported part can only be called; read 'weight' before"),
+        (sets, "sets the part 'one'; use a variable of its own instead"),
+        (another, "the pipeline has no part 'three'; use one of one, two"),
+    ],
+)
+def test_a_function_that_cannot_be_exported(function: Any, message: str) -> None:
+    """Fails if a function that the exported parts can't serve is exported, or the message doesn't name the fix."""
+
+    def add(x: torch.Tensor, more: Any = None) -> torch.Tensor:
+        return x if more is None else x + more
+
+    def call_twice(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        parts.one(x)
+        return function(parts, x)
+
+    called = call_twice if function is two_ways else function
+    with pytest.raises(AccelError, match=re.escape(message)):
+        accel.export(accel.Pipeline(called, one=add, two=add), example=(torch.ones(2, 3),))
+
+
+def test_a_function_that_changes_a_part() -> None:
+    """Fails if weights that the function changes are exported as they were before."""
+    layer = nn.Linear(3, 3)
+
+    def step(parts: Any, x: torch.Tensor) -> torch.Tensor:
+        layer.bias.data += 1
+        return parts.layer(x)
+
+    with pytest.raises(AccelError, match=r"(changes the weights or buffers of a part|changes a buffer)"):
+        accel.export(accel.Pipeline(step, layer=layer), example=(torch.ones(2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: accel.Pipeline(translate), "the pipeline has no parts; give the modules by name"),
+        (lambda: accel.Pipeline(Encoder(), a=Encoder()), "Encoder is no function; begin with the function"),
+        (lambda: accel.Pipeline(lambda: 1, a=Encoder()), "gets the parts as its first argument; add a parameter parts"),
+        (lambda: accel.Pipeline(translate, **{"a/b": Encoder()}), "'a/b' can't be the name of a part"),
+        (lambda: accel.Pipeline(translate, a="encoder.onnx"), "the part 'a' is a str; give a module of PyTorch"),
+    ],
+)
+def test_what_is_no_pipeline(make: Any, message: str) -> None:
+    """Fails if an object that can't be a pipeline is taken, or the message doesn't name the fix."""
+    with pytest.raises(AccelError, match=re.escape(message)):
+        make()
+
+
+def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) -> None:
+    """Fails if an option for single models is ignored, or an existing file is overwritten."""
+    (tmp_path / "file").write_text("mine")
+    for arguments, message in (
+        ({"out": tmp_path / "x.onnx"}, "a pipeline is exported to a folder; pass e.g. out='x/'"),
+        ({"out": tmp_path / "file"}, "file has to end in .onnx"),
+        ({"to": "openvino"}, "to='openvino' is for a single model"),
+    ):
+        with pytest.raises(AccelError, match=re.escape(message)):
+            accel.export(both, example=(TOKENS,), **arguments)
+    with pytest.raises(AccelError, match="give tensors, numbers or texts"):
+        accel.export(both, example=(TOKENS, object()))

@@ -1,0 +1,130 @@
+"""A pipeline through ``accel.optimize`` and the command line: the parts are optimized, the whole is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.optimizer.candidate import CandidateResult
+from accel.optimizer.judge.comparison import Judge, Judgement
+from accel.optimizer.search import Search
+
+_MODEL = """
+import torch
+
+import accel
+
+
+def halves(parts, x, rounds=2):
+    for _ in range(rounds):
+        x = parts.first(x) + x
+    return parts.second(x)
+
+
+def make():
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+    return accel.Pipeline(halves, first=first, second=second), (torch.ones(4, 8),)
+
+
+def alone():
+    return make()[0]
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "halves.py").write_text(_MODEL)
+    monkeypatch.chdir(tmp_path)
+    return "halves.py:make"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the measurement, which takes seconds: every candidate is twice as fast as its source."""
+
+    def best(search: Search, rows: list[CandidateResult]) -> CandidateResult:
+        for row in rows:
+            row.measured = {"median_ms": 1.0, "speedup": 2.0, "verdict": "faster", "round_medians_ms": [1.0]}
+        search.environment = {"sizes": {}}
+        return next((row for row in rows if row.passed), search.source)
+
+    monkeypatch.setattr(Search, "best", best)
+    monkeypatch.setattr("accel.optimizer.run.find_spec", lambda _: None)  # no page, which needs all figures
+
+
+def _optimize(model: str, tmp_path: Path, **more: Any) -> Any:
+    data = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    return accel.optimize(
+        model, data=data, target="ort-cpu", precision="fp32", vary_session=False, out=tmp_path / "fast", **more
+    )
+
+
+def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: None, tmp_path: Path) -> None:
+    """Fails if the optimized parts aren't published together, or the whole isn't judged on the samples."""
+    fast = _optimize(model, tmp_path)
+    assert fast.chosen == "all parts"
+    judgement = fast.candidates[1].judgement
+    assert judgement.drop < 1e-6
+    assert "batches with pipeline" in judgement.judged_on
+    assert [note.partition(":")[0] for note in fast.notes[:2]] == ["the part 'first'", "the part 'second'"]
+    x = torch.ones(5, 8)
+    assert fast(x, rounds=3).shape == (5, 3)
+    with accel.load(tmp_path / "fast") as session:
+        torch.testing.assert_close(session(x), accel.load(accel.export(model))(x))
+    assert accel.inspect(tmp_path / "fast", check=True).intact
+    assert [stage["name"] for stage in fast.artifact.history] == ["pipeline_from_parts"] * 2
+    # An exported or optimized folder can be optimized again without its modules.
+    again = accel.optimize(
+        tmp_path / "fast", out=tmp_path / "again", target="ort-cpu", precision="fp32", budget_seconds=60
+    )
+    assert again.artifact.kind == "pipeline"
+
+
+def test_a_part_that_spoils_the_whole_stays_as_it_was(
+    model: str, measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a part that is right alone is published although the whole is wrong with it, or if the other parts stay
+    as they were, too."""
+
+    def judge(judge: Judge, candidate: accel.Artifact, options: Any, cache: Any) -> Judgement:
+        found = judge.judge(candidate, options)
+        if candidate.kind != "pipeline":  # the first part moves more than the second
+            return Judgement(**{**found.to_json(), "drop": 1e-3 if "[batch,3]" in str(candidate.signature) else 2e-3})
+        joined = {part["sha256"] for part in candidate.history[-1]["options"]["parts"].values()}
+        seen.append(joined)
+        return Judgement(**{**found.to_json(), "drop": 0.5 if len(seen) == 1 else 0.0})
+
+    seen: list[set[str]] = []
+    monkeypatch.setattr("accel.optimizer.attempt._judgement", judge)
+    fast = _optimize(model, tmp_path)
+    assert [row.name for row in fast.candidates] == ["source", "all parts", "all but first"]
+    assert fast.candidates[1].status == "rejected"
+    assert fast.chosen == "all but first"
+    assert len(seen[0] & seen[1]) == 1
+
+
+def test_options_of_a_single_model(model: str, tmp_path: Path) -> None:
+    """Fails if an option that names the inputs of a single model is ignored."""
+    with pytest.raises(accel.AccelError, match="names the inputs of a single model; optimize the parts alone"):
+        _optimize(model, tmp_path, profiles=["x=1x8,4x8,8x8"])
+
+
+def test_the_commands(model: str, tmp_path: Path, cli: Any) -> None:
+    """Fails if a command doesn't take a factory that returns a pipeline, or the folder of a pipeline."""
+    assert "gate pipeline_from_parts" in cli("export", model, "-o", "out").stdout
+    assert "same within the limit" in cli("verify", model, "out").stdout
+    assert cli("inspect", "out", "--check").code == 0
+    assert "pipeline, " in cli("inspect", "out").stdout
+    for arguments, message in (
+        (("export", model, "-o", "out.onnx"), "a pipeline is exported to a folder; pass e.g. -o out/"),
+        (("export", "halves.py:alone", "-o", "out"), "returned a pipeline without an example; return the arguments"),
+        (("inspect", "out", "--graph", "x.html"), "draw one of its parts: out/first/model.onnx"),
+    ):
+        ran = cli(*arguments)
+        assert ran.code
+        assert message in ran.stderr
