@@ -12,7 +12,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Arguments with a different name on the command line. Every other argument is spelled --like-this.
+# The option of each argument that has another name on the command line. An argument that isn't listed is spelled
+# --like-this.
 FLAGS: Mapping[str, str] = {
     "out": "-o",
     "inputs": "--input",
@@ -28,7 +29,8 @@ FLAGS: Mapping[str, str] = {
 }
 # Options of the command line that set a field of a Python argument.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
-# The command line's switches for boolean arguments. Every other switch is spelled --like-this and means True.
+# The switch of each boolean argument that has another name on the command line. A switch that isn't listed is spelled
+# --like-this and means True.
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",

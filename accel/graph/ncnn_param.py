@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # option i has the key _ARRAY - i if its value is a list
+_ARRAY = -23300  # option i with a list as its value has the key _ARRAY - i
 
 
 @dataclass(frozen=True)

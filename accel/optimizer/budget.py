@@ -41,9 +41,9 @@ class Budget:
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
-        """Ends the making of candidates, and leaves the time for a short measurement of those that are built.
+        """Stops making candidates, and leaves the time for a short measurement of the candidates that are built.
 
-        Raises ``error`` if there is nothing to keep: no candidate is built, or this is the second interrupt.
+        Raises ``error`` if no candidate is built, at the second interrupt, and for SIGTERM.
         """
         if self.interrupted or not self._built or isinstance(error, Terminated):
             raise error

@@ -36,8 +36,8 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
 
 
 def partly_quantized(artifact: Artifact) -> str:
-    """Returns which shares of an int8 model are in int8, if most of its products aren't, else "". The model may still
-    be smaller or faster, for example if only an embedding is in int8."""
+    """Returns which shares of a model's FLOPs and weights are in int8, or "" if most FLOPs of the products are. A model
+    with few products in int8 may still be smaller or faster, for example if its embedding is in int8."""
     if artifact.kind not in ("onnx", "openvino"):
         return ""
     try:

@@ -25,9 +25,14 @@ class OptimizeRequest:
     """The arguments of ``accel.optimize``, with the same names and defaults. ``accel.optimize`` documents each
     argument. ``source`` holds the model and the arguments that describe it.
 
-    Files are paths, repeatable options are tuples. Raises ``UsageError`` if two arguments contradict each other or a
-    number is out of range, ``BadInputSpec`` if an option for a stage can't be read, ``UnknownName`` for an unknown
-    target or precision, ``MissingExtra`` if the toolkit of the target isn't installed.
+    Files are paths, and repeatable options are tuples.
+
+    Raises these errors:
+
+    - ``UsageError`` if two arguments contradict each other or a number is out of range.
+    - ``BadInputSpec`` if an option for a stage can't be read.
+    - ``UnknownName`` for an unknown target or precision.
+    - ``MissingExtra`` if the toolkit of the target isn't installed.
     """
 
     source: Source

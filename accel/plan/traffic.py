@@ -39,8 +39,8 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
     Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
     ZeRO 3 gathers for the forward and for the backward pass, and scatters once (3 m Psi). ZeRO 3 gathers parameters
-    outside the blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas
-    then all-reduce their shards of gradients.
+    outside the blocks only once. At m = 1, these are the 2 Psi, 2 Psi, 2 Psi and 3 Psi of the ZeRO paper (section 7).
+    Replicas then all-reduce their shards of gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
     paper reduces in int4). hpZ keeps the backward gather in its group.
@@ -86,9 +86,9 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank sends over cp in a step.
 
     Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
-    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes (Jacobs et al. 2023,
-    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. With Gloo the real traffic is c times
-    as large, because Gloo uses a gather instead of these all-to-alls.
+    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes as the forward pass
+    (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward pass. With
+    Gloo the real traffic is c times as large, because Gloo uses a gather instead of these all-to-alls.
     """
     if layout.cp == 1:
         return 0.0
@@ -184,7 +184,8 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: computing, sending over each axis, copying to the host, waiting in the bubble, and in all."""
+    """The seconds of a step (``step``), and its parts: computing, sending over each axis, copying to the host, and
+    waiting in the bubble."""
 
     compute: float
     dp: float

@@ -40,8 +40,9 @@ class TensorRTSession(BaseSession):
     Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
     holds the shapes of the feeds.
 
-    Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU, ``InvalidModel``
-    if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all profiles.
+    Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU. Raises
+    ``InvalidModel`` if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all
+    profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:

@@ -15,7 +15,8 @@ _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
 def parse_bound(text: Bound) -> Bound:
-    """Returns the bound that ``text`` states, as a number or in the one form of this sum.
+    """Returns the bound that ``text`` states, as a number or as a sum in normal form, so that equal bounds are equal
+    texts.
 
     Raises ``BadInputSpec`` if ``text`` is no number and no sum of dims and numbers.
     """
@@ -36,7 +37,7 @@ def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
 
 
 def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
-    """Returns the bound with the sizes or other names in ``dims`` in place of the names of its dims."""
+    """Returns the bound after replacing the name of each dim by its size or new name in ``dims``."""
     if isinstance(bound, int):
         return bound
     terms, number = _terms(bound)

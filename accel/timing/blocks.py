@@ -78,7 +78,7 @@ class Block:
     """The measurements of a block.
 
     ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
-    the end of the last. If streams overlap, this time is less than the sum of ``times``. ``joules`` is the energy of
+    the end of the last. If streams overlap, ``seconds`` is less than the sum of ``times``. ``joules`` is the energy of
     the machine during the block, or None if the machine has no counter.
     """
 
@@ -260,7 +260,7 @@ def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[
     """Call ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
     call.
 
-    A resumed process has cold caches and sleeping threads. A new process may also have to compile.
+    A resumed process has cold caches and sleeping threads, and a new process may have to compile first.
     """
     clock = clock or time.perf_counter_ns
     times: list[int] = []

@@ -124,7 +124,8 @@ def workload(
     the dims' usual sizes. ``lengths`` is described in ``read_lengths``. ``cores`` is the number of threads of the
     session.
 
-    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` for sizes outside the model's ranges.
+    Raises ``UsageError`` if two options contradict each other. Raises ``BadInputSpec`` for sizes outside the model's
+    ranges.
     """
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
@@ -162,7 +163,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
     ``data`` means the lengths of the samples (the number of ones in each row of a mask). If the model has several
     dynamic dims besides the batch, the text begins with ``DIM=``, which names the dim of the lengths. Raises
-    ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole numbers.
+    ``BadInputSpec`` if the dim is ambiguous, and ``BadData`` if the file holds anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")

@@ -27,7 +27,7 @@ class Recipe:
     ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` distinguishes
     recipes of one target and precision, and includes its separator (`` static``, ``+bf16``). If ``search`` is True,
     ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float. ``gate_advice`` maps a
-    stage to advice for users if the stage's gate fails, because a larger budget then doesn't help.
+    stage to the advice for a failure of its gate, in which a larger ``max_drop`` doesn't help.
     """
 
     name: str
@@ -98,7 +98,7 @@ class NotTried:
 @dataclass(frozen=True, kw_only=True)
 class RecipeRequest:
     """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
-    precisions to try. If it is None, each target's usual precisions are tried. ``samples`` is the number of calibration
+    precisions to try, or is None to try each target's usual precisions. ``samples`` is the number of calibration
     samples in ``data``. ``kernels`` keeps only candidates whose products are fused into accel's operators. ``engine``,
     ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
     """
