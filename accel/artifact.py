@@ -97,7 +97,7 @@ class Manifest:
         return combined_sha256(list(self.files.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as JSON values, with the sha256 of these values under ``digest``."""
+        """Returns the manifest as JSON values, with the sha256 of all values under ``digest``."""
         body = {
             "format": FORMAT,
             "kind": self.kind,
@@ -149,8 +149,8 @@ class Manifest:
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest isn't signed, so an attacker can recompute it. Checks the names because accel copies the files with
-        # these names.
+        # The digest isn't signed, so an attacker can recompute it. Checks the names, because accel later copies files
+        # by name.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
             raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
         return manifest
@@ -217,16 +217,16 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Returns one sha256 for the artifact. Takes the sha256 from the source or the manifest, or else computes it
-        from the files."""
+        """Returns one sha256 for the artifact. Takes the sha256 from the source or the manifest, or else computes the
+        sha256 of the files."""
         kind = KINDS.get(self.kind)
         if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
-        """Returns a copy of the artifact with ``manifest``. The properties and source of the manifest replace those of
-        the artifact."""
+        """Returns a copy of the artifact with ``manifest``. The manifest's properties and source replace the
+        artifact's."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod

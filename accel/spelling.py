@@ -1,9 +1,8 @@
 """Spells the options in messages as ``opset=16`` for a Python caller and as ``--opset 16`` on the command line.
 
-Code for both kinds of callers writes ``option("opset", 16)`` into its message, with the name of the Python argument.
-The command line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The
-spelling applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling
-on.
+A message contains ``option("opset", 16)``, with the name of the Python argument, for both kinds of callers. The command
+line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The spelling
+applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling on.
 """
 
 from __future__ import annotations

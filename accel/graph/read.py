@@ -24,7 +24,7 @@ class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
     ``counted_as`` is the format in which FLOPs were counted, if the file has a different format. ``known`` holds the
     operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
-    lists warnings besides those of ``cost``. If there is no graph, ``problem`` is the reason.
+    lists the warnings that ``cost`` doesn't have. If there is no graph, ``problem`` is the reason.
     """
 
     model: onnx.ModelProto | None = None

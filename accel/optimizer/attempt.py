@@ -22,7 +22,8 @@ from .mixed.search import assign
 from .recipes.recipe import Recipe
 
 # Once the share ``_BUILDING`` of the budget is spent, no new step begins. Once the share ``_GIVING_UP`` is spent, the
-# running step is stopped. ``Budget.over`` makes both happen earlier if measuring needs the time.
+# running step is stopped. If measuring needs the time, ``Budget.over`` forbids new steps and stops the running step
+# earlier.
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -141,7 +142,7 @@ class _Attempt:
         return runnable
 
     def _late(self, share: float, step: str) -> bool:
-        """Tells whether it is too late for ``step``. Writes the reason into the row if it is too late."""
+        """Tells whether the time for ``step`` is over. Writes the reason into the row if the time is over."""
         if not self.budget.over(share):
             return False
         self.row.skip(self.budget.reason(step), out_of_time=True)

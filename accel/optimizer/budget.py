@@ -27,8 +27,8 @@ class OutOfTime(AccelError):
 class Budget:
     """A budget of ``seconds`` from now on. None means no limit.
 
-    Callers check ``over`` before they begin a step. ``within`` stops running work as soon as ``over`` is true.
-    ``clock`` returns the current time in seconds.
+    Callers check ``over`` before each step. ``within`` stops running work as soon as ``over`` is true. ``clock``
+    returns the current time in seconds.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:

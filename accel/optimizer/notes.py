@@ -63,7 +63,7 @@ def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequen
 
 
 def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
-    """Returns a warning if a quantized candidate was judged on the samples that calibrated it."""
+    """Returns a warning if a quantized candidate was judged on its own calibration samples."""
     judged = [row for row in rows if row.judgement is not None and row.precision in PRECISIONS]
     calibrated = any(PRECISIONS[row.precision].needs_data for row in judged)
     if not judge.saw_all or not calibrated:

@@ -67,7 +67,7 @@ class OptimizeRequest:
         if self.labels is None and self.label_metric is not None:
             raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
-            raise UsageError(f"labels bring their own metric; give either {options('metric', 'labels')}")
+            raise UsageError(f"labels have a metric of their own; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise UsageError(
                 f"nothing can be tried in {self.budget_seconds:g} s; give e.g. {option('budget_seconds', 60)}"

@@ -134,8 +134,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
-    # Without ``data``, an exported model is checked on ``eval_data``, and an ONNX file isn't checked here.
-    # ``judge.check`` below runs the source on ``eval_data`` in both cases.
+    # Without ``data``, an exported model is checked on ``eval_data``, and an ONNX file isn't checked here. For every
+    # model, ``judge.check`` below runs the source on ``eval_data``.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

@@ -1,5 +1,6 @@
-"""The options of quantization and casts. In Python these are ``QuantizeOptions`` and ``CastOptions``. On the command
-line they are written like ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax``."""
+"""The options of quantization and casts that a user may choose. The options in Python are ``QuantizeOptions`` and
+``CastOptions``. The command line has ``--quantize`` and ``--cast``, as in ``--quantize calibration=entropy`` and
+``--cast keep-fp32=Softmax``."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of ``QuantizeConfig`` that each quantization mode reads. A mode gets only the user's options for these
-# fields.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. A mode gets the user's options only for the fields
+# that it reads.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {

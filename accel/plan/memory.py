@@ -105,8 +105,8 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     With elements of 2 bytes, the tensors take these numbers of bytes, in units of s b h:
 
     - 2 + 2 for the inputs of both LayerNorms, divided by t only under sequence parallel.
-    - 2 + 2 for the inputs of the QKV product and the first MLP product. These are never divided by t, because a
-      column-parallel product saves the whole gathered sequence.
+    - 2 + 2 for the inputs of the QKV product and the first MLP product. The inputs of products are never divided by t,
+      because a column-parallel product saves the whole gathered sequence.
     - 6 for Q, K and V, divided by t.
     - 2 for the attention's output, divided by t.
     - 8 + 8 for the input and the output of the MLP's GELU, divided by t.
@@ -176,9 +176,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
 
-    The first number is the largest of all ranks. In a zero-bubble schedule it is for the rank where the V turns, and in
-    other schedules for the rank of the first stage. The second number is for the rank of the last stage. No number is
-    larger than m.
+    The first number is the largest of all ranks. The first number is for the rank of the first stage, except in a
+    zero-bubble schedule, where it is for the rank at the turn of the V. The second number is for the rank of the last
+    stage. No number is larger than m.
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
@@ -227,7 +227,7 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the optimizer's step takes in addition to the model states.
 
     Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, which
-    ``foreach`` computes at once. Under CPU offload these bytes are on the host and aren't counted.
+    ``foreach`` computes at once. Returns 0 under CPU offload, because the step then runs on the host.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:

@@ -182,7 +182,8 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs. All tensors that cross the cut before this position agree."""
+        """Returns the position of a tensor that differs. All tensors that cross the cut before the returned position
+        agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

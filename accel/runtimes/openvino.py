@@ -150,7 +150,7 @@ class OpenVinoSession(BaseSession):
                 slot = None
                 while slot is None:
                     try:
-                        slot = free.get(block=not under_way)  # other callers may hold all slots
+                        slot = free.get(block=not under_way)  # the requests of other callers may hold all slots
                     except Empty:
                         self._finish_one(requests, under_way, found, free)
                 under_way[number] = slot

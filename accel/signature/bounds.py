@@ -29,7 +29,7 @@ def dims_of(bound: Bound) -> frozenset[str]:
 
 
 def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
-    """Returns the bound at these sizes of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
+    """Returns the bound at ``sizes`` of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
     if isinstance(bound, int):
         return bound
     dims, number = _terms(bound)

@@ -35,11 +35,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``, and default to those in the manifest. ``opener`` is the import string of a function
-    that makes the session from the candidate, for models without a runtime in accel. If there is an ``opener``, the
-    artifact may have no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
-    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
-    the threads.
+    the same as in ``open_session``, and default to the manifest's runtime and options. ``opener`` is the import string
+    of a function that makes the session from the candidate, for models without a runtime in accel. If there is an
+    ``opener``, the artifact may have no content besides its signature. ``streams`` is the number of concurrent runs,
+    and 0 takes the number from the options. If a session doesn't support concurrent runs, each stream gets a session
+    with its share of the threads.
     """
 
     name: str
@@ -132,7 +132,7 @@ class BlockRunner:
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
         """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises ``BadFeeds``
-        if the session's inputs have other names than ``feeds``."""
+        if the names of the session's inputs differ from the names in ``feeds``."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened

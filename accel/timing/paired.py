@@ -1,8 +1,8 @@
 """The paired schedule, in which every candidate has its own process and all processes except the timed one are paused.
 
-Thread pools of inference runtimes keep spinning after a run. If candidates take turns in one process, or in processes
-that keep running, they slow one another down by different factors, up to 2. So each block runs while the processes of
-all other candidates are stopped. The order is shuffled in each round, and candidates are compared within their round.
+Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
+that keep running, slow one another down by different factors, up to 2. So each block runs while the processes of all
+other candidates are stopped. The order is shuffled in each round, and candidates are compared within their round.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
-        # last tends to be 1% or 2% faster. With the twin, the baseline gets part of this advantage, and the noise floor
-        # includes the advantage.
+        # last tends to be 1% or 2% faster. The twin gives the baseline a part of the last process's advantage, and the
+        # noise floor includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -205,7 +205,7 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with all options of its session and its number of streams."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # Recorded streams and threads belong together, so a given number replaces both.
+        # Recorded streams and threads belong together, so a given number of either replaces both.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
@@ -338,7 +338,7 @@ def _report(
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        # The row of the baseline includes both processes.
+        # The row of the baseline includes both of its processes.
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])

@@ -21,7 +21,7 @@ MIN_ROUNDS = 5
 MIN_FLOOR = 0.02
 # Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
 NOISY_FLOOR = 0.05
-# Above this noise floor, a speedup that isn't significant is no information, so tables don't show the speedup.
+# Above this noise floor, a speedup that isn't significant says nothing, so tables don't show the speedup.
 TOO_NOISY_FLOOR = 1.0
 _RESAMPLES = 10_000
 

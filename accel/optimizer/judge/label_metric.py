@@ -105,8 +105,8 @@ class LabelMetric:
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
         # An output that fits both layouts counts as [samples, classes, ...]. An output that fits only [samples, ..., n]
-        # may hold features of each pixel. Such outputs are left out if another output fits only [samples, classes,
-        # ...].
+        # may hold features of each pixel. Outputs of this kind are left out if another output fits only [samples,
+        # classes, ...].
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -195,7 +195,8 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
     if kind != "spearman" and labels.dtype.kind == "f":
         hint = _one_hot(labels) or _whole(labels)
         raise BadData(
-            f"{where}: {kind} needs whole numbers as labels, these are {labels.dtype}" + (f"; {hint}" if hint else "")
+            f"{where}: {kind} needs whole numbers as labels, but the labels are {labels.dtype}"
+            + (f"; {hint}" if hint else "")
         )
     return LabelMetric(kind, file_sha256(path), labels, where)
 

@@ -158,7 +158,7 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
+    """Returns the name of the length dim, and the list of all lengths with repetitions.
 
     ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
     ``data`` means the lengths of the samples (the number of ones in each row of a mask). If the model has several
@@ -250,8 +250,7 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
 
 
 def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Returns a sample of the data, cut or repeated to ``sizes``. Without data, returns random inputs of these
-    sizes."""
+    """Returns a sample of the data, cut or repeated to ``sizes``. Without data, returns random inputs of ``sizes``."""
     if data is None:
         return signature.example_inputs(**sizes)
     first = next(data.batches(1, signature.batch_unit), None)

@@ -46,7 +46,7 @@ def assign(
     """Finds the layers that the int8 recipe ``recipe`` has to keep in float. Returns the recipe that keeps the found
     layers in float, and the record of the search.
 
-    The search has these steps:
+    Searches in three steps:
 
     - Bisection finds the shortest prefix of ``upgrades`` that keeps the drop within ``max_drop``.
     - The costliest layers of the prefix are tried in int8 again, one by one.

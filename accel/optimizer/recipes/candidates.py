@@ -18,7 +18,7 @@ from . import openvino, ort_cpu, ort_cuda, tensorrt
 from .recipe import NotTried, Recipe, RecipeRequest, as_search
 from .steps import has_large_products, is_16_bit, precision_of
 
-# The function that makes the recipes for a precision, by target.
+# Maps each target to the function that makes the recipes for a precision.
 _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe]]] = {
     "ort-cpu": ort_cpu.recipes,
     "openvino": openvino.recipes,
@@ -37,7 +37,7 @@ def likelihood(recipe: Recipe) -> tuple[int, int]:
 def targets_for(name: str) -> tuple[Target, ...]:
     """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
 
-    Raises ``UnknownName`` if there is no such target, and ``MissingExtra`` if its toolkit isn't installed.
+    Raises ``UnknownName`` if no target is called ``name``, and ``MissingExtra`` if its toolkit isn't installed.
     """
     if name != "auto":
         target = Target.get(name)
