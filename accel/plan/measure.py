@@ -14,7 +14,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# The names of a decoder's shape in the configs of transformers.
+# The names that the configs of transformers have for the sizes of a decoder.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),

@@ -176,9 +176,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
 
-    The first number is the largest of all ranks. The first number is for the rank of the first stage, except in a
-    zero-bubble schedule, where it is for the rank at the turn of the V. The second number is for the rank of the last
-    stage. No number is larger than m.
+    The first number is the largest of all ranks. It belongs to the rank of the first stage, except in a zero-bubble
+    schedule, where it belongs to the rank at the turn of the V. The second number is for the rank of the last stage. No
+    number is larger than m.
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).

@@ -15,7 +15,7 @@ from accel.spelling import option
 
 # A data loader may be endless, and calibration and judging need a few hundred samples.
 MOST_SAMPLES = 1024
-# The name of the array that a batch has besides the inputs.
+# The name of the array that follows the inputs in a batch.
 LABELS = "labels"
 
 

@@ -5,9 +5,9 @@ later nodes only see the tensors that cross the cut. If all crossing tensors agr
 crossing tensor differs, the error is before the cut. A binary search over the cuts ends at a tensor that differs
 although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
-A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
-although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every
-tensor before the first difference.
+A mask, a ReLU or rounding may remove a difference, so that later tensors agree. The search skips harmless tensors,
+which differ although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan``
+compares every tensor before the first difference.
 """
 
 from __future__ import annotations

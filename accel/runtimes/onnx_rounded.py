@@ -37,7 +37,7 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 
-# NumPy's own dtypes, without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
+# The dtypes that NumPy has without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
 _NATIVE = frozenset(
     {
         TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32,
