@@ -182,12 +182,11 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
-    - Interleaved, with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r
-      = p the first number equals p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
+    - Interleaved, with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. The
+      first number equals p + (p - 1) / v for r = p (Korthikanti et al. 2022, section 4.2.3).
     - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). The stages run down the ranks and back
-      up in a
-      V, so one rank has the first and the last stage. This rank begins with 2 p - 1 forward passes of the first stage,
-      and ends with one forward pass of the last stage.
+      up in a V, so one rank has the first and the last stage. This rank begins with 2 p - 1 forward passes of the first
+      stage, and ends with one forward pass of the last stage.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
