@@ -97,7 +97,7 @@ class Manifest:
         return combined_sha256(list(self.files.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as JSON values, with the sha256 of these values under ``digest``."""
+        """Returns the manifest as JSON values, with the sha256 of all values under ``digest``."""
         body = {
             "format": FORMAT,
             "kind": self.kind,
@@ -141,22 +141,24 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers only the values. Therefore the text, with its white space and escapes, is compared below.
+        # The digest covers only the values, so the comparison below also covers the white space and escapes of the
+        # text.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, but this accel reads {FORMAT}; export again"
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest isn't signed, so an attacker can recompute it. The names are checked because accel copies files by
-        # these names.
+        # The digest isn't signed, so an attacker can recompute it. Checks the names, because accel later copies files
+        # by name.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
             raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
         return manifest
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns one sha256 over all hashes in ``parts``, the main file's first. A single hash is returned as it is."""
+    """Returns one sha256 over all hashes in ``parts``, which begin with the main file's hash. A single hash is returned
+    as it is."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
@@ -215,15 +217,16 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Returns one sha256 for the artifact, taken from its source or manifest if recorded there, else computed from
-        its files."""
+        """Returns one sha256 for the artifact. Takes the sha256 from the source or the manifest, or else computes the
+        sha256 of the files."""
         kind = KINDS.get(self.kind)
         if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
-        """Returns a copy with ``manifest``. The properties and source of the manifest replace those of the artifact."""
+        """Returns a copy of the artifact with ``manifest``. The manifest's properties and source replace the
+        artifact's."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod
@@ -232,8 +235,8 @@ class Artifact:
 
         Does not check the hashes. The files and the manifest may be copies under another name.
 
-        Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or of another
-        kind. ``accel.sources`` opens models without a manifest.
+        Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or names another
+        kind than the file's. ``accel.sources`` opens models without a manifest.
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():
@@ -256,7 +259,7 @@ class Artifact:
     def copy_to(self, out: Path) -> Artifact:
         """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
-        Writes the manifest last, so an interrupted copy has no manifest or an old manifest with other hashes.
+        Writes the manifest last, so an interrupted copy has no manifest, or an old manifest whose hashes don't match.
         """
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
@@ -276,8 +279,8 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns new names for an artifact's files if the main file is renamed to ``path``. ``names`` holds the old names,
-    the main file first."""
+    """Returns the names that an artifact's files get if the main file is renamed to ``path``. ``names`` holds the old
+    names, the main file first."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:
         # The runtime looks for the weights under the name of the main file.

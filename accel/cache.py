@@ -30,7 +30,7 @@ _kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
 
 def unfinished() -> Path | None:
     """Returns the folder for intermediate results of the running stage. Returns None outside ``run_stage``. If the
-    stage is killed, its next run with the same input and options finds these results there.
+    stage is killed, its next run with the same input and options finds the intermediate results in this folder.
     """
     return _unfinished.get()
 
@@ -134,7 +134,7 @@ class StageCache:
         return self.entry(key)
 
     def holds(self, path: Path) -> bool:
-        """Tells whether ``path`` is a file of an entry."""
+        """Tells whether ``path`` is a file of a cache entry."""
         return path.resolve().parent.parent == self._stages.resolve()
 
     def get_record(self, kind: str, key: str) -> Any | None:
@@ -151,7 +151,7 @@ class StageCache:
             temporary.write_text(json.dumps(value))
 
     def result_folder(self) -> Path:
-        """Returns a new folder for a result that the caller names no folder for. The folder is removed after a week."""
+        """Returns a new folder for a result if the caller names no folder. The folder is removed after a week."""
         self._drop_stale()
         return self.root / "results" / uuid.uuid4().hex
 

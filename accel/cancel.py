@@ -82,7 +82,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns ``function(*arguments)``, or raises the error of a check while the function still runs.
 
     A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions.
-    A call of native code therefore runs to its end first.
+    A call of native code can't be interrupted and runs to its end first.
     """
     if not cancellable():
         return function(*arguments)

@@ -50,7 +50,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
 
 
 def _only_shapes_differ(stage: Stage, wanted: Signature, found: Signature) -> bool:
-    """Tells whether the file states other output dims than ``wanted``, and agrees with ``wanted`` in all else."""
+    """Tells whether ``found`` differs from ``wanted`` only in the dims of outputs."""
     if {"interface", "shapes"} & stage.may_change or not wanted.outputs:
         return False
     rows = list(zip(wanted.outputs, found.outputs, strict=False))

@@ -15,9 +15,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
-# The memory files of Linux control groups, first for version 2 and then for version 1. A row has the files of the
-# limit, of the memory in use and of the statistics. The last field of a row names the statistic that counts droppable
-# file pages.
+# The memory files of Linux control groups, first for version 2 and then for version 1. Each row names the file with the
+# limit, the file with the memory in use, and the file with the statistics. The last field of a row names the statistic
+# that counts droppable file pages.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -43,15 +43,15 @@ def int8_saturates() -> bool:
 def available_cores() -> int:
     """Returns the number of logical cores that this process may use.
 
-    A CPU affinity mask (taskset) or a container's CPU limit can make this number smaller than the machine's core count.
+    A CPU affinity mask (taskset) or a container's CPU limit can make the number smaller than the machine's core count.
     """
     return cpu_limit() or _cores()
 
 
 def cpu_limit() -> int:
     """Returns this container's CPU limit in cores, rounded up. Returns 0 if there is no limit, or if the limit covers
-    all cores. Reads Linux control groups: version 2 has ``cpu.max`` (quota and period in microseconds), version 1 a
-    file for the quota and a file for the period.
+    all cores. Reads Linux control groups: version 2 has one file, ``cpu.max`` (quota and period in microseconds), and
+    version 1 has two files, one for the quota and one for the period.
     """
     try:
         if (file := _CGROUP / "cpu.max").is_file():

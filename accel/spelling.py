@@ -1,9 +1,8 @@
 """Spells the options in messages as ``opset=16`` for a Python caller and as ``--opset 16`` on the command line.
 
-Code for both kinds of callers writes ``option("opset", 16)`` into its message, with the name of the Python argument.
-The command line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The
-spelling applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling
-on.
+A message contains ``option("opset", 16)``, with the name of the Python argument, for both kinds of callers. The command
+line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The spelling
+applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling on.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Arguments with a different name on the command line. Every other argument is spelled --like-this.
+# The option of each argument that has another name on the command line. An argument that isn't listed is spelled
+# --like-this.
 FLAGS: Mapping[str, str] = {
     "out": "-o",
     "inputs": "--input",
@@ -29,7 +29,8 @@ FLAGS: Mapping[str, str] = {
 }
 # Options of the command line that set a field of a Python argument.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
-# The command line's switches for boolean arguments. Every other switch is spelled --like-this and means True.
+# The switch of each boolean argument that has another name on the command line. A switch that isn't listed is spelled
+# --like-this and means True.
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",

@@ -50,8 +50,8 @@ class StageConfig:
     """The options of a stage. Every option that can change the result is a field. A ``Path`` is identified by its
     content.
 
-    A field that is added later has ``omit_default`` in its metadata. With its default value, such a field is not part
-    of the cache key, so results made before the field existed stay valid.
+    A field that is added later has ``omit_default`` in its metadata. A field with ``omit_default`` is not part of the
+    cache key while it has its default value, so results made before the field existed stay valid.
     """
 
 
@@ -93,8 +93,8 @@ class Proof:
     """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
-    marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked this file
-    last, the cached results are returned, so that a model runs only once at each shape.
+    marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked the
+    returned file last, ``run_stage`` gets the cached results, so that a model runs only once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -154,8 +154,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``: a field added later (``omit_default``) that has its default
-    value."""
+    """Tells whether the record leaves out ``field``, because the field was added later (``omit_default``) and has its
+    default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -179,9 +179,12 @@ def run_stage(
 ) -> Artifact:
     """Run a stage, or take its result from the cache, and copy the result to ``out`` (None: leave it in the cache).
 
-    Raises ``UnsupportedHere`` if ``src`` is of the wrong kind, ``StageFailed`` or a subclass if the stage fails,
-    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs differ by more than a limit.
-    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged.
+    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
+
+    - ``UnsupportedHere`` if ``src`` is of the wrong kind.
+    - ``StageFailed`` or a subclass if the stage fails.
+    - ``SignatureDrift`` if the result breaks the contract.
+    - ``GateFailed`` if the outputs of the result differ from those of ``src`` by more than a limit.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
@@ -220,7 +223,7 @@ def run_stage(
 def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
     """Raises ``CannotWrite`` if ``folder`` has no room for a file as large as ``src``.
 
-    Libraries that run out of space report other causes, or silently write half a file.
+    A library that runs out of space may report a wrong cause, or silently write half a file.
     """
     size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
     allocate = getattr(os, "posix_fallocate", None)

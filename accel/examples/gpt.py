@@ -81,7 +81,8 @@ class Embed(nn.Module):
 class GPT(nn.Module):
     """Computes logits float[b, s, vocab] from token ids int64[b, s]."""
 
-    # The modules that ``forward`` runs one after the other. A pipeline may cut the model between these modules.
+    # The modules that ``forward`` runs one after the other. A pipeline may cut the model between two modules of this
+    # list.
     pipeline_chain = ("embed", "blocks", "norm", "head")
 
     def __init__(self, config: GPTConfig) -> None:

@@ -195,8 +195,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    """Returns the operator of a node. If the node is a fused operator of accel, returns the operator of the product
-    inside."""
+    """Returns the operator of a node. Returns MatMul or Conv for a fused operator of accel."""
     fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
     return fused.get(node.op_type.partition("_")[0], node.op_type)
 

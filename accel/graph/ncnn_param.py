@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # option i has the key _ARRAY - i if its value is a list
+_ARRAY = -23300  # the key of option i is _ARRAY - i if the option's value is a list
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layer:
 
 
 def read_layers(path: Path) -> list[Layer]:
-    """Returns the layers of a ``.param`` file. Raises ``InvalidModel`` for any other file."""
+    """Returns the layers of a ``.param`` file. Raises ``InvalidModel`` if the file is no ``.param`` file."""
     problem = InvalidModel(f"{path} is no ncnn .param file; convert the model again")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
-    ``counted_as`` is the format in which FLOPs were counted, if it isn't the file's format. ``known`` holds the
+    ``counted_as`` is the format in which FLOPs were counted, if the file has a different format. ``known`` holds the
     operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
-    lists warnings besides those of ``cost``. If there is no graph, ``problem`` is the reason.
+    lists the warnings that ``cost`` doesn't have. If there is no graph, ``problem`` is the reason.
     """
 
     model: onnx.ModelProto | None = None
@@ -57,7 +57,7 @@ def read_graph(
 
     ``as_onnx`` exports a model whose file can't be read directly. If the export fails, the result has the reason.
 
-    Raises ``UnsupportedHere`` for an engine, ``InvalidModel`` if a file can't be read.
+    Raises ``UnsupportedHere`` for an engine, and ``InvalidModel`` if a file can't be read.
     """
     at = artifact.signature.sizes(**(sizes or {}))
     if artifact.kind == "onnx":

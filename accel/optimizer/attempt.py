@@ -21,8 +21,9 @@ from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
 
-# Shares of a budget. After the share ``_BUILDING``, no new step begins. After the share ``_GIVING_UP``, the running
-# step is stopped. Both happen earlier if measuring needs the time (``Budget.over``).
+# Once the share ``_BUILDING`` of the budget is spent, no new step begins. Once the share ``_GIVING_UP`` is spent, the
+# running step is stopped. If measuring needs the time, ``Budget.over`` forbids new steps and stops the running step
+# earlier.
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -38,7 +39,7 @@ def attempt(
 ) -> CandidateResult:
     """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
-    Raises only ``UsageError`` and ``CannotWrite``, which would fail every other candidate too, and
+    Raises ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error. Raises
     ``KeyboardInterrupt`` if no candidate is built yet.
     """
     row = CandidateResult(
@@ -141,7 +142,7 @@ class _Attempt:
         return runnable
 
     def _late(self, share: float, step: str) -> bool:
-        """Tells whether it is too late for ``step``. If so, writes the reason into the row."""
+        """Tells whether the time for ``step`` is over. Writes the reason into the row if the time is over."""
         if not self.budget.over(share):
             return False
         self.row.skip(self.budget.reason(step), out_of_time=True)

@@ -27,8 +27,8 @@ class OutOfTime(AccelError):
 class Budget:
     """A budget of ``seconds`` from now on. None means no limit.
 
-    Callers check ``over`` before they begin a step. ``within`` stops running work as soon as ``over`` is true.
-    ``clock`` returns the current time in seconds.
+    Callers check ``over`` before each step. ``within`` stops running work as soon as ``over`` is true. ``clock``
+    returns the current time in seconds.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,9 +41,9 @@ class Budget:
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
-        """Ends the making of candidates, and leaves the time for a short measurement of those that are built.
+        """Stops making candidates, and leaves the time for a short measurement of the candidates that are built.
 
-        Raises ``error`` if there is nothing to keep: no candidate is built, or this is the second interrupt.
+        Raises ``error`` if no candidate is built, at the second interrupt, and for SIGTERM.
         """
         if self.interrupted or not self._built or isinstance(error, Terminated):
             raise error

@@ -27,12 +27,12 @@ class Status(StrEnum):
 class CandidateResult:
     """One row of the table.
 
-    ``reason`` tells why the candidate isn't chosen. ``options`` holds the session options. ``base`` is empty if these
-    are the default options. Otherwise ``base`` is the name of the same candidate with the default options.
-    ``trajectory`` is the search for the layers that stay float, if there was one. ``missed_final`` is set if a short
-    measurement eliminated the candidate. ``hidden_by_noise`` is set if the candidate may be faster than the chosen one.
-    ``unsupported`` is set if the attempt raised ``UnsupportedHere``. ``over_budget`` is set if the candidate's outputs
-    are too far off. ``out_of_time`` is set if the time did not suffice to try or measure the candidate.
+    ``reason`` tells why the candidate isn't chosen. ``options`` holds the session options. ``base`` is the name of the
+    same candidate with the default session options, and is empty if ``options`` are the default. ``trajectory`` is the
+    search for the layers that stay float, if there was one. ``missed_final`` is set if a short measurement eliminated
+    the candidate. ``hidden_by_noise`` is set if the candidate may be faster than the chosen one. ``unsupported`` is set
+    if the attempt raised ``UnsupportedHere``. ``over_budget`` is set if the candidate's outputs are too far off.
+    ``out_of_time`` is set if the time did not suffice to try or measure the candidate.
     """
 
     name: str

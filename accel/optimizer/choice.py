@@ -14,7 +14,7 @@ from .measure.noise import seems_faster, why_not_faster
 
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
     """Returns the fastest passed candidate that is measurably faster than the source, or the source if no candidate is
-    faster. Gives every other passed candidate the reason why it isn't chosen.
+    faster. Gives the passed candidates that aren't chosen the reason.
     """
     best = source
     for row in rows:
@@ -50,7 +50,7 @@ def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]
 
 def likeliest(rows: list[CandidateResult]) -> CandidateResult:
     """For a target that can't run here, returns the passed candidate whose precision is usually the fastest. Raises
-    ``UnsupportedHere`` if no candidate supports the request, ``NothingPassed`` if no candidate passed.
+    ``UnsupportedHere`` if no candidate supports the request, and ``NothingPassed`` if no candidate passed.
     """
     passed = [row for row in rows if row.passed]
     if rows and all(row.unsupported for row in rows):

@@ -36,8 +36,8 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
 
 
 def partly_quantized(artifact: Artifact) -> str:
-    """Returns which shares of an int8 model are in int8, if most of its products aren't, else "". The model may still
-    be smaller or faster, for example if only an embedding is in int8."""
+    """Returns which shares of a model's FLOPs and weights are in int8, or "" if most FLOPs of the products are. A model
+    with few products in int8 may still be smaller or faster, for example if its embedding is in int8."""
     if artifact.kind not in ("onnx", "openvino"):
         return ""
     try:
@@ -63,7 +63,7 @@ def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequen
 
 
 def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
-    """Returns a warning if a quantized candidate was judged on the samples that calibrated it."""
+    """Returns a warning if a quantized candidate was judged on its own calibration samples."""
     judged = [row for row in rows if row.judgement is not None and row.precision in PRECISIONS]
     calibrated = any(PRECISIONS[row.precision].needs_data for row in judged)
     if not judge.saw_all or not calibrated:

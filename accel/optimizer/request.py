@@ -25,9 +25,14 @@ class OptimizeRequest:
     """The arguments of ``accel.optimize``, with the same names and defaults. ``accel.optimize`` documents each
     argument. ``source`` holds the model and the arguments that describe it.
 
-    Files are paths, repeatable options are tuples. Raises ``UsageError`` if two arguments contradict each other or a
-    number is out of range, ``BadInputSpec`` if an option for a stage can't be read, ``UnknownName`` for an unknown
-    target or precision, ``MissingExtra`` if the toolkit of the target isn't installed.
+    Files are paths, and repeatable options are tuples.
+
+    Raises these errors:
+
+    - ``UsageError`` if two arguments contradict each other or a number is out of range.
+    - ``BadInputSpec`` if an option for a stage can't be read.
+    - ``UnknownName`` for an unknown target or precision.
+    - ``MissingExtra`` if the toolkit of the target isn't installed.
     """
 
     source: Source
@@ -62,7 +67,7 @@ class OptimizeRequest:
         if self.labels is None and self.label_metric is not None:
             raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
-            raise UsageError(f"labels bring their own metric; give either {options('metric', 'labels')}")
+            raise UsageError(f"labels have a metric of their own; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise UsageError(
                 f"nothing can be tried in {self.budget_seconds:g} s; give e.g. {option('budget_seconds', 60)}"

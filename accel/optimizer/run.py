@@ -58,7 +58,8 @@ class Opened(Protocol):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The chosen candidate and the results that led to it. ``varied`` holds rows with other session options."""
+    """The chosen candidate and the results that led to it. ``varied`` holds the rows of candidates that were measured
+    again with different session options."""
 
     chosen: CandidateResult
     varied: list[CandidateResult] = field(default_factory=list)
@@ -132,10 +133,10 @@ def _check_source(
 ) -> list[str]:
     """Runs the source on the data before any candidate is made. Returns warnings, some of which may be empty.
 
-    Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
+    Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
-    # Without ``data``, only an exported model is checked here, on ``eval_data``. The judge runs the source on
-    # ``eval_data`` below in any case.
+    # Without ``data``, an exported model is checked on ``eval_data``, and an ONNX file isn't checked here. For every
+    # model, ``judge.check`` below runs the source on ``eval_data``.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

@@ -116,8 +116,8 @@ class Search:
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns as many of ``rows`` as fit into memory at once.
 
-        Candidates that don't all fit are timed in groups, each beside the source. The faster half remains, and the
-        timing is repeated until the remaining candidates fit.
+        If the candidates don't fit at once, they are timed in groups, each beside the source. The faster half remains,
+        and the timing is repeated until the remaining candidates fit.
         """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None
@@ -182,7 +182,8 @@ class Search:
         return (count + SOURCES) * SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
-        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement, or measures briefly."""
+        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement, or measures briefly if
+        there are none."""
         with self.budget.spending("measuring"):
             try:
                 self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)

@@ -1,5 +1,6 @@
-"""The options of quantization and casts. In Python these are ``QuantizeOptions`` and ``CastOptions``. On the command
-line they are written like ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax``."""
+"""The options of quantization and casts that a user may choose. The options in Python are ``QuantizeOptions`` and
+``CastOptions``. The command line has ``--quantize`` and ``--cast``, as in ``--quantize calibration=entropy`` and
+``--cast keep-fp32=Softmax``."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of ``QuantizeConfig`` that each quantization mode reads. Other options of the user are not passed to the
-# mode.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. A mode gets the user's options only for the fields
+# that it reads.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {
@@ -31,8 +32,8 @@ OPTIONS_BY_MODE = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    """The options of quantization that a user may choose. Fields mean the same as in ``QuantizeConfig``. A field that
-    is None or an empty tuple keeps the default. A ``percentile`` without a ``calibration`` chooses the calibration
+    """The options of quantization that a user may choose. The fields mean the same as in ``QuantizeConfig``. A field
+    that is None or an empty tuple keeps the default. A ``percentile`` without a ``calibration`` chooses the calibration
     called ``percentile``.
 
     Raises ``BadInputSpec`` if a value is out of range.
@@ -62,8 +63,8 @@ class QuantizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CastOptions:
-    """The options of a cast that a user may choose. Fields mean the same as in ``CastConfig``. A field that is None or
-    an empty tuple keeps the default."""
+    """The options of a cast that a user may choose. The fields mean the same as in ``CastConfig``. A field that is None
+    or an empty tuple keeps the default."""
 
     keep_io: bool | None = None
     keep_fp32: tuple[str, ...] = ()
@@ -83,13 +84,13 @@ class CastOptions:
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated,
     and their values add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``.
-    Raises ``BadInputSpec`` for other texts."""
+    Raises ``BadInputSpec`` if a text can't be read."""
     return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated, and its
-    values add up. Raises ``BadInputSpec`` for other texts."""
+    values add up. Raises ``BadInputSpec`` if a text can't be read."""
     return _parse(option("cast").removesuffix("="), texts, _CAST)
 
 

@@ -14,7 +14,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# The names of a decoder's shape in the configs of transformers.
+# The names that the configs of transformers have for the sizes of a decoder.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -46,9 +46,9 @@ def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
 
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the blocks of ``module``, the submodules that are gathered, compiled or recomputed together. Blocks are
-    the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list inside a block
-    belongs to the block.
+    """Returns the blocks of ``module``. Each block is a submodule that is gathered, compiled or recomputed as a whole.
+    Blocks are the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list
+    inside a block belongs to the block.
     """
     found: list[torch.nn.Module] = []
     for child in module.children():
@@ -98,8 +98,8 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Returns torch's FLOP counter, extended by the CPU's attention operator. Torch's own counter leaves this operator
-    out."""
+    """Returns torch's FLOP counter, extended by the CPU's attention operator. Torch's own counter leaves out the CPU's
+    attention operator."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
 

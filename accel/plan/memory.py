@@ -51,7 +51,7 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 
     A single stage has P / t parameters. Of several stages, the largest has (ceil(L / p) layers + the embedding) / t
     parameters, because the first stage has the embedding and the last stage has the head. If t doesn't divide V, the
-    first ranks hold one more row of the embedding, ceil(V / t) rows in all.
+    first ranks hold ceil(V / t) rows of the embedding, one more than the last ranks.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
@@ -69,10 +69,12 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
-    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO stage 1 divides the optimizer states by the
-    data-parallel size N, stage 2 also the gradients, and stage 3 also the parameters. This gives 2 Psi + 2 Psi + K Psi
-    / N, 2 Psi + (2 + K) Psi / N and (2 + 2 + K) Psi / N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and
-    figure 1).
+    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO divides by the data-parallel size N
+    (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1):
+
+    - Stage 1 divides the optimizer states: 2 Psi + 2 Psi + K Psi / N.
+    - Stage 2 also divides the gradients: 2 Psi + (2 + K) Psi / N.
+    - Stage 3 also divides the parameters: (2 + 2 + K) Psi / N.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -100,25 +102,30 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    The tensors of 2-byte elements take, in units of s b h bytes, 2 + 2 for the inputs of both LayerNorms, 2 + 2 for the
-    inputs of the QKV product and the first MLP product, 6 for Q, K and V, 2 for the attention's output, and 8 + 8 for
-    the input and the output of the MLP's GELU. Only the last terms, 6 + 2 + 8 + 8 = 24, are divided by t. The LayerNorm
-    inputs are divided by t only under sequence parallel. The product inputs are never divided, because a
-    column-parallel product saves the whole gathered sequence. The total of 32 is the 34 of Korthikanti et al. 2022
-    ("Reducing Activation Recomputation in Large Transformer Models", equations 1 to 4) without the two dropout masks.
-    The paper also divides the product inputs by t, and gathers them again in the backward pass (section 4.2.2).
+    With elements of 2 bytes, the tensors take these numbers of bytes, in units of s b h:
+
+    - 2 + 2 for the inputs of both LayerNorms, divided by t only under sequence parallel.
+    - 2 + 2 for the inputs of the QKV product and the first MLP product. The inputs of products are never divided by t,
+      because a column-parallel product saves the whole gathered sequence.
+    - 6 for Q, K and V, divided by t.
+    - 2 for the attention's output, divided by t.
+    - 8 + 8 for the input and the output of the MLP's GELU, divided by t.
+
+    The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
+    Models", equations 1 to 4) without the two dropout masks. The paper also divides the product inputs by t, and
+    gathers them again in the backward pass (section 4.2.2).
 
     Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp, 4 a s b
     bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, 16 s b bytes for both LayerNorms. Under
-    autocast the residual stream and both LayerNorm inputs are float32, and Q, K and V each save a copy of their input
-    (4 more).
+    autocast the residual stream and both LayerNorm inputs are float32. Q, K and V then each save a copy of their input,
+    which adds 4 s b h bytes.
 
     ``full`` recomputation keeps only the layer's input. ``selective`` keeps the input and the results of matrix
     products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The layer's input is divided like the LayerNorm inputs. The
     sums of row-parallel products are saved whole, before the scatter. The rest is divided by t.
 
-    Under context parallel s is a rank's share of the sequence, and the attention's output is saved twice, sharded by
-    heads and sharded by positions (2 more).
+    Under context parallel, s is a rank's share of the sequence. The attention's output is saved twice, once sharded by
+    heads and once sharded by positions, which adds 2 s b h bytes.
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -169,15 +176,17 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
 
-    The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
-    rank of the last stage.
+    The first number is the largest of all ranks. It belongs to the rank of the first stage, except in a zero-bubble
+    schedule, where it belongs to the rank at the turn of the V. The second number is for the rank of the last stage. No
+    number is larger than m.
 
-    The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
-    with v chunks in rounds of r micro-batches hold the activations of ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v
-    micro-batches. For r = p the first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. In a
-    zero-bubble schedule (Qi et al. 2024, section 6), the stages run down the ranks and back up in a V. The rank where
-    the V turns holds p micro-batches. One rank has the first and the last stage: it begins with 2 p - 1 forward passes
-    of the first stage and ends with one forward pass of the last stage. No number is larger than m.
+    - GPipe: m and m.
+    - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
+    - Interleaved, with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. The
+      first number equals p + (p - 1) / v for r = p (Korthikanti et al. 2022, section 4.2.3).
+    - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). The stages run down the ranks and back
+      up in a V, so one rank has the first and the last stage. This rank begins with 2 p - 1 forward passes of the first
+      stage, and ends with one forward pass of the last stage.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -197,8 +206,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
     one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
     every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
-    b V / t. The gradient of a sharded embedding takes the whole size V h until it is sharded, which under accumulation
-    is after the last micro-batch.
+    b V / t. The gradient of a sharded embedding takes the whole size V h until the gradient is sharded. Under
+    accumulation, the gradient is sharded after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
@@ -217,7 +226,7 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the optimizer's step takes in addition to the model states.
 
     Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, which
-    ``foreach`` computes at once. Under CPU offload these bytes are on the host and aren't counted.
+    ``foreach`` computes at once. Returns 0 under CPU offload, because the step then runs on the host.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:

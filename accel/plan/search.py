@@ -258,18 +258,23 @@ def search(
     if not fitting:
         least = min(plan.memory.total for plan in found)
         raise BadConfig(
-            f"no layout of {world} ranks fits {machine.hbm / 1e9:.4g} GB a rank, the smallest takes "
-            f"{least / 1e9:.4g} GB of {machine.usable / 1e9:.4g} usable GB; use more ranks or a smaller global batch"
+            f"no layout of {world} ranks fits: the smallest takes {least / 1e9:.4g} GB a rank, and "
+            f"{machine.usable / 1e9:.4g} of {machine.hbm / 1e9:.4g} GB are usable; "
+            "use more ranks or a smaller global batch"
         )
     return sorted(fitting, key=lambda plan: (plan.time.step, preferred(plan)))
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria in order
-    are no recomputation; the fewest bytes sent; the fewest pipeline stages; the fewest tensor- and context-parallel
-    ranks; the largest micro-batch; and the simplest layout, without offload, second shards and replicas, and with the
-    lowest ZeRO stage. Recomputed elementwise work takes time that the estimate leaves out. The largest micro-batch
-    keeps a device busiest.
+    """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria are, in
+    this order:
+
+    - No recomputation, because the estimate leaves out the time of recomputed elementwise work.
+    - The fewest bytes sent.
+    - The fewest pipeline stages.
+    - The fewest tensor- and context-parallel ranks.
+    - The largest micro-batch, which keeps a device busiest.
+    - The simplest layout, without offload, second shards and replicas, and with the lowest ZeRO stage.
     """
     layout = plan.layout
     # Rounding ignores the last bits, which depend on the order of a sum.

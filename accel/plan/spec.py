@@ -12,8 +12,9 @@ from accel.errors import BadConfig
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# The bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
-# element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper, with 2 + 2 + 4 bytes.
+# Each row has the bytes of a parameter, of its gradient, of its float32 master copy, of one optimizer moment, of an
+# activation element, and of an element that is sent to another rank. "fp16" and "bf16" are mixed precision as in the
+# ZeRO paper, with 2 + 2 + 4 bytes.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),
@@ -123,8 +124,8 @@ def transformer_params(spec: ModelSpec) -> int:
 
     The number is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient Large-Scale Language Model
     Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 + 13 h parameters of a layer.
-    If keys and values have a_kv heads and queries have a heads, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer
-    parameters (Ainslie et al. 2023, "GQA", section 2.2).
+    If a is the number of query heads and a_kv the number of heads of keys and values, the model has 2 L (h^2 + h) (1 -
+    a_kv / a) fewer parameters (Ainslie et al. 2023, "GQA", section 2.2).
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -136,7 +137,7 @@ class Layout:
     """The layout of training over ranks.
 
     ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
-    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats these ranks as
+    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel), which ZeRO treats as
     data-parallel ranks. With ``sequence_parallel``, the activations that tensor parallel replicates are sharded along
     the sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 

@@ -39,8 +39,8 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
     Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
     ZeRO 3 gathers for the forward and for the backward pass, and scatters once (3 m Psi). ZeRO 3 gathers parameters
-    outside the blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas
-    then all-reduce their shards of gradients.
+    outside the blocks only once. At m = 1, the stages 0 to 3 send 2 Psi, 2 Psi, 2 Psi and 3 Psi, as in the ZeRO paper
+    (section 7). Replicas then all-reduce their shards of gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
     paper reduces in int4). hpZ keeps the backward gather in its group.
@@ -70,7 +70,8 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     "Megatron-LM", section 3). With sequence parallel each all-reduce is a gather and a scatter of the same size
     (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the forward all-reduces, except the last all-reduce
     (or scatter) of a layer. A sharded vocabulary takes two more all-reduces, at the embedding and at the logits. With
-    several pipeline stages, one of these all-reduces is on the first stage and one on the last.
+    several pipeline stages, the all-reduce of the embedding is on the first stage, and the all-reduce of the logits on
+    the last stage.
     """
     if layout.tp == 1:
         return 0.0
@@ -86,9 +87,9 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank sends over cp in a step.
 
     Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
-    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes (Jacobs et al. 2023,
-    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. With Gloo the real traffic is c times
-    as large, because Gloo uses a gather instead of these all-to-alls.
+    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes as the forward pass
+    (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward pass. With
+    Gloo the real traffic is c times as large, because Gloo uses a gather instead of an all-to-all.
     """
     if layout.cp == 1:
         return 0.0
@@ -184,7 +185,8 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: computing, sending over each axis, copying to the host, waiting in the bubble, and in all."""
+    """The seconds of a step (``step``), and its parts: computing, sending over each axis, copying to the host, and
+    waiting in the bubble."""
 
     compute: float
     dp: float
@@ -201,8 +203,9 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
     is added, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, so only the longer of the
-    two is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the host,
-    and one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
+    two is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the time of the copies to and
+    from the host. CPU offload also adds one read and one write of everything that the optimizer holds on the host, at
+    the speed of the copies.
 
     Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
     transfer that reaches beyond a node runs at ``machine.bandwidth``.

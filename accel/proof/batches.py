@@ -15,7 +15,7 @@ from accel.spelling import option
 
 # A data loader may be endless, and calibration and judging need a few hundred samples.
 MOST_SAMPLES = 1024
-# The name of the array that a batch has besides the inputs.
+# The name of the array that follows the inputs in a batch.
 LABELS = "labels"
 
 
@@ -24,8 +24,8 @@ def write_batches(data: Any, names: Sequence[str], folder: Path) -> Path:
 
     ``data`` is a batch or an iterable of batches, such as a ``DataLoader``. A batch is a dict of arrays by the names of
     the inputs, a tuple of arrays in the order of ``names``, or a single array. A tuple may have one more array, which
-    becomes the array ``labels``. Takes the first ``MOST_SAMPLES`` samples. Raises ``BadData`` if a batch has other
-    arrays or there is none.
+    becomes the array ``labels``. Takes the first ``MOST_SAMPLES`` samples. Raises ``BadData`` if the arrays of a batch
+    don't fit the inputs, or if there is no batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = 0

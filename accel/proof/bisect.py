@@ -2,12 +2,12 @@
 
 The tensors that both models have are sorted in the reference's topological order. If the graph is cut after a tensor,
 later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after the cut. If a
-crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that differs although
-all its inputs agree. Only the tensors that cross one cut are in memory at a time.
+crossing tensor differs, the error is before the cut. A binary search over the cuts ends at a tensor that differs
+although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
-A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
-although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every
-tensor before the first difference.
+A mask, a ReLU or rounding may remove a difference, so that later tensors agree. The search skips harmless tensors,
+which differ although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan``
+compares every tensor before the first difference.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Divergence:
     ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
     in the reference and in the candidate. ``inputs`` holds the differences of the nearest matched tensors before this
-    tensor, by name. ``between`` and ``candidate_between`` are the nodes from the tensors of ``inputs`` to this tensor,
-    empty if there is only one node.
+    tensor, by name. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this tensor,
+    and are empty if there is only one node.
     """
 
     tensor: str
@@ -182,7 +182,8 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs. All tensors that cross the cut before this position agree."""
+        """Returns the position of a tensor that differs. All tensors that cross the cut before the returned position
+        agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

@@ -43,7 +43,7 @@ def discordance(
     distance and Lin's distance over all samples. Lin's distance is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a -
     μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that varies
     little compared with its size. ``about_the_mean=False`` replaces Lin's coefficient by the concordance over all
-    samples, because the variation of outputs on random inputs means nothing. For strings, and for samples of one
+    samples, because the variation of outputs on random inputs is meaningless. For strings, and for samples of one
     integer, the distance is the share of values that differ.
     """
     import numpy as np

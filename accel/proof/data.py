@@ -82,7 +82,7 @@ class Dataset:
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns samples from ``start`` on at the shape ``sizes``, which the data may not have (see ``at_sizes``)."""
+        """Returns samples from ``start`` on, cut or repeated to ``sizes`` (see ``at_sizes``)."""
         return at_sizes(self.signature, self.parts[start % len(self.parts)], sizes, start)
 
     def extra(self) -> dict[str, np.ndarray]:
@@ -135,9 +135,9 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Widens only ranges that
-    nobody declared: the artifact is an ONNX file without a manifest, and the dim is not in ``declared``. Skips
-    unreadable files, which ``Dataset.load`` reports.
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Keeps the ranges of the
+    dims in ``declared``, and all ranges of an artifact that has a manifest or isn't an ONNX file. Skips unreadable
+    files, which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
@@ -178,7 +178,8 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
 
 def check_values(data: Path, signature: Signature) -> None:
     """Raises ``BadData`` for the first integer in ``data`` that is outside the range of its input. Reads only the
-    inputs with a range. Skips arrays that are missing or no integers, which ``Dataset.load`` reports."""
+    inputs with a range. Skips missing arrays, and arrays whose values aren't integers, because ``Dataset.load`` reports
+    both."""
     ranges = IntegerRanges(signature.inputs)
     for file in data_files(data) if ranges.names else ():
         with open_npz(file) as archive:

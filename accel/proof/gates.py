@@ -58,7 +58,7 @@ class OutputGate:
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
         """Returns the additional results that ``check`` would give if the gate had ``seeds`` seeds.
 
-        Returns no results if the gate has that many seeds already.
+        Returns no results if the gate has ``seeds`` seeds or more already.
         """
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
@@ -100,8 +100,8 @@ class OutputGate:
                     reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
-        # Random inputs keep to the signature, so the source has to run all of them. Samples cut to other sizes may not
-        # make sense, and whole samples follow them.
+        # The source has to run all random inputs, because they fit the signature. A sample that is cut to the sizes of
+        # a case may make no sense, so the source may refuse the sample if other feeds could be compared.
         if refused and not (self.data and results):
             raise refused[0]
         return results
@@ -131,7 +131,7 @@ def _references(
     reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
-    can't run, because a failure there isn't the fault of the stage, and appends the errors to ``refused``."""
+    can't run, because the stage isn't at fault. Appends the errors to ``refused``."""
     for case, feeds in feeds_by_case:
         try:
             wanted = reference.of(feeds)

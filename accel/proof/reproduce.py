@@ -30,9 +30,14 @@ Status = Literal["identical", "equivalent", "different"]
 class Remade:
     """One stage, run again.
 
-    ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
-    gate, or for an engine with the same kernels from the same ONNX. ``status`` is ``different`` if the bytes fail the
-    gate or could not be compared. ``versions`` lists the libraries whose version changed, each as ``name then -> now``.
+    ``status`` has one of these values:
+
+    - ``identical`` if the bytes are the recorded bytes.
+    - ``equivalent`` if the bytes changed and pass the recorded gate, or if an engine from the same ONNX has the same
+      kernels.
+    - ``different`` if the bytes fail the gate or could not be compared.
+
+    ``versions`` lists the libraries whose version changed, each as ``name then -> now``.
     """
 
     stage: str
@@ -49,8 +54,8 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
 
     ``given`` lists the files and folders that the stages read (calibration data), matched by their sha256.
 
-    Raises ``ChainBroken`` if there is no manifest or the source is missing or changed, ``UsageError`` if a file that a
-    stage read is not in ``given``.
+    Raises ``ChainBroken`` if the manifest is missing, or if the source is missing or changed. Raises ``UsageError`` if
+    a file that a stage read is not in ``given``.
     """
     manifest = artifact.manifest
     if manifest is None:
@@ -142,7 +147,7 @@ def _source(manifest: Manifest) -> Artifact:
 
 
 def _where_it_was(spec: str, files: Sequence[str]) -> str:
-    """Returns ``spec``. If its relative path doesn't exist in the current folder, uses an absolute path from
+    """Returns ``spec``. Replaces a relative path that doesn't exist in the current folder by the absolute path from
     ``files``."""
     path, colon, factory = spec.partition(".py:")
     name = Path(path + (".py" if colon else ""))

@@ -183,7 +183,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(found.value) not in str(error):
-                continue  # The process may have died for another reason.
+                continue  # The integer may not be the reason why the process died.
             why = ""  # Leaves out the library's text, which names nodes that only the library knows.
         return BadData(
             f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "

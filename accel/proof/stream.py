@@ -59,8 +59,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed continues at the file's
-        front."""
+        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed reaches the end of the
+        file and continues with its first sample."""
         files = data_files(self.path)
         file = files[start % len(files)]
         wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}

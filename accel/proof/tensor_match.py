@@ -14,7 +14,8 @@ from accel.sources.onnx.file import NAME_SCOPES
 if TYPE_CHECKING:
     import onnx
 
-# Nodes that return their input under another dtype or name. Casting and quantizing insert such nodes everywhere.
+# Operators that return their input under another dtype or name. Casting and quantizing insert these operators
+# everywhere.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
 
 

@@ -108,8 +108,8 @@ class BaseSession(ABC):
         return self._run(feeds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the model for the arguments of the source's own call: tensors in, tensors out, in the
-        same structure (see ``accel.runtimes.call``)."""
+        """Takes the arguments of the source's own call, and returns the model's result in the structure that the source
+        returns (see ``accel.runtimes.call``)."""
         from .call import call
 
         return call(self, args, kwargs)
@@ -176,7 +176,8 @@ class Runtime:
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:
-        """Load ``artifact``. Raises ``UnsupportedHere`` for a wrong kind, ``MissingExtra`` if a library is missing."""
+        """Load ``artifact``. Raises ``UnsupportedHere`` for a wrong kind, and ``MissingExtra`` if a library is
+        missing."""
         if artifact.kind not in self.kinds:
             raise UnsupportedHere(
                 f"runtime {self.name} runs {' and '.join(self.kinds)} artifacts, {artifact.path} is {artifact.kind}"
@@ -255,8 +256,8 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names. Otherwise returns the first runtime of the artifact's kind that this
-    machine can run, or else the kind's first runtime."""
+    """Returns the runtime that the manifest names. If the manifest names none, returns the first runtime of the
+    artifact's kind that this machine can run, or else the kind's first runtime."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
@@ -279,8 +280,8 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep them longer than the session.
 
-    An output of ONNX Runtime shares its session's memory. While the output exists, none of this memory is freed, and
-    the memory has room for the results of all layers at the largest shape.
+    An output of ONNX Runtime shares its session's memory, and keeps all of this memory from being freed. The session's
+    memory has room for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

@@ -1,4 +1,5 @@
-"""Calls a session like the module that it was made from: tensors in, tensors out, in the module's own structure."""
+"""Calls a session with the arguments of the module that the session was made from, and returns the outputs in the
+module's structure."""
 
 from __future__ import annotations
 

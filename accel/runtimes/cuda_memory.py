@@ -145,7 +145,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
 
     def end_capture(self, stream: int) -> int:
-        """Returns a graph of the work enqueued on ``stream`` since ``begin_capture``. The graph can be launched."""
+        """Returns a graph, ready to launch, of the work enqueued on ``stream`` since ``begin_capture``."""
         (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
         (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
         self._call(self._cuda.cudaGraphDestroy(graph))

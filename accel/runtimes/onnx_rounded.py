@@ -28,7 +28,7 @@ from .base import BaseSession, SessionOptions
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-# Nodes that only move values. Their outputs need no rounding, because the inputs are rounded already.
+# Nodes that only move values. The outputs of such nodes need no rounding, because the inputs are rounded already.
 MOVES = frozenset(
     {
         "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
@@ -37,7 +37,7 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 
-# NumPy's own dtypes, without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
+# The dtypes that NumPy has without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
 _NATIVE = frozenset(
     {
         TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32,
@@ -83,8 +83,8 @@ class RoundedModel:
         return dict(zip(wanted, self._session(wanted).run(list(wanted), plain), strict=True))
 
     def _session(self, wanted: tuple[str, ...]) -> Any:
-        """Returns a session with the outputs ``wanted``. Caches the session of the model's outputs and one more
-        session."""
+        """Returns a session with the outputs ``wanted``. Caches the session of the model's own outputs and the last
+        session with further outputs."""
         extra = tuple(name for name in wanted if name not in self.outputs)
         if extra not in self._sessions:
             self._sessions = {key: value for key, value in self._sessions.items() if not key}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
-_FATAL = 4  # this log level hides error messages, which the exceptions contain anyway
+_FATAL = 4  # hides ONNX Runtime's log of errors, because the exceptions contain the same messages
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -45,8 +45,8 @@ class OnnxRuntimeSession(BaseSession):
 
     Several threads may call ``run``. Concurrent runs (``options.streams``) share these threads.
 
-    Raises ``InvalidModel`` if ONNX Runtime can't load the file, ``UnsupportedHere`` if this build has no kernel for an
-    operator.
+    Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if this build has no kernel
+    for an operator.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
@@ -123,8 +123,8 @@ class OnnxRuntimeSession(BaseSession):
 class OnnxRuntimeCudaSession(OnnxRuntimeSession):
     """The CUDA execution provider, with IO binding. Operators without a CUDA kernel run on the CPU.
 
-    Raises ``MissingExtra`` if the installed ONNX Runtime was built without CUDA, ``UnsupportedHere`` if CUDA can't
-    start on this machine. A session never falls back to the CPU for the whole model.
+    Raises ``MissingExtra`` if the installed ONNX Runtime was built without CUDA. Raises ``UnsupportedHere`` if CUDA
+    can't start on this machine. A session never falls back to the CPU for the whole model.
     """
 
     provider: ClassVar[str] = "CUDAExecutionProvider"
@@ -147,8 +147,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # ONNX Runtime's number of threads includes one thread that calls ``run``. Each further stream adds such a thread,
-    # which takes the place of a pool thread.
+    # ONNX Runtime's number of threads includes one thread that calls ``run``. Each further stream adds one more calling
+    # thread, which takes the place of a pool thread.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -51,8 +51,11 @@ class OpenVinoSession(BaseSession):
     threads as there are requests may call ``run`` concurrently. ``options.precision`` is the precision in which float32
     is computed.
 
-    Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the IR is missing, truncated or corrupt,
-    ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support it.
+    Raises these errors:
+
+    - ``MissingExtra`` without OpenVINO.
+    - ``InvalidModel`` if the IR is missing, truncated or corrupt.
+    - ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support bfloat16.
     """
 
     concurrent: ClassVar[bool] = True
@@ -147,7 +150,7 @@ class OpenVinoSession(BaseSession):
                 slot = None
                 while slot is None:
                     try:
-                        slot = free.get(block=not under_way)  # other callers may hold all slots
+                        slot = free.get(block=not under_way)  # the requests of other callers may hold all slots
                     except Empty:
                         self._finish_one(requests, under_way, found, free)
                 under_way[number] = slot
@@ -215,7 +218,8 @@ class OpenVinoSession(BaseSession):
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_integers(self, feeds: Feeds) -> None:
-        """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
+        """Raises ``BadFeeds`` for an integer out of range, because OpenVINO would silently read a wrong row of the
+        table."""
         if found := self._integers.first_outside(feeds):
             raise BadFeeds(f"{found}; correct the values, or export the model with the range of the input")
 

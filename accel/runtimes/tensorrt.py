@@ -40,8 +40,9 @@ class TensorRTSession(BaseSession):
     Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
     holds the shapes of the feeds.
 
-    Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU, ``InvalidModel``
-    if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all profiles.
+    Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU. Raises
+    ``InvalidModel`` if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all
+    profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -84,7 +85,7 @@ class TensorRTSession(BaseSession):
     def phases(self, feeds: Feeds) -> dict[str, float]:
         """Returns the milliseconds of ``host_to_device``, ``compute`` and ``device_to_host`` in one run.
 
-        CUDA events measure only the GPU, without the CPU's work before, between and after these phases.
+        CUDA events measure only the GPU, without the CPU's work before, between and after the phases.
         """
         self.signature.check_feeds(feeds)
         events = [self._cuda.create_event() for _ in range(4)]
@@ -223,8 +224,8 @@ class TensorRTSession(BaseSession):
 
 
 def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
-    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds the shapes of these outputs
-    after a run."""
+    """Returns the allocator of outputs whose size depends on the data. After a run, ``shapes`` holds the shapes of
+    these outputs."""
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -257,7 +258,7 @@ def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
 
 
 def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int | None:
-    """Returns the index of the first profile that holds these shapes, or None. Returns 0 for an engine without
+    """Returns the index of the first profile that holds ``shapes``, or None. Returns 0 for an engine without
     profiles."""
 
     def holds(profile: Profile) -> bool:

@@ -158,8 +158,8 @@ def load_plugin_library(trt: Any, capability: str) -> Path | None:
     Returns the path of the plugin library, or None if no library was built. Sessions, builds and checks of engines all
     call this function.
 
-    Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load, ``UnsupportedHere`` if
-    TensorRT can't load the library that was built here.
+    Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load. Raises
+    ``UnsupportedHere`` if TensorRT can't load the library that was built here.
     """
     from accel.kernels.native.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins
 

@@ -15,7 +15,8 @@ _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
 def parse_bound(text: Bound) -> Bound:
-    """Returns the bound that ``text`` states, as a number or in the one form of this sum.
+    """Returns the bound that ``text`` states, as a number or as a sum in normal form, so that equal bounds are equal
+    texts.
 
     Raises ``BadInputSpec`` if ``text`` is no number and no sum of dims and numbers.
     """
@@ -28,7 +29,7 @@ def dims_of(bound: Bound) -> frozenset[str]:
 
 
 def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
-    """Returns the bound at these sizes of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
+    """Returns the bound at ``sizes`` of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
     if isinstance(bound, int):
         return bound
     dims, number = _terms(bound)
@@ -36,7 +37,7 @@ def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
 
 
 def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
-    """Returns the bound with the sizes or other names in ``dims`` in place of the names of its dims."""
+    """Returns the bound after replacing the name of each dim by its size or new name in ``dims``."""
     if isinstance(bound, int):
         return bound
     terms, number = _terms(bound)

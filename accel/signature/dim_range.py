@@ -85,8 +85,8 @@ class DimRange:
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as the replacement of the range ``known``. If this range has no step, but its sizes are
-        multiples of the step of ``known``, the result gets that step.
+        """Returns this range as a replacement of ``known``. A range without a step gets the step of ``known`` if its
+        sizes are multiples of the step.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self

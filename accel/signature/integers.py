@@ -44,8 +44,8 @@ class IntegerRanges:
         return any(spec.bound_dims for spec in self._ranged)
 
     def first_outside(self, feeds: Feeds, shapes: Mapping[str, Sequence[int]] | None = None) -> OutOfRange | None:
-        """Returns the first integer outside its range, or None. Skips inputs that ``feeds`` lacks, arrays of other
-        kinds, and ranges that name a dim without a size. ``shapes`` has the shapes of the inputs that aren't in
+        """Returns the first integer outside its range, or None. Skips missing inputs, arrays whose values aren't
+        integers, and ranges that name a dim without a size. ``shapes`` has the shapes of the inputs that aren't in
         ``feeds``.
         """
         if not self._ranged:

@@ -81,7 +81,7 @@ class Signature:
         return next(spec for spec in self.inputs if spec.name == name)
 
     def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
-        """Returns the signature with these ranges in place of its own (see ``DimRange.over``)."""
+        """Returns the signature with the ranges ``dims`` in place of its own ranges (see ``DimRange.over``)."""
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
@@ -130,7 +130,7 @@ class Signature:
         1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
         Optional inputs are left out.
 
-        Raises ``BadInputSpec`` if an input has no valid integer at these sizes.
+        Raises ``BadInputSpec`` if an input has no valid integer at ``sizes``.
         """
         import numpy as np
 

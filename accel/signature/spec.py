@@ -48,11 +48,10 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
-    ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
-    cover exactly the rows of an embedding table. A bound may be a sum of dims: the lengths of sequences are in
-    ``(1, "length")``. ``seen`` is the range of the integers in an example. Example inputs are drawn from ``seen`` if
-    there are no ``values``, but other integers may be valid too. ``optional`` is True if the model has a default for
-    this input.
+    ``values`` is the range of valid integers, such as token ids. A bound of ``values`` may be a sum of dims, as in
+    ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example, and
+    integers outside ``seen`` may be valid too. Example inputs are drawn from ``values``, or else from ``seen``.
+    ``optional`` is True if the model has a default for this input.
     """
 
     name: str
@@ -124,7 +123,7 @@ class TensorSpec:
         return frozenset[str]().union(*map(dims_of, self.values or ()))
 
     def with_dims(self, dims: Mapping[str, Dim]) -> TensorSpec:
-        """Returns the spec with the sizes or other names in ``dims`` in place of the names of its dims."""
+        """Returns the spec after replacing the name of each dynamic dim by its size or new name in ``dims``."""
         low_high = tuple(substituted(bound, dims) for bound in self.values or ())
         shape = tuple(dims.get(dim, dim) if isinstance(dim, str) else dim for dim in self.shape)
         return replace(self, shape=shape, values=low_high or None)  # type: ignore[arg-type]
@@ -138,7 +137,7 @@ def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str,
 
 
 def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns ``specs`` with the integers that the inputs of the same names in ``known`` take."""
+    """Returns ``specs`` with ``values`` and ``seen`` copied from the inputs of the same name in ``known``."""
     specs = tuple(specs)
     names = new_names(known, specs)
     takes = {spec.name: spec.with_dims(names) for spec in known}

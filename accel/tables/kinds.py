@@ -14,11 +14,10 @@ class Kind:
     of files that runtimes look for beside the main file, with the same stem. ``runtimes`` lists the names of the
     runtimes that open the kind, in the order in which accel tries them. ``reader`` is the import string of a function
     in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
-    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function that runs a
-    file whose stated output shapes differ from the expected shapes, and corrects the file if only the statement is
-    wrong. ``export_as`` is the value of ``accel export --to``, or
-    None if the kind can't be exported. ``framework`` is True for a framework's own format: a file without a manifest is
-    then a source.
+    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function for a file that
+    states other output shapes than expected. The function runs the file, and corrects the stated shapes if only they
+    are wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported. ``framework``
+    is True for a framework's own format, in which a file without a manifest is a source.
     """
 
     name: str
@@ -107,7 +106,8 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(path: Path) -> str | None:
-    """Returns the kind that the suffix of ``path`` names, or None for a framework's own file or any other file."""
+    """Returns the kind that the suffix of ``path`` names, or None for a framework's own format and for an unknown
+    suffix."""
     return next((k.name for k in KINDS.values() if k.suffix == path.suffix and not k.framework), None)
 
 

@@ -1,7 +1,7 @@
 """The largest relative errors that rewriting a model may cause, one limit per row.
 
-A limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output, unless its row says
-otherwise. Gates, judges and searches read their limits here, so that each step has the same limit everywhere.
+A limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output, unless the row names another
+measure. Gates, judges and searches read their limits here, so that each step has the same limit everywhere.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def get_stage(name: str) -> Stage:
 
 
 def route(start: str, end: str) -> tuple[Stage, ...]:
-    """Returns the shortest chain of stages from the kind ``start`` to the kind ``end``. Raises ``UnknownName`` if there
-    is no such chain.
+    """Returns the shortest chain of stages from the kind ``start`` to the kind ``end``. Raises ``UnknownName`` if no
+    chain leads from ``start`` to ``end``.
     """
     routes: dict[str, tuple[Stage, ...]] = {start: ()}
     kinds = [start]

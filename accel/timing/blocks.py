@@ -35,11 +35,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``, and default to those in the manifest. ``opener`` is the import string of a function
-    that makes the session from the candidate, for models without a runtime in accel. If there is an ``opener``, the
-    artifact may have no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
-    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
-    the threads.
+    the same as in ``open_session``, and default to the manifest's runtime and options. ``opener`` is the import string
+    of a function that makes the session from the candidate, for models without a runtime in accel. If there is an
+    ``opener``, the artifact may have no content besides its signature. ``streams`` is the number of concurrent runs,
+    and 0 takes the number from the options. If a session doesn't support concurrent runs, each stream gets a session
+    with its share of the threads.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Block:
     """The measurements of a block.
 
     ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
-    the end of the last. If streams overlap, this time is less than the sum of ``times``. ``joules`` is the energy of
+    the end of the last. If streams overlap, ``seconds`` is less than the sum of ``times``. ``joules`` is the energy of
     the machine during the block, or None if the machine has no counter.
     """
 
@@ -132,7 +132,7 @@ class BlockRunner:
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
         """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises ``BadFeeds``
-        if the session's inputs have other names than ``feeds``."""
+        if the names of the session's inputs differ from the names in ``feeds``."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened
@@ -260,7 +260,7 @@ def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[
     """Call ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
     call.
 
-    A resumed process has cold caches and sleeping threads. A new process may also have to compile.
+    A resumed process has cold caches and sleeping threads, and a new process may have to compile first.
     """
     clock = clock or time.perf_counter_ns
     times: list[int] = []

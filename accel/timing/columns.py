@@ -116,7 +116,7 @@ COLUMNS = (
 
 
 def named(*titles: str) -> list[Column]:
-    """Returns the columns with these titles, in this order. Raises ``KeyError`` for an unknown title."""
+    """Returns the columns with the given titles, in the given order. Raises ``KeyError`` for an unknown title."""
     by_title = {column.title: column for column in COLUMNS}
     return [by_title[title] for title in titles]
 

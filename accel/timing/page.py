@@ -27,7 +27,7 @@ def check_ending(path: Path) -> None:
 def write(path: Path, body: Body) -> None:
     """Write ``body``, the JSON form of a report or a sweep, to a temporary file and rename it to ``path``.
 
-    Raises ``UsageError`` if the suffix is not in ``ENDINGS``, ``MissingExtra`` for HTML without jinja2.
+    Raises ``UsageError`` if the suffix is not in ``ENDINGS``, and ``MissingExtra`` for HTML without jinja2.
     """
     check_ending(path)
     if path.suffix == ".json":

@@ -1,8 +1,8 @@
 """The paired schedule, in which every candidate has its own process and all processes except the timed one are paused.
 
-Thread pools of inference runtimes keep spinning after a run. If candidates take turns in one process, or in processes
-that keep running, they slow one another down by different factors, up to 2. Therefore each block runs while all other
-processes are stopped. The order is shuffled in each round, and candidates are compared within their round.
+Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
+that keep running, slow one another down by different factors, up to 2. So each block runs while the processes of all
+other candidates are stopped. The order is shuffled in each round, and candidates are compared within their round.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["BenchReport", "Candidate", "measure"]
 # and longer than ``_PATIENCE_SECONDS``.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends at this multiple of its planned time. A block that begins with a slow run therefore still gets enough
-# runs for a robust median.
+# A block ends at this multiple of its planned time. The multiple is above 1, so that a block that begins with a slow
+# run gets enough runs for a robust median.
 _OVERRUN = 2.0
 
 
@@ -138,21 +138,24 @@ def measure(
 ) -> BenchReport:
     """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
 
-    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set equally often, cast to the
-    candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that fails, or
-    whose outputs differ from the baseline's in names, shapes or NaN, gets a row with ``error`` and is not timed.
+    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often,
+    cast to the candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that
+    fails, or whose outputs differ from the baseline's in names, shapes or NaN, gets a row with ``error`` and is not
+    timed.
 
     In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
     at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes, whose
-    difference gives the noise floor. Candidates are compared with both processes together. Further rounds run while a
-    confidence interval is wider than ``target_width`` (in ln). The further rounds end at four times ``rounds``, or
-    ``budget_seconds`` after the first round began. ``limit_seconds`` is the time for everything, loading included.
-    After the first 5 rounds, no round begins that would exceed ``limit_seconds``.
+    difference gives the noise floor. Candidates are compared with the two processes of the baseline together. After
+    ``rounds``, further rounds run while a confidence interval is wider than ``target_width`` (in ln). The further
+    rounds end at four times ``rounds``, or ``budget_seconds`` after the first round began. ``limit_seconds`` is the
+    time for everything, loading included. After the first 5 rounds, no round begins that would exceed
+    ``limit_seconds``.
 
-    ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither is given,
-    a candidate uses the numbers in its manifest. Without such numbers, the candidate uses all cores that this process
-    may use, and one stream. If only ``streams`` is given, ``threads`` is all cores. If only ``threads`` is given,
-    ``streams`` is 1. If any candidate has several streams, throughputs are compared.
+    ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither
+    ``threads`` nor ``streams`` is given, a candidate uses the numbers in its manifest. If the manifest has no numbers,
+    the candidate uses one stream and all cores that this process may use. If only ``streams`` is given, ``threads`` is
+    all cores. If only ``threads`` is given, ``streams`` is 1. If any candidate has several streams, throughputs are
+    compared.
 
     Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
     """
@@ -168,8 +171,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
-        # last tends to be 1% or 2% faster. The twin gives the baseline part of this advantage, and makes the advantage
-        # visible in the noise floor.
+        # last tends to be 1% or 2% faster. The twin gives the baseline a part of the last process's advantage, and the
+        # noise floor includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -202,7 +205,7 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with all options of its session and its number of streams."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # Recorded streams and threads belong together, so a given number replaces both.
+        # Recorded streams and threads belong together, so a given number of either replaces both.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
@@ -335,7 +338,7 @@ def _report(
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        # The row of the baseline includes both processes.
+        # The row of the baseline includes both of its processes.
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])

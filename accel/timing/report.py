@@ -14,8 +14,8 @@ from . import page
 from .columns import fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# A cosine below this value means that the candidate has other weights, because even a badly quantized model is closer
-# to its source.
+# A cosine below this value means that the weights of the two models differ, because even a badly quantized model is
+# closer to its source.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ class Row:
     """The results of one candidate. Times are in ms per run, over all iterations, or None if the candidate was not
     timed.
 
-    ``error`` is the reason if the candidate was not timed. In each round, the baseline's median is divided by the
-    candidate's. ``speedup`` is the median of these ratios, and ``ci95`` is its 95% interval. ``max_abs_diff``,
-    ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's. ``max_rel_diff`` is
-    ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of the worst sample.
-    ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run. ``peak_rss_mb`` is the
-    peak memory of the candidate's process in MiB, including the library. ``samples_per_second`` is the samples of all
-    runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages, or None if the machine
-    has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and ``device_to_host`` on
-    a GPU, measured by CUDA events. ``options`` holds the options of the session, including threads and streams
-    (concurrent runs).
+    ``error`` is the reason if the candidate was not timed. The ratio of a round is the baseline's median divided by the
+    candidate's. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95% interval.
+    ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
+    ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of
+    the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run.
+    ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library. ``samples_per_second``
+    is the samples of all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages,
+    or None if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and
+    ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the options of the session, including
+    threads and streams (concurrent runs).
     """
 
     name: str

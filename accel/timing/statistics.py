@@ -17,11 +17,11 @@ Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
 # process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the
-# processes. A single pair of processes may not show the difference.
+# processes. A single pair of processes may differ by less than 2%, so the floor is never lower.
 MIN_FLOOR = 0.02
 # Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
 NOISY_FLOOR = 0.05
-# Above this noise floor, a speedup that isn't significant is no information, so tables don't show the speedup.
+# Above this noise floor, a speedup that isn't significant says nothing, so tables don't show the speedup.
 TOO_NOISY_FLOOR = 1.0
 _RESAMPLES = 10_000
 
@@ -141,8 +141,8 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
 
     The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
     process would affect every ratio. The A/A interval is the interval of the speedup of one process over the other. The
-    floor is the distance from 1 to the farther end of this interval, and at least ``MIN_FLOOR``. Effects inside the A/A
-    interval occur even between identical processes.
+    floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``. Effects inside the
+    A/A interval occur even between identical processes.
     """
     import numpy as np
 
@@ -152,8 +152,8 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:
-    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor.
-    Otherwise returns ``too noisy`` if the noise floor is above ``TOO_NOISY_FLOOR``, else ``no measurable
+    """Returns ``faster`` or ``slower`` if the interval excludes 1 and the effect is above the noise floor. For any
+    other effect, returns ``too noisy`` if the noise floor is above ``TOO_NOISY_FLOOR``, else ``no measurable
     difference``."""
     if ratio.low > 1 and ratio.value > 1 + floor:
         return "faster"

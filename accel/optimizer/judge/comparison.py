@@ -33,8 +33,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# The name of the computation of the drop without a metric. Cache keys contain the name, so a changed computation needs
-# a new name.
+# Names the way in which the drop is computed without a metric. Cache keys contain the name, so a changed computation
+# needs a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -66,8 +66,8 @@ class Judgement:
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets every output by name,
-    with all samples on axis 0, and every array of the data, which includes inputs and labels. If ``data`` is None,
+    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. ``outputs`` maps names to the outputs
+    of all samples (axis 0). ``data`` holds every array of the data, such as inputs and labels. If ``data`` is None,
     outputs are compared on random inputs. The first ``skip`` samples of the data calibrated the candidates. Without a
     metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if all samples were
     calibration samples, so that the judge has to use the same samples.
@@ -131,7 +131,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # the correlation of constant outputs is NaN, for example
+        if not math.isfinite(value):  # for example, the correlation of constant outputs is NaN
             return Judgement(
                 drop=math.inf,
                 metric=None,
@@ -152,7 +152,7 @@ class Judge:
     def check(self) -> None:
         """Runs the source and the metric on the data, before any candidate is made.
 
-        Raises ``BadData`` with the sample that the source can't run on, ``UsageError`` if the metric fails.
+        Raises ``BadData`` with the sample that the source can't run on, and ``UsageError`` if the metric fails.
         """
         self._reference_outputs()
         if self.metric is not None:
@@ -220,8 +220,8 @@ class Judge:
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
         """Returns the batch size, the number of batches to skip at the front, and the number of batches to judge on.
-        Calibration reads the first ``skip`` samples. The judge leaves out these samples if there are others. A metric
-        gets all samples, because a metric may depend on their number and order.
+        Calibration reads the first ``skip`` samples. Without a metric, the judge skips the calibration samples if any
+        samples are left after them. A metric gets all samples, because a metric may depend on their number and order.
         """
         if self._stream is None:
             return BATCH, 0, len(self.source.signature.cases())

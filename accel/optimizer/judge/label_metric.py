@@ -62,7 +62,7 @@ class LabelMetric:
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
 
-        Raises ``BadData`` if a label is no class of the output, ``UsageError`` unless exactly one output fits.
+        Raises ``BadData`` if a label is no class of the output, and ``UsageError`` unless exactly one output fits.
         """
         labels = self.labels
         if self.kind == "spearman":
@@ -80,8 +80,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label does not decide which output fits, because one wrong label could then select an output
-            # that holds features instead of classes.
+            # The largest label does not decide which output fits. Otherwise one wrong label could select an output that
+            # holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -104,9 +104,9 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output that fits both layouts counts as [samples, classes, ...]. If some output fits only [samples,
-        # classes, ...], the outputs that fit only [samples, ..., n] are left out, because they hold features of each
-        # pixel.
+        # An output that fits both layouts counts as [samples, classes, ...]. An output that fits only [samples, ..., n]
+        # may hold features of each pixel. Outputs of this kind are left out if another output fits only [samples,
+        # classes, ...].
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -123,7 +123,7 @@ class LabelMetric:
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
 
-        # Segmentation ignores pixels with negative labels. In other metrics each label has to be a class.
+        # ``iou`` ignores pixels with negative labels. For every metric but ``iou``, each label has to be a class.
         wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
         if not wrong.any():
             return
@@ -162,10 +162,11 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
 
     The file is an .npz with one array, or with an array called ``label`` or ``labels``. The array has one number per
     sample, [samples] or [samples, 1]. For ``iou`` the array has a class number for each pixel, and negative numbers are
-    ignored. A ``kind`` of None stands for top1 if the labels are integers, spearman if they are floats, and iou if
-    there are several numbers per sample.
+    ignored. A ``kind`` of None chooses ``top1`` for integers, ``spearman`` for floats, and ``iou`` for several numbers
+    per sample.
 
-    Raises ``BadData`` if the file can't be read or has no labels of that kind, ``UnknownName`` for an unknown kind.
+    Raises ``BadData`` if the file can't be read or its labels don't suit ``kind``. Raises ``UnknownName`` for an
+    unknown ``kind``.
     """
     import numpy as np
 
@@ -188,13 +189,14 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         wanted = "a class number for each place" if kind == "iou" else "one finite number a sample"
         hint = _one_hot(labels)
         raise BadData(
-            f"{where}: labels for {kind} are {wanted}, this is {labels.dtype}{list(labels.shape)}"
+            f"{where}: labels for {kind} are {wanted}, but the array is {labels.dtype}{list(labels.shape)}"
             + (f"; {hint}" if hint else "")
         )
     if kind != "spearman" and labels.dtype.kind == "f":
         hint = _one_hot(labels) or _whole(labels)
         raise BadData(
-            f"{where}: {kind} needs whole numbers as labels, these are {labels.dtype}" + (f"; {hint}" if hint else "")
+            f"{where}: {kind} needs whole numbers as labels, but the labels are {labels.dtype}"
+            + (f"; {hint}" if hint else "")
         )
     return LabelMetric(kind, file_sha256(path), labels, where)
 

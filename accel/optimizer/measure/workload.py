@@ -124,7 +124,8 @@ def workload(
     the dims' usual sizes. ``lengths`` is described in ``read_lengths``. ``cores`` is the number of threads of the
     session.
 
-    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` for sizes outside the model's ranges.
+    Raises ``UsageError`` if two options contradict each other. Raises ``BadInputSpec`` for sizes outside the model's
+    ranges.
     """
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
@@ -157,12 +158,12 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
+    """Returns the name of the length dim, and the list of all lengths with repetitions.
 
     ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
     ``data`` means the lengths of the samples (the number of ones in each row of a mask). If the model has several
     dynamic dims besides the batch, the text begins with ``DIM=``, which names the dim of the lengths. Raises
-    ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole numbers.
+    ``BadInputSpec`` if the dim is ambiguous, and ``BadData`` if the file holds anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -249,8 +250,7 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
 
 
 def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Returns a sample of the data, cut or repeated to ``sizes``. Without data, returns random inputs of these
-    sizes."""
+    """Returns a sample of the data, cut or repeated to ``sizes``. Without data, returns random inputs of ``sizes``."""
     if data is None:
         return signature.example_inputs(**sizes)
     first = next(data.batches(1, signature.batch_unit), None)

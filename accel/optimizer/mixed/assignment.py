@@ -1,9 +1,9 @@
 """Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
 
-The search tries how many steps from the front of one list are enough. The errors of different layers are unrelated, so
-their squares add up. The list is therefore sorted by the squared error that a step removes per unit of time. Finding
-the fastest assignment of precisions to layers is a knapsack problem, and this order is its greedy solution (Dantzig
-1957).
+The search finds how many steps from the front of the sorted list are enough. The errors of different layers are
+unrelated, so their squares add up. The gain of a step is the squared error that the step removes, and its cost is the
+additional time. Finding the fastest assignment of precisions to layers is a knapsack problem. Sorting by gain per cost
+gives the greedy solution (Dantzig 1957).
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class Half:
 
 
 def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
-    """Returns two judges, one for each half of the data, and an empty text.
+    """Splits the data, and returns a ``Half`` for the search, a ``Half`` that is held out, and an empty text.
 
-    Returns ``judge`` itself, None and the reason if the data can't be split. The halves are files that are deleted when
-    ``stack`` closes.
+    If the data can't be split, returns a ``Half`` with all samples, None, and the reason. Closing ``stack`` deletes the
+    files of both halves.
     """
     whole = Half(name="all", judge=judge)
     if judge.data is None:

@@ -43,14 +43,16 @@ def assign(
     cache: StageCache,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[Recipe, Trajectory]:
-    """Finds the layers that the int8 recipe ``recipe`` has to keep in float. Returns the recipe with these layers, and
-    the record of the search.
+    """Finds the layers that the int8 recipe ``recipe`` has to keep in float. Returns the recipe that keeps the found
+    layers in float, and the record of the search.
 
-    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of these upgrades
-    that is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
-    Further upgrades are then added until the held-out half of the data confirms the result.
+    Searches in three steps:
 
-    Raises ``NothingPassed`` if the budget is exceeded even with every layer in float, ``OutOfTime`` if
+    - Bisection finds the shortest prefix of ``upgrades`` that keeps the drop within ``max_drop``.
+    - The costliest layers of the prefix are tried in int8 again, one by one.
+    - Further upgrades are added until the held-out half of the data confirms the result.
+
+    Raises ``NothingPassed`` if the drop is over ``max_drop`` even with every layer in float. Raises ``OutOfTime`` if
     ``out_of_time()`` is true before an assignment is found.
     """
     search = _Search(recipe, src, max_drop, cache, out_of_time)

@@ -18,7 +18,7 @@ from . import openvino, ort_cpu, ort_cuda, tensorrt
 from .recipe import NotTried, Recipe, RecipeRequest, as_search
 from .steps import has_large_products, is_16_bit, precision_of
 
-# The function that makes the recipes for a precision, by target.
+# Maps each target to the function that makes the recipes for a precision.
 _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe]]] = {
     "ort-cpu": ort_cpu.recipes,
     "openvino": openvino.recipes,
@@ -37,7 +37,7 @@ def likelihood(recipe: Recipe) -> tuple[int, int]:
 def targets_for(name: str) -> tuple[Target, ...]:
     """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
 
-    Raises ``UnknownName`` if there is no such target, ``MissingExtra`` if its toolkit isn't installed.
+    Raises ``UnknownName`` if no target is called ``name``, and ``MissingExtra`` if its toolkit isn't installed.
     """
     if name != "auto":
         target = Target.get(name)
@@ -59,9 +59,12 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[NotTried]]:
     """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made, with the reason.
 
-    Raises ``UnsupportedHere`` if the only target lacks a precision that the user requests, if ``src`` is fp8 and the
-    target has no fp8, or if the user requests kernels that no candidate supports. Raises ``UsageError`` if the
-    request has options for a stage that no recipe contains.
+    Raises ``UsageError`` if the request has options for a stage that no recipe contains. Raises ``UnsupportedHere`` in
+    each of these cases:
+
+    - The only target lacks a precision that the user requests.
+    - ``src`` is fp8, and the only target has no fp8.
+    - The user requests kernels, and no candidate supports kernels.
     """
     made: list[Recipe] = []
     left_out: list[NotTried] = []
@@ -94,8 +97,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a search is
-    impossible. Also returns None if the user names precisions, because ``mixed`` is then a separate candidate or
-    unwanted.
+    impossible. Also returns None if the user names precisions, because the user then decides whether ``mixed`` is a
+    candidate.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None

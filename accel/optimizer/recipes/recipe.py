@@ -24,10 +24,11 @@ class Step(NamedTuple):
 class Recipe:
     """The recipe of one candidate.
 
-    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` distinguishes
-    recipes of one target and precision, and includes its separator (`` static``, ``+bf16``). If ``search`` is True,
-    ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float. ``gate_advice`` maps a
-    stage to advice for users if the stage's gate fails, because a larger budget then doesn't help.
+    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` is a suffix that
+    distinguishes recipes of one target and precision, with its separator (`` static``, ``+bf16``). If ``search`` is
+    True, ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float. ``gate_advice``
+    maps a stage to the advice for users if the stage's gate fails, for stages at which a larger ``max_drop`` doesn't
+    help.
     """
 
     name: str
@@ -98,7 +99,7 @@ class NotTried:
 @dataclass(frozen=True, kw_only=True)
 class RecipeRequest:
     """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
-    precisions to try. If it is None, each target's usual precisions are tried. ``samples`` is the number of calibration
+    precisions to try, or is None to try each target's usual precisions. ``samples`` is the number of calibration
     samples in ``data``. ``kernels`` keeps only candidates whose products are fused into accel's operators. ``engine``,
     ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
     """

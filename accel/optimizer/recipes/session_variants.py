@@ -9,11 +9,11 @@ from ..measure.workload import Objective
 
 
 def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
-    """Returns copies of ``row`` with other session options, likely faster ones first. Returns no copies if the runtime
-    has no options to vary. For latency the options are fewer threads, graph optimizations that keep the layout, and
-    idle threads that sleep. A small model spends most of its time on distributing work to threads. A layout change
-    slows some convolutions. For throughput the options are several streams, which distribute work by request instead of
-    by operator.
+    """Returns copies of ``row`` with different session options, the likely faster copies first. Returns no copies if
+    the runtime has no options to vary. For latency the options are fewer threads, graph optimizations that keep the
+    layout, and idle threads that sleep. A small model spends most of its time on distributing work to threads. A layout
+    change slows some convolutions. For throughput the options are several streams, which distribute work by request
+    instead of by operator.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
     if options is None:

@@ -40,7 +40,8 @@ def cpu_has_bf16() -> bool:
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
     """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
-    ``min_opset`` is the first opset that supports the candidate's precision, and 0 sets no such limit.
+    ``min_opset`` is the first opset that supports the candidate's precision, or 0 if every opset supports the
+    precision.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 

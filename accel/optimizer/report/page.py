@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The smallest divergence on the logarithmic axis. Smaller values and 0 are drawn at this value.
+# The smallest divergence on the logarithmic axis, at which 0 and smaller values are drawn.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # the largest number of rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
@@ -91,8 +91,8 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
     """Returns the plot of time against metric or divergence, with the ticks and the limit. The plot has a point for
-    each candidate with both figures. A line joins the Pareto-optimal points. Returns None if there are fewer than two
-    points.
+    each candidate that has a time and a metric or divergence. A line joins the Pareto-optimal points. Returns None if
+    there are fewer than two points.
     """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
@@ -142,9 +142,10 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 
 
 def _place_names(points: list[dict[str, Any]]) -> None:
-    """Sets ``label_y``, which puts each point's name above the point, or below or farther away if names would overlap.
+    """Sets ``label_y``, the height of each point's name, so that names don't overlap if possible.
 
-    A letter is about 6 units wide. A name is to the right of its point, or to the left near the plot's right edge.
+    A letter is about 6 units wide. A name stands at the right of its point, or at the left of a point near the plot's
+    right edge.
     """
     taken: list[tuple[float, float, float]] = []
     for point in points:
@@ -257,7 +258,7 @@ def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping
     float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # rows with other session options share the search
+        if row.trajectory is not None and not row.base:  # rows that differ only in session options share a search
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_function() -> None:
     [
         ({"max_drop": 1.0}, UsageError, "the drop 1.0 is not from 0 to 1"),
         ({"label_metric": "top1"}, UsageError, "pass labels="),
-        ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels bring their own metric"),
+        ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),
         ({"budget_seconds": 0.0}, UsageError, "nothing can be tried in 0 s"),
         ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),
         ({"precision": ("fp7",)}, UnknownName, "unknown precision 'fp7'; use one of fp32, fp16"),

@@ -214,7 +214,7 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
         (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
-            "flat.npz: 'label': labels for top1 are one finite number a sample, this is int64[128, 2]",
+            "flat.npz: 'label': labels for top1 are one finite number a sample, but the array is int64[128, 2]",
         ),
         (["--labels", tmp_path / "none.npz"], "does not exist; check --labels"),
         (["--labels", short, "--metric", "accel.examples.digits:top1"], "either --metric or --labels"),
