@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from accel.signature import Signature
 
-# A benchmark uses at most this many batches of the user's data, in turn. The times are averages over these batches.
+# A benchmark uses at most this many batches of the user's data, in turn. The reported times are averages over the
+# batches.
 _DATA_BATCHES = 8
 # A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, TensorFlow and
 # TFLite models run in a separate TensorFlow process.

@@ -66,7 +66,7 @@ _PARTS = (
     ("tensorboard", "tensorboard", "train", "the event files of accel train"),
     ("torchdata", "torchdata", "train", "the data loader of accel train"),
 )
-# Parts of onnx2tf. No extra installs onnx2tf, which has its own install command.
+# Parts of onnx2tf. onnx2tf is in no extra of accel, and has its own install command.
 _BESIDE = (
     ("onnx2tf", "onnx2tf", "what accel export --to saved_model and --to tflite are made with"),
     ("ai-edge-litert", "ai_edge_litert", "a part of onnx2tf"),

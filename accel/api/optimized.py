@@ -74,8 +74,8 @@ class Optimized(Optimization):
 
     @property
     def speedup(self) -> float | None:
-        """Returns how many times as fast as the source the published model is, by the median of paired runs. The source
-        runs in its own framework, such as PyTorch in eager mode. Returns None if nothing was measured."""
+        """Returns the speedup of the published model over the source, as the median of paired runs. The source runs in
+        its own framework, such as PyTorch in eager mode. Returns None if nothing was measured."""
         if self.comparison is not None:
             return self.comparison.rows[-1].speedup
         measured = next((c.measured for c in self.candidates if c.name == self.chosen), None)

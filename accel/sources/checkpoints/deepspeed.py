@@ -2,7 +2,7 @@
 
     FOLDER/latest: the name of the TAG to read.
     FOLDER/TAG/mp_rank_00_model_states.pt: names and shapes of the parameters, and the buffers (stages 0 to 2).
-    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: names, shapes and buffers for rank R (stage 3).
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: names and shapes of parameters, and buffers (stage 3).
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of the float32 master weights.
 
 Stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank. Stage 3

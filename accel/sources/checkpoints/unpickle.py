@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """Reads a plain pickle with its objects as records. Raises the errors of ``read_torch``."""
+    """Reads a plain pickle with its objects as records. Raises the same errors as ``read_torch``."""
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()
