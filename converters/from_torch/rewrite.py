@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from .tensor_expression import condition, function_name, is_condition, module_function, tensors, takes_numbers
+from .tensor_expression import condition, function_name, is_condition, module_function, takes_numbers, tensors
 
 # A place in a file: its first line, last line, first column and last column. Columns count bytes of UTF-8.
 Span = tuple[int, int | None, int | None, int | None]
