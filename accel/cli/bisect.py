@@ -70,7 +70,7 @@ def _human(found: BisectReport, scan: bool) -> Any:
         off = f"{found.as_run.output} is off by {found.as_run.rel_l2:.3g} (rel_l2)"
         looked += (
             f"\nits own runtime computes something else: {off} from that file, but every node of the file is right; "
-            "take another --precision or --target"
+            "run accel optimize with another --precision or --target"
         )
     if found.divergence is None:
         inside = (

@@ -52,7 +52,8 @@ def agrees(source: str, made: Any) -> None:
 
 
 FUNCTIONS = """y = y * round(x.abs().sum().item()) + round(float(x.mean()), 1)
-y = y / math.sqrt(x.square().sum().item() + 1) / math.sqrt(x.mean().abs() + 1) * math.sqrt(x.shape[0]) + max(x.mean().item(), 0.5)"""
+y = y / math.sqrt(x.square().sum().item() + 1) / math.sqrt(x.mean().abs() + 1)
+y = y * math.sqrt(x.shape[0]) + max(x.mean().item(), 0.5)"""
 SIZES = """y = y + int(x.sum()) + float(x.detach().numpy().max()) + x.amin() + len(x[x > 0])
 y = y + torch.zeros(n.item(), 4).sum() + x[:, : n.item()].sum()"""
 CHECKS = """assert x.abs().max() < 1e6
