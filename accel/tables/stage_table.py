@@ -38,7 +38,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=2,
+        version=3,
         proves=True,
     ),
     Stage(
