@@ -63,7 +63,9 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
 
 def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
     _check_tensors(graph, spec)
-    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in (*spec.outputs, *spec.inputs)])
+    graph = tf.compat.v1.graph_util.extract_sub_graph(
+        graph, [operation(name) for name in (*spec.outputs, *spec.inputs)]
+    )
     names = [plain_name(name) for name in spec.inputs]
     outputs = [plain_name(name) for name in spec.outputs]
     frozen = Frozen(

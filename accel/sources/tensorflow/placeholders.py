@@ -76,7 +76,9 @@ def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any
     unknown = [name for name in names if name not in best]
     if not unknown:
         strip = option("strip_training_ops", True)
-        return RandomOps(f"{start}; pass {option('placeholders', known)} for inference, or {strip}, which sets the same")
+        return RandomOps(
+            f"{start}; pass {option('placeholders', known)} for inference, or {strip}, which sets the same"
+        )
     added = {"graph_inputs": [*spec.inputs, *(f"{name}:0" for name in unknown)]}
     fixes = [arguments(**added, placeholders=known) if known else arguments(**added)]
     if all(_shape(needed[name]) is not None for name in unknown):
