@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line, whole_sentences
 from accel.signature import TensorSpec
-from accel.spelling import arguments, option
+from accel.spelling import option
 
 from ..python_object import load_object, raised
 from .bare_graph import load_checkpoint, load_graph, run_graph
