@@ -17,8 +17,10 @@ def source_notes(artifact: Artifact) -> list[str]:
 def _placeholder_note(artifact: Artifact) -> str | None:
     """Returns a note about the placeholders of a TensorFlow graph that were set, else None."""
     values: Mapping[str, str] = artifact.source.get("loading", {}).get("placeholders", {})
-    found = ", ".join(f"{name}={value}" for name, value in values.items())
-    return f"set the placeholder{'s' * (len(values) > 1)} {found}; {option('placeholders')} sets other values" if found else None
+    if not values:
+        return None
+    said = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"set the placeholder{'s' * (len(values) > 1)} {said}; {option('placeholders')} sets other values"
 
 
 def _renaming_note(artifact: Artifact) -> str | None:

@@ -63,7 +63,8 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
 
 def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
     _check_tensors(graph, spec)
-    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in (*spec.outputs, *spec.inputs)])
+    ends = [operation(name) for name in (*spec.outputs, *spec.inputs)]
+    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, ends)
     names = [plain_name(name) for name in spec.inputs]
     outputs = [plain_name(name) for name in spec.outputs]
     frozen = Frozen(
@@ -71,7 +72,8 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
         inputs=dict(zip(names, spec.inputs, strict=True)),
         outputs=dict(zip(outputs, spec.outputs, strict=True)),
     )
-    whole, converted, said = frozen, frozen, {}
+    said: dict[str, str] = {}
+    whole = converted = frozen
     if spec.placeholders or left_out(frozen):
         # Conversions are compared with the user's graph, in which only the placeholders are set.
         whole, said = with_placeholders(replace(frozen, graph=as_imported(graph)), spec)

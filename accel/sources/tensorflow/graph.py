@@ -182,14 +182,13 @@ def without_weights(frozen: Frozen) -> Frozen:
     return replace(frozen, graph=graph)
 
 
-def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs of these ``shapes``. If
-    a window is too large, oneDNN's convolutions return uninitialized memory and raise no error.
+def refuse_windows_beyond(frozen: Frozen, feeds: Mapping[str, np.ndarray]) -> None:
+    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs shaped like ``feeds``.
+    If a window is too large, oneDNN's convolutions return uninitialized memory and raise no error.
     """
-    types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
     with tf.Graph().as_default():
         fixed = {
-            tensor: tf.compat.v1.placeholder(types[operation(tensor)], shapes[name])
+            tensor: tf.compat.v1.placeholder(tf.as_dtype(feeds[name].dtype), feeds[name].shape)
             for name, tensor in frozen.inputs.items()
         }
         tf.import_graph_def(frozen.graph, input_map=fixed, name="")

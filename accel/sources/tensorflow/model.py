@@ -150,7 +150,7 @@ def _run_whole(
     """Runs the model like ``run``, but first refuses inputs that are smaller than a window of the graph."""
     if outline is not None:
         with _failures(feeds, where):
-            refuse_windows_beyond(outline, {name: value.shape for name, value in feeds.items()})
+            refuse_windows_beyond(outline, feeds)
     return _called(model, feeds, where)
 
 

@@ -76,7 +76,8 @@ def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any
     unknown = [name for name in names if name not in best]
     if not unknown:
         strip = option("strip_training_ops", True)
-        return RandomOps(f"{start}; pass {option('placeholders', known)} for inference, or {strip}, which sets the same")
+        given = option("placeholders", known)
+        return RandomOps(f"{start}; pass {given} for inference, or {strip}, which sets the same")
     added = {"graph_inputs": [*spec.inputs, *(f"{name}:0" for name in unknown)]}
     fixes = [arguments(**added, placeholders=known) if known else arguments(**added)]
     if all(_shape(needed[name]) is not None for name in unknown):
@@ -99,7 +100,7 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
     try:
         value = _WORDS[text.lower()] if kind.is_bool else text if kind == tf.string else _number(text, kind)
     except (KeyError, ValueError, OverflowError) as error:
-        example = {name: "False" if kind.is_bool else "1" if kind.is_integer else "1.0"}
+        example = {name: False if kind.is_bool else 1 if kind.is_integer else 1.0}
         raise BadInputSpec(
             f"the placeholder {name} of {spec.path} is {kind.name} and can't be {text!r}; "
             f"pass e.g. {option('placeholders', example)}"
@@ -158,7 +159,10 @@ def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the placeholders that have one sensible value at inference, with this value: the one that leaves the
-    fewest training ops. Leaves out defaults that have this value. Also returns the placeholders that the outputs still need with these values."""
+    fewest training ops. Leaves out defaults that have this value.
+
+    Also returns the names of the placeholders that the outputs still need with these values.
+    """
     found: dict[str, Any] = {}
     while True:
         now = _with_constants(frozen, {**given, **found})

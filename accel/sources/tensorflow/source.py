@@ -31,7 +31,7 @@ class TensorFlowSpec:
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
     ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
     ``x:0``. ``strip`` removes dropout that training left in the model. ``declared`` holds the inputs that the user
-    declares for a Keras model, which may not know its inputs. ``placeholders`` are the values of placeholders of a graph
+    declares for a Keras model, which may not know its inputs. ``placeholders`` are the values of a graph's placeholders
     that are no inputs, as pairs of name and value.
     """
 

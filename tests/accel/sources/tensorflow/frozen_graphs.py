@@ -1,8 +1,8 @@
 """Writes small frozen graphs that were saved in training form into the given folder, in a separate process.
 
-Each function in ``GRAPHS`` builds a graph from the input ``x``; returns the output and the values of the placeholders at
-inference, and as a third the output without dropout if it is random at inference too. ``NAME.npz`` holds TensorFlow's
-outputs at inference.
+Each function in ``GRAPHS`` builds a graph from the input ``x``, and returns the output and the values of the
+placeholders at inference. If the output is random at inference too, the function also returns the output without
+dropout. ``NAME.npz`` holds TensorFlow's outputs at inference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def graph(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def dense(x: Any, name: str, columns: int = 4) -> Any:
-    rng = np.random.default_rng(len(name))
+    rng = np.random.default_rng(sum(map(ord, name)))
     return tf.matmul(x, tf.constant(rng.standard_normal((x.shape[-1], columns)).astype(np.float32), name=name))
 
 

@@ -22,6 +22,7 @@ ENDS: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 WORDS = ["--inputs", "x:0", "--outputs", "y:0", "-q"]
 # The outputs of these graphs depend on a placeholder without a value that is right for sure.
 UNKNOWN = {"scale", "scale_and_dropout", "branches", "labels"}
+DEFAULTS = {"keep_prob_default_of_inference", "learning_phase"}
 
 
 @pytest.fixture(scope="module")
@@ -41,43 +42,37 @@ def graphs(shared: Path, one_worker: Any, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def opened(path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Opens a graph; returns the values that were set, and the outputs of the graph that is the reference."""
+def opened(path: Path, **options: Any) -> dict[str, str]:
+    """Opens a graph and checks that it computes the outputs at inference; returns the values that were set."""
     artifact = accel.Source(path, **ENDS, **options).open()
     with np.load(path.with_suffix(".npz")) as known, accel.load(artifact) as session:
-        found = session.run({"x": known["x"]})
-        np.testing.assert_allclose(found["y"], known["y"], atol=1e-5)
-    return artifact.source["loading"].get("placeholders", {}), found
+        np.testing.assert_allclose(session.run({"x": known["x"]})["y"], known["y"], atol=1e-5)
+    values: dict[str, str] = artifact.source["loading"].get("placeholders", {})
+    return values
 
 
-def test_what_strip_training_ops_sets(graphs: Path) -> None:
+QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "function_in_function", "scale"}
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
+def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
     """Fails if a placeholder of training isn't set to its value at inference, if a placeholder that only scales is set,
     or if the reference isn't the graph with these values."""
     values = json.loads((graphs / "values.json").read_text())
-    for name, right in values.items():
+    for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
             with pytest.raises(BadSource, match="needs a value for the placeholder"):
                 accel.Source(graphs / f"{name}.pb", **ENDS, strip_training_ops=True).open()
             continue
-        said, _ = opened(graphs / f"{name}.pb", strip_training_ops=True)
-        best = {key: float(said[key]) if said[key] not in ("True", "False") else said[key] == "True" for key in said}
-        assert best.items() <= right.items(), name
-        # The keep probability in a branch that is never taken has no effect.
-        assert set(right) - set(best) <= ({"keep_prob"} if "with_keep" in name else set()), name
+        right = {key: str(value) for key, value in values[name].items()}
+        said = opened(graphs / f"{name}.pb", strip_training_ops=True)
+        assert said.items() <= right.items(), name
+        left = set(right) - set(said)
+        # A keep probability in a branch that is never taken has no effect, and right defaults aren't set again.
+        assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "keep_prob",
-        "dropout_in_switch_with_keep",
-        "fused_in_if",
-        "norm_by_where",
-        "zoneout",
-        "function_in_function",
-        "constant_dropout_too",
-    ],
-)
+@pytest.mark.parametrize("name", ["dropout_in_switch_with_keep", "norm_by_where", "constant_dropout_too"])
 def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
     """Fails if the ONNX file still holds a training op, a branch or a placeholder, or computes something else than
     TensorFlow with the placeholders at inference."""
@@ -124,7 +119,7 @@ def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_pa
 
 def test_defaults(graphs: Path) -> None:
     """Fails if a default of inference is asked for or changed, or if a default of training is taken silently."""
-    assert opened(graphs / "keep_prob_default_of_inference.pb")[0] == {}
+    assert opened(graphs / "keep_prob_default_of_inference.pb") == {}
     for name in ("training_by_default", "keep_prob_default"):
         with pytest.raises(RandomOps, match="needs a value for the placeholder"):
             accel.Source(graphs / f"{name}.pb", **ENDS).open()
