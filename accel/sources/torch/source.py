@@ -19,6 +19,7 @@ from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
+from ..pipeline import keep_function, pipeline_in
 from .arguments import class_name
 from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, required_parameters
@@ -26,7 +27,6 @@ from .fingerprint import code_sha256, state_sha256
 from .found import Found
 from .integer_bounds import bounds_words, find_bounds
 from .live import SUFFIX, open_captured
-from .pipeline import keep_function, pipeline_in
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
 from .transformers_folder import open_folder
