@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from accel.kernels.torch.fuse import fuse
     from accel.runtimes.base import Session
     from accel.sources.declare import declare
+    from accel.sources.pipeline import Pipeline
     from accel.sources.source import Source
-    from accel.sources.torch.pipeline import Pipeline
     from accel.tables.target import Target
 
 if os.path.isfile(os.path.join(os.path.dirname(__file__), "kernels")):  # noqa: PTH113, PTH118, PTH120 (quicker)
@@ -41,7 +41,7 @@ _PUBLIC = {
     "AccelError": "accel.errors:AccelError",
     "Artifact": "accel.artifact:Artifact",
     "Manifest": "accel.artifact:Manifest",
-    "Pipeline": "accel.sources.torch.pipeline:Pipeline",
+    "Pipeline": "accel.sources.pipeline:Pipeline",
     "Session": "accel.runtimes.base:Session",
     "Signature": "accel.artifact:Signature",
     "Source": "accel.sources.source:Source",

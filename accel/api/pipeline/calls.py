@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from accel.signature import Feeds
-    from accel.sources.torch.pipeline import Record
+    from accel.sources.pipeline import Record
 
 # A loop may call a part any number of times. The sizes of all calls count, but only so many calls keep their values.
 _MOST_KEPT = 128

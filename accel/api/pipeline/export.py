@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import AccelError, BadSource, StageFailed
+from accel.optimizer.publish import check_out
 from accel.proof.gates import OutputGate
 from accel.proof.recorded_gate import RecordedGate, write_recorded
 from accel.sources.source import Source
 from accel.stage import run_stage
+from accel.tables.kinds import KINDS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
 from .calls import Calls, named, record_calls
 
 if TYPE_CHECKING:
     from accel.signature import Feeds
-
-MAIN_FILE = "model.pipeline"
 
 
 def export_pipeline(
@@ -39,21 +39,24 @@ def export_pipeline(
     Raises ``BadSource`` if the function never calls a part, calls a part in several ways, or changes a part. Raises the
     errors of ``accel.export`` with the name of the part.
     """
+    from accel.sources.pipeline import pipeline_in
+    from accel.sources.torch.arguments import class_name
     from accel.sources.torch.call import NamedModule, run_own
     from accel.sources.torch.fingerprint import state_sha256
-    from accel.sources.torch.pipeline import pipeline_in
     from accel.sources.torch.source import module_of
 
     module = module_of(src)
     pipeline = pipeline_in(module)
     assert pipeline is not None, "the source is a pipeline"
+    if folder is not None:
+        check_folders(folder, pipeline.names)
     whole = NamedModule(module, [spec.name for spec in src.signature.inputs])
     before = state_sha256(module)
     modules = pipeline.by_name()
     calls = record_calls(modules, pipeline.recorded_by, lambda feeds: run_own(whole, src.signature, feeds), _runs(src))
     if state_sha256(module) != before:
         raise BadSource(
-            f"{pipeline.function.__name__} changes the weights or buffers of a part when it runs; an exported part "
+            f"{class_name(pipeline)} changes the weights or buffers of a part when it runs; an exported part "
             "stays as it is, so return the new values and pass them to the next call"
         )
     with TemporaryDirectory(prefix="accel-") as temporary:
@@ -66,6 +69,13 @@ def export_pipeline(
                 raise named(error, name) from error
         example = write_recorded([_example(src)] if _example(src) else [], Path(temporary) / "example", "example")
         return joined(src, parts, limit or usual_limit(src), cache, folder, example)
+
+
+def check_folders(folder: Path, parts: Iterable[str]) -> None:
+    """Raises ``CannotWrite`` if a file that accel did not make would be overwritten in ``folder`` or in the folder of a
+    part."""
+    for each in (folder, *(folder / name for name in parts)):
+        check_out(each, "")
 
 
 def joined(
@@ -83,7 +93,7 @@ def joined(
     manifests = {name: manifest_path(part.path) for name, part in parts.items()}
     config = PipelineFromPartsConfig(function=about["function"], sha256=about["sha256"], parts=manifests)
     gates = [OutputGate(limit=limit), *([RecordedGate(limit=limit, data=example)] if example else [])]
-    out = folder / MAIN_FILE if folder else None
+    out = folder / KINDS["pipeline"].main_file if folder else None
     return run_stage("pipeline_from_parts", src, config, gates=gates, cache=cache, out=out)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +36,7 @@ from accel.tables.limits import STAGE_LIMITS
 
 from ..as_onnx import Exported
 from .calls import Calls, named
-from .export import joined
-
-if TYPE_CHECKING:
-    pass
+from .export import check_folders, joined
 
 _BATCH = 8
 # The names of the rows: every part is optimized, or all parts but the named ones.
@@ -56,6 +53,7 @@ def optimize_pipeline(
     """
     if request.profiles:
         raise UsageError(f"{option('profiles')} names the inputs of a single model; optimize the parts alone with it")
+    check_folders(request.out, parts_of(src))
     stream = SampleStream(request.data, src.signature) if request.data else None
     # The judge reads the samples that did not calibrate the parts.
     calibrating = (len(stream) if request.eval_data else (len(stream) + 1) // 2) if stream else 0

@@ -13,12 +13,12 @@ import torch
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadSource, RunFailed, one_line
 from accel.signature import Feeds, shapes_of
+from accel.sources.pipeline import Pipeline, Record, kept_function
 from accel.sources.python_object import load_object, place_in_user_code
 from accel.sources.structure import describe, fill
 from accel.sources.torch.arguments import callable_as
 from accel.sources.torch.call import NamedModule, run_named, to_array, to_tensor
 from accel.sources.torch.fingerprint import function_sha256
-from accel.sources.torch.pipeline import Pipeline, Record, kept_function
 
 from ..base import BaseSession, SessionOptions, open_session
 from .file import PipelineFile, parts_of

@@ -14,11 +14,11 @@ from accel.errors import AccelError, BadSource
 from accel.signature import Signature, TensorSpec
 
 from ..declare import Declaration
+from ..pipeline import Pipeline
 from ..python_object import load_object, raised
 from .call import flatten, script_parameters
 from .found import Found
 from .live import capture, open_captured
-from .pipeline import Pipeline
 from .weights import load_weights
 
 

@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
+from ..pipeline import keep_function, pipeline_in
 from .arguments import class_name
 from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, required_parameters
@@ -28,7 +29,6 @@ from .fingerprint import code_sha256, state_sha256
 from .found import Found
 from .integer_bounds import bounds_words, find_bounds
 from .live import SUFFIX, open_captured
-from .pipeline import keep_function, pipeline_in
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code

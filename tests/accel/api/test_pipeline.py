@@ -115,7 +115,7 @@ def test_a_pipeline_from_elsewhere_needs_its_function(
 ) -> None:
     """Fails if accel runs code that a folder names, or doesn't take the function from the caller."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("accel.sources.torch.pipeline._functions", {})
+    monkeypatch.setattr("accel.sources.pipeline._functions", {})
     with pytest.raises(AccelError, match=r"from the function 'translate', .* pass call=translate to accel.load"):
         accel.load(exported)
     assert accel.load(exported, call=translate)(TOKENS).shape == (2, 4)
@@ -266,5 +266,9 @@ def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) 
     ):
         with pytest.raises(AccelError, match=re.escape(message)):
             accel.export(both, example=(TOKENS,), **arguments)
+    (tmp_path / "out" / "decoder").mkdir(parents=True)
+    (tmp_path / "out" / "decoder" / "model.onnx").write_text("mine")
+    with pytest.raises(AccelError, match=r"model\.onnx was not made by accel and would be overwritten"):
+        accel.export(both, example=(TOKENS,), out=tmp_path / "out")
     with pytest.raises(AccelError, match="give tensors, numbers or texts"):
         accel.export(both, example=(TOKENS, object()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accel
-from tests.support.vision_operators import declare_operators
+from tests.converters.from_torch.vision_operators import declare_operators
 
 declare_operators()
 

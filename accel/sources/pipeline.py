@@ -16,9 +16,9 @@ from accel.artifact import text_sha256
 from accel.cache import StageCache
 from accel.errors import BadSource, UsageError
 
-from .arguments import Called, Function, unwrapped
-from .fingerprint import function_sha256
-from .live import by_value
+from .torch.arguments import Called, Function, unwrapped
+from .torch.fingerprint import function_sha256
+from .torch.live import by_value
 
 # Gets the name of a part and the arguments of each call of the part.
 Record = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
