@@ -103,7 +103,7 @@ class FailsOnInputs(BadSource):
 
 
 class RandomOps(BadSource):
-    """A TensorFlow graph still holds random ops. ``strip_training_ops`` removes the random ops of dropout."""
+    """A TensorFlow graph still holds ops of training. ``strip_training_ops`` removes dropout and sets placeholders."""
 
 
 class BadInputSpec(UsageError):

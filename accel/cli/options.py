@@ -69,7 +69,7 @@ _placeholder = click.option(
     "placeholders",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Set a placeholder of a frozen .pb or a .meta that is no input: keep_prob=1.0. Repeat for each placeholder.",
+    help="Set a placeholder of a TF1 graph that is no input: keep_prob=1.0. Repeat for each placeholder.",
 )
 
 

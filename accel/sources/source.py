@@ -69,7 +69,7 @@ class Source:
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
     graph, and sets placeholders such as ``keep_prob`` and ``is_training`` to their values at inference.
-    ``placeholders`` sets placeholders of a ``.pb`` or ``.meta`` file that are no inputs, as in ``{"keep_prob": 1.0}``.
+    ``placeholders`` sets placeholders of a TF1 graph that are no inputs, as in ``{"keep_prob": 1.0}``.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """

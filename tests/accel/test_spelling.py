@@ -25,6 +25,7 @@ CASES = [
      "--input a:int64[n] --input b:int64[n]"),
     (("dims", {"height": "16:32:64"}), "dims={'height': '16:32:64'}", "--dim height=16:32:64"),
     (("graph_inputs", ["x:0", "y:0"]), "graph_inputs=['x:0', 'y:0']", "--inputs x:0,y:0"),
+    (("placeholders", {"keep": 1.0}), "placeholders={'keep': 1.0}", "--placeholder keep=1.0"),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def test_every_route_has_an_example() -> None:
     }
     assert {".keras", ".h5", ".pb", ".meta", ".tflite", ".onnx", "a SavedModel", "code"} <= endings
     assert any("get_concrete_function" in block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    tensorflow = ("--signature", "--strip-training-ops", "--limit", "--channels")
+    tensorflow = ("--signature", "--strip-training-ops", "--placeholder", "--limit", "--channels")
     for option in (*tensorflow, "--normalize", "--layout", "--resize", "--dim", "--opset"):
         assert any(f"{option} " in words for _, words in exported), option
     for name in export_formats():

@@ -63,29 +63,43 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
 
 def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
     _check_tensors(graph, spec)
-    ends = [operation(name) for name in (*spec.outputs, *spec.inputs)]
-    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, ends)
-    names = [plain_name(name) for name in spec.inputs]
-    outputs = [plain_name(name) for name in spec.outputs]
-    frozen = Frozen(
-        graph=graph,
-        inputs=dict(zip(names, spec.inputs, strict=True)),
-        outputs=dict(zip(outputs, spec.outputs, strict=True)),
-    )
+    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in spec.outputs])
+    inputs, outputs = ({plain_name(name): name for name in names} for names in (spec.inputs, spec.outputs))
+    return _from_frozen(Frozen(graph=graph, inputs=inputs, outputs=outputs), spec)
+
+
+def load_signature(spec: TensorFlowSpec) -> Loaded:
+    """Loads a signature of a TF1 SavedModel whose inputs leave out placeholders, which ``tf.saved_model.load`` refuses.
+
+    Raises ``KeyError`` if there is no such signature.
+    """
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        found = tf.compat.v1.saved_model.load(session, ["serve"], spec.path).signature_def
+        signature = found[spec.signature or "serving_default"]
+        inputs, outputs = (
+            {name: tensors[name].name for name in sorted(tensors)} for tensors in (signature.inputs, signature.outputs)
+        )
+        graph = freeze_session_graph(session, list(outputs.values()))
+    return _from_frozen(Frozen(graph=graph, inputs=inputs, outputs=outputs), spec)
+
+
+def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
     said: dict[str, str] = {}
     whole = converted = frozen
     if spec.placeholders or left_out(frozen):
         # Conversions are compared with the user's graph, in which only the placeholders are set.
-        whole, said = with_placeholders(replace(frozen, graph=as_imported(graph)), spec)
+        whole, said = with_placeholders(replace(frozen, graph=as_imported(frozen.graph)), spec)
         converted = folded(whole)
     if spec.strip and training_ops(converted):
         whole = converted = replace(converted, graph=strip_dropout(converted.graph))
     try:
         call, tensors = run_graph(whole)
     except ValueError as error:
-        raise BadSource(f"{spec.path} can't be cut at {', '.join(spec.inputs)}: {one_line(error)}") from error
-    inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(names, tensors, strict=True)]
-    return Loaded(call=call, inputs=inputs, outputs=outputs, freeze=lambda: converted, placeholders=said)
+        raise BadSource(
+            f"{spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
+        ) from error
+    inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(frozen.inputs, tensors, strict=True)]
+    return Loaded(call=call, inputs=inputs, outputs=list(frozen.outputs), freeze=lambda: converted, placeholders=said)
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:

@@ -74,8 +74,9 @@ def as_imported(graph: Any) -> Any:
 
 def _pruned(frozen: Frozen) -> Any:
     """Returns the part of the graph that leads to the outputs, with the inputs."""
+    known = {node.name for node in frozen.graph.node}
     ends = dict.fromkeys(operation(name) for name in (*frozen.outputs.values(), *frozen.inputs.values()))
-    return tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, list(ends))
+    return tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, [name for name in ends if name in known])
 
 
 def _with_functional_branches(graph: Any) -> Any:

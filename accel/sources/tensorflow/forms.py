@@ -18,7 +18,8 @@ from accel.signature import TensorSpec
 from accel.spelling import option
 
 from ..python_object import load_object, raised
-from .bare_graph import load_checkpoint, load_graph, run_graph
+from .bare_graph import load_checkpoint, load_graph, load_signature, run_graph
+from .folding import training_ops
 from .graph import freeze_function, strip_dropout
 from .loaded import Frozen, Loaded, Row, dtype_name, plain_name, shape_of
 from .source import TensorFlowSpec
@@ -46,13 +47,25 @@ def _stripped(loaded: Loaded) -> Loaded:
     """Freezes the model and removes its dropout. Calling the result runs the stripped graph, so that conversions are
     compared with the stripped graph."""
     frozen = loaded.freeze()
+    if not training_ops(frozen):
+        return loaded
     frozen = replace(frozen, graph=strip_dropout(frozen.graph))
     call, _ = run_graph(frozen)
     return Loaded(call=call, inputs=loaded.inputs, outputs=loaded.outputs, freeze=lambda: frozen)
 
 
 def _saved_model(spec: TensorFlowSpec) -> Loaded:
-    loaded, old = _load_saved_model(spec.path)
+    try:
+        loaded, old = _load_saved_model(spec.path)
+    except Exception as first:
+        try:
+            return load_signature(spec)
+        except AccelError:
+            raise
+        except Exception:
+            raise first from None
+    if spec.placeholders:
+        raise BadSource(f"every placeholder of {spec.path} is an input; leave out {option('placeholders')}")
     signatures = dict(loaded.signatures)
     if not signatures:
         raise BadSource(

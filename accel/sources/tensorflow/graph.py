@@ -57,7 +57,7 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
             "lookup table); export the part without it"
         )
     return Frozen(
-        graph=_with_values(frozen.graph.as_graph_def(add_shapes=True)),
+        graph=_without_assignments(_with_values(frozen.graph.as_graph_def(add_shapes=True))),
         inputs=dict(zip(inputs, taken, strict=True)),
         outputs=dict(zip(outputs, (t.name for t in frozen.outputs), strict=True)),
     )
@@ -87,12 +87,25 @@ def _with_constants(function: Any) -> Any:
                 f"the model was saved for training and changes its variables when it is called ({node.name}), as batch "
                 "normalization does; save it for inference, with training=False"
             )
-        node.op = "NoOp"
-        order = [name for name in node.input if name.startswith("^")]
-        del node.input[:]
-        node.input.extend(order)
-        node.attr.clear()
+        _make_no_op(node)
     return convert_to_constants._construct_concrete_function(function, graph, replaced)
+
+
+def _make_no_op(node: Any) -> None:
+    """Removes an assignment, but keeps the order of execution."""
+    node.op = "NoOp"
+    node.input[:] = [name for name in node.input if name.startswith("^")]
+    node.attr.clear()
+
+
+def _without_assignments(graph: Any) -> Any:
+    """Removes assignments from the functions of ``graph``, such as the training branch of a batch normalization. The
+    variables are constants by now, and a later read would see the old value."""
+    for function in graph.library.function:
+        for node in function.node_def:
+            if node.op in _ASSIGN:
+                _make_no_op(node)
+    return graph
 
 
 def _with_values(graph: Any) -> Any:

@@ -68,9 +68,10 @@ def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dic
 def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any], spec: TensorFlowSpec) -> BadSource:
     """Returns the error for placeholders without a value. The error is ``RandomOps`` if ``strip_training_ops`` sets all
     of them."""
+    bare = spec.form != "saved_model"
+    where = option("graph_inputs") if bare else "the signature"
     start = (
-        f"{spec.path} needs a value for the placeholder{'s' * (len(names) > 1)} {', '.join(names)}, left out of "
-        f"{option('graph_inputs')}"
+        f"{spec.path} needs a value for the placeholder{'s' * (len(names) > 1)} {', '.join(names)}, left out of {where}"
     )
     known = {name: best[name] for name in names if name in best}
     unknown = [name for name in names if name not in best]
@@ -78,11 +79,15 @@ def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any
         strip = option("strip_training_ops", True)
         given = option("placeholders", known)
         return RandomOps(f"{start}; pass {given} for inference, or {strip}, which sets the same")
-    added = {"graph_inputs": [*spec.inputs, *(f"{name}:0" for name in unknown)]}
-    fixes = [arguments(**added, placeholders=known) if known else arguments(**added)]
+    fixes = []
+    if bare:
+        added = {"graph_inputs": [*spec.inputs, *(f"{name}:0" for name in unknown)]}
+        fixes.append(f"pass {arguments(**added, placeholders=known) if known else arguments(**added)}")
     if all(_shape(needed[name]) is not None for name in unknown):
-        fixes.append(option("placeholders", {**known, **dict.fromkeys(unknown, "VALUE")}))
-    return BadSource(f"{start}; pass {' or '.join(fixes)}")
+        fixes.append(f"pass {option('placeholders', {**known, **dict.fromkeys(unknown, 'VALUE')})}")
+    if not bare:
+        fixes.append(f"save it again with {', '.join(unknown)} among the inputs of the signature")
+    return BadSource(f"{start}; {', or '.join(fixes)}")
 
 
 def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
@@ -107,8 +112,8 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
         ) from error
     if _shape(nodes[name]) is None:
         raise BadInputSpec(
-            f"the placeholder {name} of {spec.path} has an open shape, so it can't be set; add it to the inputs: "
-            f"{option('graph_inputs', [*spec.inputs, f'{name}:0'])}"
+            f"the placeholder {name} of {spec.path} has an open shape, so it can't be set; make it an input"
+            + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
         )
     return value
 

@@ -154,8 +154,8 @@ def open_tensorflow(
     elif graph_inputs or graph_outputs:
         given = options("graph_inputs", "graph_outputs")
         raise UsageError(f"{text} has its own inputs and outputs; leave out {given}, which are for a .pb or .meta file")
-    if placeholders and form not in ("graph", "checkpoint"):
-        raise UsageError(f"{text} has no placeholders; leave out {option('placeholders')}, for a .pb or .meta file")
+    if placeholders and form not in ("graph", "checkpoint", "saved_model"):
+        raise UsageError(f"{text} has no placeholders; leave out {option('placeholders')}")
     if signature and form != "saved_model":
         raise UsageError(f"{text} has no signatures; leave out {option('signature')}")
     if strip_training_ops and form == "tflite":
@@ -214,7 +214,7 @@ def open_tensorflow(
 
 # The options of ``open_tensorflow`` for each file format, except inputs and dims.
 OPTIONS = {
-    "saved_model": ("signature", "strip_training_ops"),
+    "saved_model": ("signature", "strip_training_ops", "placeholders"),
     "keras": ("strip_training_ops",),
     "graph": ("graph_inputs", "graph_outputs", "strip_training_ops", "placeholders"),
     "checkpoint": ("graph_inputs", "graph_outputs", "strip_training_ops", "placeholders"),

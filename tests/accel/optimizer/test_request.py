@@ -115,13 +115,13 @@ def test_a_function_and_mixed_options_in_the_command() -> None:
     """Fails if the command line contains an argument that exists only in Python, or writes an argument in a form that
     it can't read."""
     request = OptimizeRequest(
-        source=Source("m.onnx", graph_inputs=("a", "b")),
+        source=Source("m.onnx", graph_inputs=("a", "b"), placeholders={"keep": 1.0, "on": False}),
         out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},
         profiles=("x=1,2,3",), vary_session=False, use_cache=False,
     )  # fmt: skip
     assert command_line(request) == (
         "accel optimize m.onnx -o out --data d.npz --metric builtins:sum --profile x=1,2,3 --sizes batch=2 "
-        "--lengths 8,16 --fixed-session --inputs a,b"
+        "--lengths 8,16 --fixed-session --inputs a,b --placeholder keep=1.0 --placeholder on=False"
     )
 
 

@@ -362,7 +362,40 @@ def write(name: str) -> dict[str, Any]:
         return {tensor.op.name: value for tensor, value in values.items()}
 
 
+class Norm(tf.Module):
+    """A batch normalization whose training branch assigns to a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.variance = tf.Variable(MEAN), tf.Variable(VARIANCE)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
+    def run(self, x: Any) -> Any:
+        return {"y": tf.cond(tf.reduce_sum(x) > 1e9, lambda: self.train(x), lambda: self.infer(x))}
+
+    def infer(self, x: Any) -> Any:
+        return tf.nn.batch_normalization(x, self.mean, self.variance, None, None, 1e-3)
+
+    def train(self, x: Any) -> Any:
+        mean, variance = tf.nn.moments(x, [0])
+        self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+def saved_models() -> None:
+    """Writes ``omits``, a TF1 SavedModel whose signature leaves out a keep probability, and ``assigns``."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, [None, 4], name="x")
+        weight = v1.get_variable("w", [4, 3], initializer=v1.ones_initializer())
+        y = v1.nn.dropout(tf.matmul(x, weight), keep_prob=named())
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, "omits", {"x": x}, {"y": y})
+    norm = Norm()
+    tf.saved_model.save(norm, "assigns", signatures=norm.run)
+
+
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
+    saved_models()
     made = {name: write(name) for name in GRAPHS}
     Path("values.json").write_text(json.dumps(made))

@@ -107,7 +107,7 @@ def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_pa
     words = ["export", graphs / "scale_and_dropout.pb", "--outputs", "y:0", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "--inputs", "x:0")
     assert ran.code == BadSource.exit_code
-    asked = re.findall(r"pass (--inputs .*) or (--placeholder .*)", ran.stderr)[0]
+    asked = re.findall(r"pass (--inputs .*), or pass (--placeholder .*)", ran.stderr)[0]
     assert cli(*words, *shlex.split(asked[0])).code == 0
     ran = cli(*words, "--inputs", "x:0", *shlex.split(asked[1].replace("VALUE", "0.5")))
     assert ran.code == 0, ran.stderr
@@ -141,7 +141,7 @@ def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> N
     assert (ran.code, "write NAME=VALUE" in ran.stderr) == (BadInputSpec.exit_code, True)
     code = tmp_path / "net.py"
     code.write_text("import keras\n\ndef make():\n    return keras.Sequential()\n")
-    with pytest.raises(UsageError, match="has no placeholders; leave out placeholders="):
+    with pytest.raises(UsageError, match=r"has no placeholders; leave out placeholders="):
         accel.Source(f"{code}:make", placeholders={"keep_prob": 1.0}).open()
 
 
@@ -149,3 +149,34 @@ def test_inspect(graphs: Path) -> None:
     """Fails if inspect refuses a graph whose placeholders of training are left out of the inputs."""
     graph = accel.inspect(graphs / "norm_and_dropout.pb", **ENDS).graph
     assert "needs a value for the placeholders" in graph["warnings"][0]
+
+
+def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_path: Path) -> None:
+    """Fails if a TF1 SavedModel whose signature leaves out a keep probability is called unreadable, or can't be
+    exported with the advice of the error."""
+    words = ["export", graphs / "omits", "-q", "-o", tmp_path / "m.onnx"]
+    ran = cli(*words)
+    assert "placeholder keep_prob, left out of the signature; pass --placeholder keep_prob=1.0 for" in ran.stderr
+    assert cli(*words, "--placeholder", "keep_prob=1.0").code == 0
+    x = np.float32([[1, 2, 3, 4]])
+    with accel.load(tmp_path / "m.onnx") as session:
+        np.testing.assert_allclose(session.run({"x": x})["y"], [[10, 10, 10]], atol=1e-5)
+
+
+def test_a_branch_that_assigns_to_a_variable(graphs: Path, tmp_path: Path) -> None:
+    """Fails if the training branch of a batch normalization in a SavedModel can't be converted, or if placeholders are
+    silently ignored."""
+    made = accel.export(graphs / "assigns", out=tmp_path / "m.onnx")
+    x = np.float32([[1, 2, 3, 4]])
+    with accel.load(made) as session:
+        wanted = (x - [0.1, 0.2, 0.3, 0.4]) / np.sqrt([1.001, 2.001, 3.001, 4.001])
+        np.testing.assert_allclose(session.run({"x": x})["y"], wanted, atol=1e-5)
+    with pytest.raises(BadSource, match=r"every placeholder of .* is an input; leave out placeholders="):
+        accel.Source(graphs / "assigns", placeholders={"keep_prob": 1.0}).open()
+
+
+def test_a_cut_at_a_tensor_that_is_no_placeholder(graphs: Path) -> None:
+    """Fails if a graph can't be cut at the output of an operator."""
+    ends = {"graph_inputs": ["MatMul"], "graph_outputs": ["y"]}
+    found = accel.Source(graphs / "norm_and_dropout.pb", **ends, strip_training_ops=True).open()
+    assert [str(spec) for spec in found.signature.inputs] == ["MatMul:float32[batch,4]"]
