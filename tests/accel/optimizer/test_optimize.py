@@ -101,8 +101,8 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if accel doesn't accept the reported command, or if its metric, rounds, target or file names differ from
-    those of the search."""
+    """Fails if accel doesn't accept the command in the report. Also fails if the command has another metric, target,
+    file name or number of rounds than the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params

@@ -108,8 +108,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """Fails if the error for a metric that reads a missing array doesn't name the arrays in the data and the option for
-    other data. Also fails if an error with another cause names the arrays."""
+    """Fails if the error for a metric that reads a missing array leaves out the arrays in the data, or the option for
+    other data. Also fails if the error names the arrays although the metric failed for another reason."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:

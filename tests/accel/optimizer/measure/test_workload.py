@@ -268,7 +268,7 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
 
 
 def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the server runs one request at a time in a session that takes two at once."""
+    """Fails if the server runs one request at a time in a session that can run two requests at once."""
     from accel.serve.protocol.inference import InferenceRequest
     from accel.serve.scheduling.executor import make_executor
     from accel.serve.scheduling.options import Scheduling
