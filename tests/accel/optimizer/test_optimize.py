@@ -44,7 +44,8 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate without a metric or times gives no reason, or if no candidate uses one of the runtimes."""
+    """Fails if a candidate without a metric or times has no reason in its row, or if one of the runtimes has no
+    candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():

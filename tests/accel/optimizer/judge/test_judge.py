@@ -92,7 +92,7 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
     """Fails if a metric without a value, such as a correlation of constant outputs, ends the run instead of rejecting
-    the candidate. Also fails if a source for which the metric has no value is accepted."""
+    the candidate. Also fails if accel accepts a source although the metric has no value for the source."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 

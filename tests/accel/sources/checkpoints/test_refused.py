@@ -59,8 +59,8 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """An object whose pickle, when loaded, calls a function that makes the file ``mark``. ``way`` selects this
-    function."""
+    """An object whose pickle makes the file ``mark`` when the pickle is loaded. ``way`` selects the function that the
+    pickle calls."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
