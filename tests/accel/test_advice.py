@@ -1,4 +1,5 @@
-"""Every advice in a message names things that exist: options, arguments, commands, extras, variables, pages, names."""
+"""Proves that messages name only things that exist: options, arguments, commands, extras, environment variables, pages
+and Python names."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from accel.spelling import ARGUMENTS, SWITCHES, flag
 from tests.support import ROOT
 
 PARTS = ("accel", "converters", "kernels", "serve")
-# Options of pip and of Megatron, which messages quote.
+# Messages quote these options of pip and of Megatron.
 FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format"}
-# The arguments that only Python takes, because they hold tensors.
+# Only Python takes these arguments, because their values are tensors.
 PYTHON_ONLY = {"example"}
-# An option of a command. `accel train` also takes each key of its config, as --table.key=value.
+# An option of a command. The pattern leaves out the keys of a config, which `accel train` takes as --table.key=value.
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w.=-])")
 
 
 @cache
 def strings() -> tuple[tuple[Path, int, str], ...]:
-    """Returns every string of the source that is no docstring, with its file and line. ``…`` stands for a value."""
+    """Returns every string in the source except docstrings, with its file and line. ``…`` stands for a value."""
     return tuple((path.relative_to(ROOT), line, text) for path, tree in sources() for line, text in _strings_of(tree))
 
 
@@ -85,7 +86,7 @@ def options_of_commands() -> dict[str, set[str]]:
 
 
 def arguments_of_functions() -> set[str]:
-    """Returns the names of the arguments of all public functions, and of those that a user passes to them."""
+    """Returns the names of the arguments of all public functions and classes."""
     from accel.api import bench, bisect, plan, preflight, reproduce
     from accel.plan.spec import Layout, ModelSpec
     from accel.serve.client.grpc import InferenceClient
@@ -106,7 +107,8 @@ def arguments_of_functions() -> set[str]:
 
 
 def spelled() -> set[tuple[str, str]]:
-    """Returns the file and the name of every argument that a message spells for its caller."""
+    """Returns the file and the name of every argument that a message gets from ``option``, ``options`` or
+    ``arguments``."""
     found = set()
     for path, tree in sources():
         for node in ast.walk(tree):
@@ -119,7 +121,7 @@ def spelled() -> set[tuple[str, str]]:
 
 
 def test_every_option_that_a_message_spells() -> None:
-    """Fails if a message names an argument that no public function takes, or an option that no command takes."""
+    """Fails if a message spells an argument that no public function takes, or an option that no command takes."""
     names = spelled()
     assert len({name for _, name in names}) > 50
     known = set().union(*options_of_commands().values())
@@ -133,8 +135,7 @@ def test_every_option_that_a_message_spells() -> None:
 
 
 def test_every_option_in_the_text_of_a_message() -> None:
-    """Fails if a message names an option of the command line that doesn't exist, or in the file of a command an option
-    that this command and the commands in the message lack."""
+    """Fails if the text of a message contains an option that no command takes."""
     options = options_of_commands()
     known = set().union(*options.values()) | FOREIGN
     missing = []
@@ -146,7 +147,7 @@ def test_every_option_in_the_text_of_a_message() -> None:
 
 
 def test_every_command_in_the_text_of_a_message() -> None:
-    """Fails if a message says to run a command of accel that doesn't exist, or with an option that it lacks."""
+    """Fails if a message says to run a command of accel with an option that the command doesn't take."""
     options = options_of_commands()
     missing, seen = [], 0
     for file, line, text in strings():
@@ -182,7 +183,7 @@ def test_every_extra_that_a_message_installs() -> None:
 
 
 def test_every_variable_that_a_message_sets() -> None:
-    """Fails if a message says to set a variable of the environment that no code reads."""
+    """Fails if a message names an environment variable that no code reads."""
     named = {word for _, _, text in strings() if " " in text for word in re.findall(r"\bACCEL_[A-Z_]+\b", text)}
     read = {text for _, _, text in strings() if re.fullmatch(r"ACCEL_[A-Z_]+", text)}
     assert named
@@ -190,7 +191,7 @@ def test_every_variable_that_a_message_sets() -> None:
 
 
 def test_every_page_and_name_of_a_message() -> None:
-    """Fails if a message names a page, a file or a Python name of accel that doesn't exist."""
+    """Fails if a message names a page of docs/ or a Python name of accel that doesn't exist."""
     missing = []
     for file, line, text in strings():
         if " " not in text:
@@ -222,8 +223,8 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_an_error_of_a_command_names_its_options(name: str) -> None:
-    """Fails if a string in the file of a command names an option that neither the command nor a command in the same
-    string takes."""
+    """Fails if a string in a command's file names an option that this command doesn't take. The string may also name an
+    option of another command that it names."""
     options = options_of_commands()
     file = Path("accel", "cli", f"{name}.py")
     own = set().union(*(words for key, words in options.items() if key.startswith(f"accel {name}")))

@@ -27,7 +27,7 @@ MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (floa
 
 
 class GivenUp(Exception):
-    """Raised in work that was cancelled."""
+    """The error that ends cancelled work."""
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:

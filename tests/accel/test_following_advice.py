@@ -1,5 +1,5 @@
-"""The advice of the errors that users meet most often works: each test makes the error, does what it says, and goes
-on."""
+"""Proves that the advice in the most frequent errors works. Each test causes an error and runs the command that follows
+its advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make():
 """
 EXPORT = "export net.py:make --input x:float32[batch,4] -o net.onnx"
 OPTIMIZE = "optimize made.onnx --target ort-cpu --precision fp32 --fixed-session --rounds 5 -o out"
-# The wrong command, the advice, and the command that follows it.
+# Each row holds a wrong command, words of the advice in its error, and the command that follows the advice.
 COMMANDS = [
     ("export net.py:make -o net.onnx", "--input", EXPORT),
     ("export net.py:maker --input x:float32[batch,4] -o net.onnx", "make", EXPORT),
@@ -39,7 +39,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """Exports the net once."""
+    """Makes a folder with the net, its export and two files of data, once for all tests."""
     import accel
 
     folder = tmp_path_factory.mktemp("advice")

@@ -142,8 +142,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if a fixed batch, a changed opset or IR version or a lost name passes. Also fails if the error blames
-    another stage, or if the fix names an option that doesn't exist."""
+    """Fails if a stage may fix the batch, change the opset or the IR version, or lose a name. Also fails if the error
+    blames another stage, or names an option that doesn't exist."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)

@@ -185,7 +185,8 @@ def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a file that can't be imported loses its tests without an error. Also fails if a folder whose conftest.py
-    lacks a package hides the tests of all other folders. The step would pass without running a test."""
+    lacks a package hides the tests of all other folders. Otherwise, the step would pass although these tests didn't
+    run."""
     mark = "gpu"  # if this mark were written in one piece, this file would count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")

@@ -1,4 +1,4 @@
-"""Proves that the page of the suite's time has every run of pytest, and the slowest tests with the slowest first."""
+"""Proves that the page about the suite's time lists every run of pytest, and the slowest tests in order."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_the_page() -> None:
 
 
 def test_a_log_without_a_run() -> None:
-    """Fails if a log of another program gives an empty page."""
+    """Fails if a log without a summary of pytest gives an empty page instead of an error."""
     with pytest.raises(SystemExit, match="no summary of pytest"):
         page(["make: *** error"], {"cpu": "a CPU", "cores": 2})

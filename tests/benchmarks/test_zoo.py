@@ -31,7 +31,8 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes a family of three models. One works, one draws random numbers, and one returns no tensor."""
+    """Makes a family of three models: one that works, one that draws random numbers, and one that doesn't return a
+    tensor."""
     case = importlib.import_module("zoo_models.case")
 
     class Noise(torch.nn.Module):
@@ -95,7 +96,7 @@ def test_what_a_message_asks_for(zoo: ModuleType) -> None:
 
 
 def child(kind: str, out: str) -> None:
-    """Runs in a child process, and works, hangs, fills the memory or dies."""
+    """Runs in a child process. Depending on ``kind``, the process works, hangs, fills the memory or dies."""
     if kind == "works":
         Path(out).write_text(json.dumps({"class": "first"}))
     elif kind == "hangs":

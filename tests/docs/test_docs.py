@@ -1,5 +1,5 @@
-"""Proves that README and docs are correct. Their Python and commands run, links and pictures are valid, and every error
-is listed."""
+"""Proves that README and docs are correct. Their Python code and their commands run, their links and pictures are
+valid, and every error is listed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a line of the Python of the page raises, or a pipeline computes something else than its modules."""
+    """Fails if a line of the page's Python raises, or if a pipeline on the page computes something else than its
+    modules."""
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count
@@ -227,7 +228,7 @@ def test_the_readme_is_a_page() -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Fails if a page links to a file of the repository that doesn't exist."""
+    """Fails if a page links to a file that the repository doesn't have."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:

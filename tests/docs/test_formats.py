@@ -1,4 +1,4 @@
-"""Proves that the pages on TensorFlow and on formats are correct: their Python and their commands run in order."""
+"""Proves that the pages on TensorFlow and on formats are correct: their Python code and their commands run in order."""
 
 from __future__ import annotations
 

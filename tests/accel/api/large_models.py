@@ -15,7 +15,7 @@ from accel.sources.onnx import weights as onnx_weights
 
 
 def dynamic_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_dynamic`` so that every model counts as large."""
+    """Runs ``run_dynamic``, and makes every model count as large."""
     quantize_ort._is_large = lambda _: True
     return quantize_ort.run_dynamic(task)
 

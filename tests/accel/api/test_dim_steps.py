@@ -175,8 +175,8 @@ def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) 
 
 
 def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
-    """Fails if the error tells the user to pass a step for a net that only needs larger images. The net
-    also runs at multiples of a large step, because large multiples are large enough."""
+    """Fails if the error tells the user to pass a step for a net that only needs larger images. The net also runs at
+    every multiple of a large step, because each of these sizes is large enough."""
     path = tmp_path / "wide.py"
     path.write_text("import torch\n\ndef make():\n    return torch.nn.Conv2d(3, 2, 20)\n")
     with pytest.raises(BadSource, match=r"correct inputs= or dims=$"):

@@ -56,8 +56,8 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing dependency, or a dependency whose files are gone, has no install command, or if a working
-    dependency has an install command."""
+    """Fails if accel gives no install command for a missing dependency, or for a dependency whose files are gone. Also
+    fails if accel gives an install command for a working dependency."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
     found = parts()
@@ -77,8 +77,8 @@ def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command(cli: Any) -> None:
-    """Fails if --json prints anything but one object with the dependencies, every target and the machine, or if the
-    table leaves out a dependency."""
+    """Fails if --json prints anything but a single object with the dependencies, every target and the machine. Also
+    fails if the table leaves out a dependency or a target."""
     ran = cli("doctor", "--json")
     assert ran.code == 0, ran.stderr
     assert len(ran.stdout.splitlines()) == 1

@@ -17,8 +17,8 @@ from accel.errors import BadInputSpec, BadSource
 
 @pytest.fixture
 def choosy(tmp_path: Path) -> Path:
-    """Makes a model with two inputs: windows of at least 20 samples, because its convolution is 20 wide, and a rate
-    that indexes a table of 3 rows."""
+    """Makes a model with the inputs ``x`` and ``rate``. ``x`` has at least 20 samples, because the convolution is 20
+    wide. ``rate`` is an index into a table of 3 rows."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
         helper.make_node("ReduceMean", ["c", "axes"], ["m"], name="mean", keepdims=0),

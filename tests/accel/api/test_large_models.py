@@ -372,7 +372,7 @@ def exported(path: Path, folder: Path) -> Artifact:
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. A stage's
     process and its children together must take less memory than 2.5 times the model's size. The stages in ``HOLD_MORE``
-    may take more."""
+    may take more memory."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

@@ -149,7 +149,7 @@ class Words(nn.Module):
 
 
 def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel refuses a sample that the model can't take only after the export or the quantization."""
+    """Fails if accel begins the export before it refuses a sample that the model can't take."""
     ids = np.zeros((300, 3), np.int64)
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)

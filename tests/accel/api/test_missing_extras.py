@@ -26,7 +26,7 @@ BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
-    "cuda": "",  # this extra installs another build of onnxruntime
+    "cuda": "",  # this extra only replaces the build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
     "ncnn": "ncnn pnnx",
     "kernels": "triton cutlass_library",

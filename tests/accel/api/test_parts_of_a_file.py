@@ -51,7 +51,8 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
     """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout with its own export. The
-    order of the two must not matter. Also fails if another signature of the file passes."""
+    model and its export may be given in either order. Also fails if the comparison passes with another signature than
+    the exported signature."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")

@@ -1,4 +1,4 @@
-"""A pipeline through ``accel.optimize`` and the command line: the parts are optimized, the whole is judged."""
+"""Proves that ``accel.optimize`` and the command line optimize the parts of a pipeline and judge the whole pipeline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the measurement, which takes seconds: every candidate is twice as fast as its source."""
+    """Replaces the measurement, because a real measurement takes seconds. Every candidate counts as twice as fast as
+    its source."""
 
     def best(search: Search, rows: list[CandidateResult]) -> CandidateResult:
         for row in rows:
@@ -54,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return next((row for row in rows if row.passed), search.source)
 
     monkeypatch.setattr(Search, "best", best)
-    monkeypatch.setattr("accel.optimizer.run.find_spec", lambda _: None)  # no page, which needs all figures
+    monkeypatch.setattr("accel.optimizer.run.find_spec", lambda _: None)  # a page would need all figures
 
 
 def _optimize(model: str, tmp_path: Path, **more: Any) -> Any:
@@ -65,7 +66,7 @@ def _optimize(model: str, tmp_path: Path, **more: Any) -> Any:
 
 
 def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: None, tmp_path: Path) -> None:
-    """Fails if the optimized parts aren't published together, or the whole isn't judged on the samples."""
+    """Fails if the optimized parts aren't published together, or if the whole pipeline isn't judged on the samples."""
     fast = _optimize(model, tmp_path)
     assert fast.chosen == "all parts"
     judgement = fast.candidates[1].judgement
@@ -88,12 +89,12 @@ def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: N
 def test_a_part_that_spoils_the_whole_stays_as_it_was(
     model: str, measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a part that is right alone is published although the whole is wrong with it, or if the other parts stay
-    as they were, too."""
+    """Fails if accel publishes an optimized part that is right alone but makes the whole pipeline wrong. Also fails if
+    the other parts aren't optimized then."""
 
     def judge(judge: Judge, candidate: accel.Artifact, options: Any, cache: Any) -> Judgement:
         found = judge.judge(candidate, options)
-        if candidate.kind != "pipeline":  # the first part moves more than the second
+        if candidate.kind != "pipeline":  # the first part's outputs differ more than the second part's
             return Judgement(**{**found.to_json(), "drop": 1e-3 if "[batch,3]" in str(candidate.signature) else 2e-3})
         joined = {part["sha256"] for part in candidate.history[-1]["options"]["parts"].values()}
         seen.append(joined)
@@ -109,13 +110,13 @@ def test_a_part_that_spoils_the_whole_stays_as_it_was(
 
 
 def test_options_of_a_single_model(model: str, tmp_path: Path) -> None:
-    """Fails if an option that names the inputs of a single model is ignored."""
+    """Fails if accel silently ignores an option that names the inputs of a single model."""
     with pytest.raises(accel.AccelError, match="names the inputs of a single model; optimize the parts alone"):
         _optimize(model, tmp_path, profiles=["x=1x8,4x8,8x8"])
 
 
 def test_the_commands(model: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a command doesn't take a factory that returns a pipeline, or the folder of a pipeline."""
+    """Fails if a command refuses a factory that returns a pipeline, or a folder of an exported pipeline."""
     assert "gate pipeline_from_parts" in cli("export", model, "-o", "out").stdout
     assert "same within the limit" in cli("verify", model, "out").stdout
     assert cli("inspect", "out", "--check").code == 0

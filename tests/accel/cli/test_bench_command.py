@@ -105,8 +105,8 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test sets the limit first so
-    that every noise floor counts as noisy, then so that no noise floor counts as noisy."""
+    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test runs twice: with a limit
+    below every noise floor, and with a limit above every noise floor."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
         monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")

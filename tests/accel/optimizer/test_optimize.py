@@ -44,7 +44,8 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate without a metric or times gives no reason, or if no candidate uses one of the runtimes."""
+    """Fails if a candidate without a metric or times has no reason in its row, or if one of the runtimes has no
+    candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -101,8 +102,8 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if accel doesn't accept the reported command, or if its metric, rounds, target or file names differ from
-    those of the search."""
+    """Fails if accel doesn't accept the command in the report. Also fails if the command has another metric, target,
+    file name or number of rounds than the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params

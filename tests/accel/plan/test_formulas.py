@@ -282,7 +282,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     ("text", "value"), [("80G", 80e9), ("80GiB", 80 * 2**30), ("7.5e9", 7.5e9), ("7.5B", 7.5e9), ("400T", 4e14)]
 )
 def test_quantities(text: str, value: float) -> None:
-    """Fails if a unit is read as another unit, for example a decimal unit as a binary one."""
+    """Fails if a unit is read as another unit, for example a decimal unit as a binary unit."""
     assert quantity(text) == value
 
 

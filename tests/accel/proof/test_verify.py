@@ -82,7 +82,7 @@ def make():
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate. Also fails if a net
     with other weights than the file passes. The error must advise the user to pass the weights that the file was made
-    with. Fails if the error gives this advice when no manifest records weights, or when no model is a factory."""
+    with. Without recorded weights or without a factory, the error must not advise the user to pass weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
     """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares them, or
-    ignores the declared ranges. Outside the ranges, at 12 positions or with token 20, the net fails."""
+    ignores the declared ranges. The net fails outside the ranges, for example at 12 positions or with token 20."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -159,8 +159,8 @@ def scaled(path: Path, factor: float) -> Artifact:
 
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
     """Fails if verify doesn't advise the user to pass data when a quantized model differs on random inputs. Also fails
-    if verify gives this advice for a float model or for a comparison on data. The help and the table of the command
-    must name the inputs."""
+    if verify asks for data when a float model differs, or when the comparison already used data. The command's table
+    and help must say when the inputs are random."""
     one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
     in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
     data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))

@@ -306,7 +306,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # waits in the same way as a session with one thread
+        def own_call() -> None:  # starts and waits as a session with one thread does
             slot.request.start_async()
             slot.request.wait()
 

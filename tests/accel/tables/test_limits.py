@@ -14,5 +14,6 @@ def test_each_limit_is_one_row_with_a_reason() -> None:
 
 
 def test_a_bisection_has_the_limits_of_verify_but_for_its_own_rows() -> None:
-    """Fails if a precision with a limit in ``accel verify`` has none in ``accel bisect``."""
+    """Fails if a precision has a limit in ``accel verify`` but no limit, or another limit, in ``accel bisect``. Only
+    the bisection's own rows may differ."""
     assert limits.BISECT_LIMITS == {**limits.VERIFY_LIMITS, "fp32": 1e-4, "as-run": 0.1}

@@ -173,8 +173,8 @@ def test_few_rounds_take_a_wider_percentile() -> None:
 
 
 def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
-    """Fails if a benchmark never stops for a large, clear effect, or stops as soon as its interval excludes 1. A
-    benchmark that stops at this moment would give false verdicts."""
+    """Fails if a benchmark never stops for a large, clear effect. Also fails if a benchmark stops as soon as its
+    interval excludes 1, because the verdict could then be false."""
     assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
     assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)
     assert is_narrow(Ratio(value=4.0, low=3.6, high=4.4), 0.05)

@@ -168,7 +168,7 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
 
 def test_registering(region: Any) -> None:
     """Fails if a name can be registered twice, or if the server registers a missing object, bytes outside an object, or
-    a file that is no shared memory."""
+    a file that isn't shared memory."""
     memory = SharedMemory()
     key, _ = region(100)
 

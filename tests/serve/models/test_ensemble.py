@@ -34,8 +34,8 @@ def model(name: str, eager: bool = True, start: bool = False) -> tuple[QueuedExe
 
 
 def doubling(model: str, takes: str, gives: str, side: str | None = None) -> EnsembleStep:
-    """Returns a step that doubles tensor ``takes`` into ``gives``. The tensor ``side``, if given, receives the sums of
-    the rows."""
+    """Returns a step that doubles the tensor ``takes`` and writes the result to the tensor ``gives``. The tensor
+    ``side``, if given, receives the sums of the rows."""
     return EnsembleStep(model=model, input_map={"x": takes}, output_map={"y": gives} | ({"z": side} if side else {}))
 
 

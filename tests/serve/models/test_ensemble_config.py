@@ -82,7 +82,7 @@ def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
         client.unload_model("both")
         assert loaded() == {"linear", "relu", "other"}
         client.load_model("both")
-        client.unload_model("linear", unload_dependents=True)  # this model is no ensemble and has no steps
+        client.unload_model("linear", unload_dependents=True)  # this model isn't an ensemble
         assert loaded() == {"both", "relu", "other"}
         client.load_model("linear")
         client.unload_model("both", unload_dependents=True)

@@ -102,7 +102,7 @@ def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start:
 
 
 def engine(folder: Path) -> Path:
-    """Writes a file that is no engine, with a manifest for an engine."""
+    """Writes a file that isn't an engine, with a manifest for an engine."""
     folder.mkdir(parents=True)
     path = folder / "model.engine"
     path.write_bytes(b"engine")

@@ -75,8 +75,8 @@ def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.Monkey
 
 
 def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
-    """Fails if the server guesses which of two dynamic dims is ragged, instead of an error that names the missing
-    parameter. Also fails if the model isn't served after adding the parameter."""
+    """Fails if the server guesses which of two dynamic dims is ragged, or if the error doesn't name the missing
+    parameter. Also fails if the model isn't served after the parameter is added."""
     squares(tmp_path / "models" / "square" / "1", "height", "width")
     config = tmp_path / "models" / "square" / "config.pbtxt"
     config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))

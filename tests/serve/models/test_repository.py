@@ -207,7 +207,7 @@ def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: li
     """Fails if the served versions contradict the version policy, or if the newest version isn't the highest number."""
     for version in (1, 2, 10):
         linear(tmp_path / "linear" / str(version), scale=version)
-    (tmp_path / "linear" / "notes").mkdir()  # this folder name is no version
+    (tmp_path / "linear" / "notes").mkdir()  # this folder name isn't a version
     (tmp_path / "linear" / "config.pbtxt").write_text(policy)
     repository = opened(tmp_path)
     assert [model.version for model in repository.versions("linear")] == versions
@@ -340,7 +340,7 @@ def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
 
 
 def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
-    """Fails if a server in another mode than explicit loads or unloads a model by command."""
+    """Fails if a command can load or unload a model although the server isn't in explicit mode."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path)
     for call in (repository.load, repository.unload):

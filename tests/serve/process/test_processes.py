@@ -27,8 +27,8 @@ from tests.support.serving import FAULTY, WEIGHTS, Load, ask, client, linear, pi
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if a server under constant load doesn't end cleanly, or if a client gets an error other than that the
-    server is ending."""
+    """Fails if a server under constant load doesn't end cleanly, or if a client gets any error except that the server
+    is ending."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
     load.more(50)

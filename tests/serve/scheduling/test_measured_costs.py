@@ -29,8 +29,8 @@ class SlowText(TextSession):
 
 @pytest.mark.parametrize("budget", [1e9, 0.1])
 def test_costs_are_measured(budget: float) -> None:
-    """Fails if the cost table differs from the session's times, if a cell of the table is measured after the time
-    budget is spent, or if the estimate of such a cell is bad."""
+    """Fails if the cost table differs from the session's times, or if a cell of the table is measured after the time
+    budget is spent. Also fails if the estimate of an unmeasured cell is bad."""
     clock = FakeClock()
     session = SlowText(clock)
     before = clock.now
@@ -49,7 +49,7 @@ def test_costs_are_measured(budget: float) -> None:
 
 def test_an_interrupted_measurement() -> None:
     """Fails if a single run that another process slowed down makes larger batches look more expensive than they are.
-    Such costs would make separate runs seem cheaper, and the requests wouldn't run together."""
+    Separate runs would then seem cheaper, and the requests wouldn't run together."""
     clock = FakeClock()
 
     class Interrupted(SlowText):

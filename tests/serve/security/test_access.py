@@ -247,7 +247,7 @@ def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_the_header() -> None:
-    """Fails if a header value that contains no bearer token is read as a token."""
+    """Fails if a header value without a bearer token is read as a token."""
     assert bearer("Bearer abc") == "abc"
     assert bearer("bearer  abc ") == "abc"
     assert bearer("Basic abc") is bearer("Bearer ") is bearer("abc") is bearer(None) is None

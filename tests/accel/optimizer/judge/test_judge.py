@@ -92,7 +92,7 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
     """Fails if a metric without a value, such as a correlation of constant outputs, ends the run instead of rejecting
-    the candidate. Also fails if a source for which the metric has no value is accepted."""
+    the candidate. Also fails if accel accepts a source although the metric has no value for the source."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 
@@ -108,8 +108,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """Fails if the error for a metric that reads a missing array doesn't name the arrays in the data and the option for
-    other data. Also fails if an error with another cause names the arrays."""
+    """Fails if the error for a metric that reads a missing array leaves out the arrays in the data, or the option for
+    other data. Also fails if the error names the arrays although the metric failed for another reason."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:

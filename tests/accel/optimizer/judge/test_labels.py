@@ -120,9 +120,8 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Accel refuses one-hot labels, float class numbers, and class numbers that start at 1. Fails if the error for one
-    of these three kinds doesn't say what to save instead. Also fails if an error about other labels gives this
-    advice."""
+    """Fails if the error for one-hot labels, float class numbers or class numbers that start at 1 doesn't say what to
+    save instead. Also fails if an error about any other labels says what to save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 

@@ -223,8 +223,8 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """A timed pass runs one request of each length, several times over. Fails if the pass leaves out a length, or
-    doesn't return every request's outputs."""
+    """A timed pass repeats a list of requests, one of each length. Fails if the pass leaves out a length, or doesn't
+    return every request's outputs."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -268,7 +268,7 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
 
 
 def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the server runs one request at a time in a session that takes two at once."""
+    """Fails if the server runs one request at a time in a session that can run two requests at once."""
     from accel.serve.protocol.inference import InferenceRequest
     from accel.serve.scheduling.executor import make_executor
     from accel.serve.scheduling.options import Scheduling

@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, or builds a model other than the
-    model that it found. Also fails if the report lacks a layer's error or the list of float layers."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, or publishes another model than
+    the one that it chose. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )

@@ -185,8 +185,8 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 def test_the_frontier() -> None:
-    """Fails if the frontier includes a candidate that another beats in both speed and quality, or leaves out an
-    unbeaten one."""
+    """Fails if the frontier includes a candidate that another candidate beats in both speed and quality. Also fails if
+    the frontier leaves out a candidate that no other candidate beats."""
     rows = [candidate("source", 10, None), candidate("a", 5, 1e-3), candidate("b", 6, 1e-2), candidate("c", 2, 0.1)]
     drawn = pareto(rows, 0.01)
     assert drawn is not None

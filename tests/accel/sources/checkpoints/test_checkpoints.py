@@ -141,7 +141,7 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
     """Layers of later pipeline stages, and of the chunks of an interleaved schedule, are numbered within their stage or
-    chunk. Fails if such layers keep the numbers within their stage or chunk, or if the last stage's copy of the
+    chunk. Fails if accel doesn't number these layers through the whole model, or if the last stage's copy of the
     embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]

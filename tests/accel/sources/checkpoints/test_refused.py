@@ -59,8 +59,8 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """An object whose pickle, when loaded, calls a function that makes the file ``mark``. ``way`` selects this
-    function."""
+    """An object whose pickle makes the file ``mark`` when the pickle is loaded. ``way`` selects the function that the
+    pickle calls."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
@@ -134,8 +134,8 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
-    """Fails if accel unpickles a class on its list of allowed names as the real class. The real class would run its
-    code."""
+    """Fails if accel makes an object of a class that a pickle names, even if the class is on the list of allowed names.
+    Such an object would run the code of its class."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}

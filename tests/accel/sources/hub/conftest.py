@@ -1,4 +1,4 @@
-"""A cache of huggingface_hub for each test, and tiny models to put into it."""
+"""Gives each test its own cache of huggingface_hub, and tiny models for this cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.hub.fake_hub import FakeHub, fake_hub, files_of
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives the test an empty cache of huggingface_hub, offline. This process has read the variables already, and child
-    processes read them again."""
+    """Gives the test an empty cache of huggingface_hub, and turns offline mode on. Child processes read the environment
+    variables, but this process has read the variables already, so the fixture also sets the constants."""
     folder = tmp_path / "hf" / "hub"
     folder.mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(folder.parent))
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Runs an empty hub on this machine, which huggingface_hub asks."""
+    """Runs an empty hub on this machine, and makes huggingface_hub use this hub."""
     with fake_hub() as server:
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -1,4 +1,4 @@
-"""Models in the local cache of the Hugging Face Hub, without network."""
+"""Proves that accel opens models from the local cache of the Hugging Face Hub without a network."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.support.hub.fake_hub import COMMIT, files_of, into_cache
 def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if the first command of the page about the hub fails, if the manifest lacks the commit, or if reproduce
-    and inspect can't follow the manifest back to the cache. The test puts a tiny model in place of MiniLM."""
+    """Fails if the first command in hub.md fails, or if the manifest lacks the commit. Also fails if reproduce or
+    inspect doesn't find the manifest's source in the cache. The test uses a tiny model under the name of MiniLM."""
     page = (ROOT / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     words = shlex.split(page.partition("$ accel ")[2].partition("\n")[0])
     into_cache(cache, words[1], bert)
@@ -47,7 +47,7 @@ def test_a_model_of_transformers(
 
 
 def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if an id with the commit opens another source than the id of the main branch, which has this commit."""
+    """Fails if an id with the main branch's commit opens another source than the id without a commit."""
     into_cache(cache, "org/bert", bert)
     by_branch = Source("org/bert").open()
     assert Source(f"hf-hub:org/bert@{COMMIT}").open().source["sha256"] == by_branch.source["sha256"]
@@ -55,14 +55,14 @@ def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
 
 
 def test_weights_of_other_formats_are_not_read(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if the files of the cache that accel would not have downloaded change the source."""
+    """Fails if a file in the cache changes the source although accel would not download this file."""
     into_cache(cache, "org/bert", bert)
     into_cache(cache, "org/more", {**bert, "model.onnx": b"", "x.safetensors": b"", "pytorch_model.bin": b""})
     assert Source("org/more").open().source["sha256"] == Source("org/bert").open().source["sha256"]
 
 
 def test_weights_are_refused(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if --weights is silently ignored."""
+    """Fails if accel silently ignores --weights for a model of the hub."""
     into_cache(cache, "org/bert", bert)
     with pytest.raises(UsageError, match="org/bert has its own weights; leave out weights="):
         Source("org/bert", weights="w.safetensors").open()
@@ -74,7 +74,7 @@ class Hostile:
 
 
 def test_pickled_weights(cache: Path, bert: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if pickled weights can't be read where there are no others, or if their pickle may run code."""
+    """Fails if accel can't read a model that has only pickled weights, or if code in the pickle runs."""
     from safetensors.torch import load
 
     config = {"config.json": bert["config.json"]}
@@ -92,7 +92,8 @@ def test_pickled_weights(cache: Path, bert: dict[str, bytes], capsys: pytest.Cap
 
 
 def test_code_of_a_model_is_not_run(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if a model that needs its own code is loaded, or if transformers asks the user whether to run the code."""
+    """Fails if accel loads a model that needs code from its repository, or if transformers asks the user whether to run
+    this code."""
     config = {**json.loads(bert["config.json"]), "architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}
     code = {"config.json": json.dumps(config).encode(), "own.py": b"raise SystemExit"}
     into_cache(cache, "org/own", {**bert, **code})
@@ -105,7 +106,8 @@ def test_code_of_a_model_is_not_run(cache: Path, bert: dict[str, bytes]) -> None
 
 
 def test_a_model_of_sentence_transformers(cache: Path, bert: dict[str, bytes], tmp_path: Path) -> None:
-    """Fails if pooling, a dense layer or normalization is missing from the output, or if the length is fixed."""
+    """Fails if the exported model lacks the pooling, the dense layer or the normalization, or if its length is
+    fixed."""
     import sentence_transformers as st
     import transformers
     from sentence_transformers.sentence_transformer import modules
@@ -125,7 +127,7 @@ def test_a_model_of_sentence_transformers(cache: Path, bert: dict[str, bytes], t
     feeds = {name: value.numpy() for name, value in model.preprocess(["a b", "c b a c"]).items() if name != "modality"}
     assert np.allclose(session.run(feeds)["sentence_embedding"], model.encode(["a b", "c b a c"]), atol=1e-6)
     other = [path["path"].rpartition("/")[2] for path in Source("org/sentences").open().source["files"]]
-    assert other.count("model.safetensors") == 2  # of the encoder and of the dense layer
+    assert other.count("model.safetensors") == 2  # one file is of the encoder, one of the dense layer
 
 
 TIMM = """
@@ -140,8 +142,9 @@ TIMM = """
 
 
 def test_a_model_of_timm(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a model of timm isn't opened by timm with the image size of its config, or if the error without timm
-    doesn't name the package. The test brings a timm of its own, because timm needs torchvision."""
+    """Fails if a timm model isn't opened by timm, or doesn't get the image size of its config. Also fails if the error
+    about a missing timm doesn't name the package. The test replaces timm with a short module, because timm needs
+    torchvision."""
     config = {"architecture": "net", "num_classes": 2, "pretrained_cfg": {"input_size": [3, 8, 8]}}
     into_cache(cache, "timm/net.a1", {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"})
     monkeypatch.setitem(sys.modules, "timm", None)
@@ -172,8 +175,8 @@ def net(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callable[..., Any]) -> None:
-    """Fails if an ONNX model with external data can't be read from the links of the cache, or if its copies in other
-    precisions make it ambiguous."""
+    """Fails if an ONNX model with external data can't be read through the links in the cache. Also fails if accel can't
+    choose the model because the repository has copies in other precisions."""
     files = {f"onnx/{name}": body for name, body in net(tmp_path / "net").items()}
     into_cache(cache, "org/net", {**files, "config.json": b"{}", "onnx/model_quantized.onnx": b""})
     found = Source("org/net").open()
@@ -201,14 +204,15 @@ def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callab
     ],
 )  # fmt: skip
 def test_what_is_not_read(cache: Path, names: list[str], spec: str, words: str) -> None:
-    """Fails if a repository without a model that accel reads isn't refused in a sentence that says what it holds."""
+    """Fails if accel doesn't refuse a repository without a readable model, or if the error doesn't say what the
+    repository holds."""
     into_cache(cache, "org/x", {name: name.encode() for name in names})
     with pytest.raises(BadSource, match=words):
         Source(spec).open()
 
 
 def test_a_config_that_is_no_object(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if a damaged config ends in a traceback."""
+    """Fails if a damaged config.json ends in a traceback."""
     for number, text in enumerate((b"", b"[1]", b'{"architectures": 3}', b"\xff")):
         into_cache(cache, f"org/damaged-{number}", {**bert, "config.json": text})
         with pytest.raises(InvalidModel, match=r"no JSON object|can't load org/damaged"):

@@ -1,4 +1,4 @@
-"""Which specs are ids of the Hugging Face Hub, and which are paths."""
+"""Proves that accel tells ids of the Hugging Face Hub from paths."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from accel.sources.hub.model_id import ModelId, model_id
     ],
 )
 def test_ids_and_paths(spec: str, found: ModelId | None) -> None:
-    """Fails if a path is sent to the hub, or if an id counts as a path."""
+    """Fails if a path counts as an id, or if an id counts as a path."""
     assert model_id(spec) == found
 
 
 def test_an_existing_path_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a folder that exists counts as an id, unless timm's prefix marks the id."""
+    """Fails if the path of an existing folder counts as an id. With the prefix hf-hub:, the same path must count as an
+    id."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert model_id("org/name") is None

@@ -1,4 +1,4 @@
-"""Downloads from a hub on this machine, and its errors in one sentence each."""
+"""Proves that accel downloads models from a hub on this machine, and explains each failure in one sentence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def forget() -> None:
 
 
 def test_only_the_files_that_are_read(hub: FakeHub, cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if weights of other formats are downloaded, or if a second run downloads again or asks for a commit that
-    the cache has."""
+    """Fails if accel downloads weight files that it doesn't read. Also fails if a second run downloads the model again,
+    or asks the hub for a commit that is in the cache."""
     hub.files["org/bert"] = {**bert, "model.onnx": LARGE, "pytorch_model.bin": LARGE, "x.gguf": LARGE, "a.py": b""}
     reports: list[tuple[str, float | None]] = []
     with watched_by(lambda message, done: reports.append((message, done))):
@@ -39,12 +39,12 @@ def test_only_the_files_that_are_read(hub: FakeHub, cache: Path, bert: dict[str,
     hub.asked.clear()
     assert Source(source["spec"]).open().source["sha256"] == source["sha256"]
     assert not hub.asked
-    hub.server_close()  # without network, the cache has the main branch too
+    hub.server_close()  # the cache also records the commit of the main branch
     assert Source("org/bert").open().source["spec"] == source["spec"]
 
 
 def test_an_interrupted_download_goes_on(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a download that broke off has no message, or starts at the first byte again."""
+    """Fails if an interrupted download starts again at the first byte."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)
     hub.files["org/net"] = {"net.onnx": LARGE}
@@ -57,8 +57,8 @@ def test_an_interrupted_download_goes_on(hub: FakeHub, cache: Path, monkeypatch:
 def test_a_download_that_breaks_off(
     hub: FakeHub, cache: Path, bert: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a download that ends without an answer has no message, or if the part in the cache counts as the
-    model."""
+    """Fails if the error about an interrupted download names no fix, or if an incomplete model in the cache counts as
+    complete."""
     hub.files["org/bert"] = bert
     get = "huggingface_hub.file_download.http_get"
 
@@ -96,7 +96,7 @@ def test_a_download_that_breaks_off(
 def test_a_cache_that_cannot_be_written(
     hub: FakeHub, bert: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, kind: int, words: str
 ) -> None:
-    """Fails if a full disk or a folder of another user is blamed on the network."""
+    """Fails if the error blames the network for a full disk or a folder without permission to write."""
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(kind, os.strerror(kind))
@@ -127,7 +127,7 @@ NOWHERE = r"'org/x' is no file or folder here, and the Hugging Face Hub "
 def test_what_the_hub_refuses(
     hub: FakeHub, cli: Callable[..., Any], tmp_path: Path, refused: tuple[int, str], words: str
 ) -> None:
-    """Fails if an answer of the hub ends in a traceback or in a message that names no fix."""
+    """Fails if an error status from the hub ends in a traceback, or in a message without a fix."""
     hub.refused["org/x"] = refused
     with pytest.raises(BadSource, match=words):
         Source("org/x").open()
@@ -136,8 +136,8 @@ def test_what_the_hub_refuses(
 
 
 def test_files_that_the_hub_refuses(hub: FakeHub, bert: dict[str, bytes]) -> None:
-    """Fails if a repository that is listed, but whose files need access, isn't called gated, or if an unknown revision
-    isn't named."""
+    """Fails if the error doesn't call a repository gated when the hub lists it but refuses its files. Also fails if the
+    error doesn't name an unknown revision."""
     hub.files["org/bert"] = bert
     hub.gated.add("org/bert")
     with pytest.raises(BadSource, match="org/bert is gated"):
@@ -147,14 +147,15 @@ def test_files_that_the_hub_refuses(hub: FakeHub, bert: dict[str, bytes]) -> Non
 
 
 def test_a_model_in_the_cache_needs_no_access(hub: FakeHub, cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if an expired token keeps accel from a model that it has already."""
+    """Fails if accel refuses a model in the cache because the token has expired."""
     into_cache(cache, "org/bert", bert)
     hub.refused["org/bert"] = (401, "RepoNotFound")
     assert Source("org/bert").open().source["hub"]["commit"] == COMMIT
 
 
 def test_no_network(hub: FakeHub) -> None:
-    """Fails if an unreachable hub isn't named, or if the message names only one of the two readings of the spec."""
+    """Fails if the error doesn't say that the hub is unreachable. Also fails if the error doesn't cover both cases:
+    that the spec is a path, and that it is an id."""
     hub.server_close()
     words = r"'models/net' is no file or folder here, and the .* can't be asked .*Connection.*check the path, or"
     with pytest.raises(BadSource, match=words):
@@ -162,7 +163,8 @@ def test_no_network(hub: FakeHub) -> None:
 
 
 def test_offline(cache: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Fails if offline mode isn't named for a model that the cache lacks, or if a mistyped path counts as an id."""
+    """Fails if the error about a model that isn't in the cache doesn't name offline mode, or if a mistyped path counts
+    as an id."""
     words = (
         r"'models/net' is no file or folder here, and the local cache .* no such model; check the path, or unset HF_HUB"
     )
@@ -178,13 +180,14 @@ def test_offline(cache: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_a_path_is_no_id(cache: Path, tmp_path: Path) -> None:
-    """Fails if a Path that doesn't exist is sent to the hub."""
+    """Fails if accel asks the hub for a ``pathlib.Path`` that doesn't exist."""
     with pytest.raises(BadSource, match="no file, folder or importable module"):
         Source(Path("models/net")).open()
 
 
 def test_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a mistyped path ends in a traceback without huggingface_hub, or if the message lacks the package."""
+    """Fails if a mistyped path ends in a traceback when huggingface_hub isn't installed, or if the error doesn't name
+    the package."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     words = (
         r"'models/net' is no file or folder here, and .* huggingface_hub has to be installed; .*toolchain\[examples\]"

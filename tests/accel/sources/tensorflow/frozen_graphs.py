@@ -35,7 +35,7 @@ def dense(x: Any, name: str, columns: int = 4) -> Any:
 
 
 def old_dropout(x: Any, keep: Any) -> Any:
-    """Dropout as TensorFlow 1.4 wrote it."""
+    """Returns dropout in the form that TensorFlow 1.4 wrote."""
     noise = tf.floor(keep + tf.random.uniform(tf.shape(x), dtype=x.dtype))
     return tf.realdiv(x, keep) * noise
 
@@ -120,7 +120,7 @@ def keep_prob_default_of_inference(x: Any) -> Any:
 
 
 def conditional(predicate: Any, yes: Callable[[], Any], no: Callable[[], Any], *, old: bool) -> Any:
-    """Makes tf.cond as Switch and Merge if ``old``, else as an If."""
+    """Makes a tf.cond, as Switch and Merge if ``old`` is true, and as an If otherwise."""
     (v1.disable_control_flow_v2 if old else v1.enable_control_flow_v2)()
     try:
         return v1.cond(predicate, yes, no)
@@ -315,7 +315,7 @@ def case_of_modes(x: Any) -> Any:
     return tf.switch_case(mode, [lambda: x * 1.0, lambda: tf.nn.dropout(x, 0.5)]), {mode: 0}
 
 
-# The placeholders of these graphs have no value that is right for sure.
+# In these graphs, only the user knows the right value of a placeholder.
 @graph
 def scale(x: Any) -> Any:
     size = named(name="scale")
@@ -342,14 +342,14 @@ def labels(x: Any) -> Any:
 
 @graph
 def constant_dropout_too(x: Any) -> Any:
-    keep = named()
     """Returns a net that draws random numbers with any keep probability."""
+    keep = named()
     y = old_dropout(dense(x, "w"), keep)
     return tf.nn.dropout(y, 0.3), {keep: 1.0}, y
 
 
 def write(name: str) -> dict[str, Any]:
-    """Writes the graph ``name``; returns the values of its placeholders at inference."""
+    """Writes the graph ``name``, and returns the values of its placeholders at inference."""
     with tf.Graph().as_default() as whole, v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         y, values, *stripped = GRAPHS[name](x)

@@ -1,4 +1,5 @@
-"""Placeholders of a frozen graph that are no inputs: keep probabilities, switches of training, stddevs of noise."""
+"""Proves that accel sets those placeholders of a frozen graph that only training needs, and asks for unknown values.
+Examples are keep probabilities, training switches and standard deviations of noise."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from accel.errors import BadInputSpec, BadSource, RandomOps, UsageError
 
 ENDS: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 WORDS = ["--inputs", "x:0", "--outputs", "y:0", "-q"]
-# The outputs of these graphs depend on a placeholder without a value that is right for sure.
+# The outputs of these graphs depend on a placeholder whose right value only the user knows.
 UNKNOWN = {"scale", "scale_and_dropout", "branches", "labels"}
 DEFAULTS = {"keep_prob_default_of_inference", "learning_phase"}
 
@@ -43,7 +44,7 @@ def graphs(shared: Path, one_worker: Any, tmp_path_factory: pytest.TempPathFacto
 
 
 def opened(path: Path, **options: Any) -> dict[str, str]:
-    """Opens a graph and checks that it computes the outputs at inference; returns the values that were set."""
+    """Opens a graph, checks its outputs at inference, and returns the values of the placeholders that accel set."""
     artifact = accel.Source(path, **ENDS, **options).open()
     with np.load(path.with_suffix(".npz")) as known, accel.load(artifact) as session:
         np.testing.assert_allclose(session.run({"x": known["x"]})["y"], known["y"], atol=1e-5)
@@ -56,8 +57,8 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
-    """Fails if a placeholder of training isn't set to its value at inference, if a placeholder that only scales is set,
-    or if the reference isn't the graph with these values."""
+    """Fails if a placeholder for training isn't set to its value at inference, or if a placeholder that only scales is
+    set. Also fails if the reference isn't the graph with the values that accel set."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -68,14 +69,14 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # A keep probability in a branch that is never taken has no effect, and right defaults aren't set again.
+        # Accel sets neither a keep probability in a branch that never runs, nor a placeholder whose default is right.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
 @pytest.mark.parametrize("name", ["dropout_in_switch_with_keep", "norm_by_where", "constant_dropout_too"])
 def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX file still holds a training op, a branch or a placeholder, or computes something else than
-    TensorFlow with the placeholders at inference."""
+    """Fails if the ONNX file still holds a training op, a branch or a placeholder. Also fails if the outputs differ
+    from TensorFlow's outputs with the placeholders set for inference."""
     made = accel.export(graphs / f"{name}.pb", out=tmp_path / "m.onnx", strip_training_ops=True, **ENDS)
     model = onnx.load(str(tmp_path / "m.onnx"))
     assert [value.name for value in model.graph.input] == ["x"]
@@ -85,8 +86,8 @@ def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't name each placeholder, if one of its two fixes doesn't work, or if export doesn't say
-    what it set."""
+    """Fails if the error doesn't name each placeholder, or if one of the error's two fixes doesn't work. Also fails if
+    export doesn't print the values that it set."""
     words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert ran.code == RandomOps.exit_code
@@ -103,7 +104,8 @@ def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
 
 
 def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't name the placeholder, or if adding it to the inputs or setting it doesn't work."""
+    """Fails if the error doesn't name the placeholder. Also fails if the user can't make the placeholder an input, or
+    can't set its value."""
     words = ["export", graphs / "scale_and_dropout.pb", "--outputs", "y:0", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "--inputs", "x:0")
     assert ran.code == BadSource.exit_code
@@ -118,7 +120,8 @@ def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_pa
 
 
 def test_defaults(graphs: Path) -> None:
-    """Fails if a default of inference is asked for or changed, or if a default of training is taken silently."""
+    """Fails if accel changes a default that is right for inference, or asks the user for its value. Also fails if accel
+    silently uses a default that is right only for training."""
     assert opened(graphs / "keep_prob_default_of_inference.pb") == {}
     for name in ("training_by_default", "keep_prob_default"):
         with pytest.raises(RandomOps, match="needs a value for the placeholder"):
@@ -126,7 +129,8 @@ def test_defaults(graphs: Path) -> None:
 
 
 def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if a value of the wrong kind, an unknown name or an input is accepted, or if the error has no fix."""
+    """Fails if accel accepts a value of the wrong type, an unknown placeholder or the name of an input, or if the error
+    names no fix."""
     for given, words in (
         ({"keep_prob": "much"}, r"is float32 and can't be 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
         ({"is_training": 2}, "is bool and can't be '2'"),
@@ -146,7 +150,7 @@ def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> N
 
 
 def test_inspect(graphs: Path) -> None:
-    """Fails if inspect refuses a graph whose placeholders of training are left out of the inputs."""
+    """Fails if inspect refuses a graph because its training placeholders are missing from ``graph_inputs``."""
     graph = accel.inspect(graphs / "norm_and_dropout.pb", **ENDS).graph
     assert "needs a value for the placeholders" in graph["warnings"][0]
 

@@ -60,7 +60,7 @@ class Star(nn.Module):
 
 
 class Features(nn.Module):
-    """Takes one dict, as the models of sentence-transformers do."""
+    """A module that takes one dict, as the models of sentence-transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """Returns an input beside its result, under the name of the input."""
+    """A module that returns one of its inputs under the same name, beside its result."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
@@ -87,7 +87,7 @@ class Fixed(nn.Module):
 
 
 class Act(nn.Module):
-    """Holds a function of this file as an attribute."""
+    """A module with an attribute that is a function of this file."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def flat(value: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_is_called_like_the_module(name: str) -> None:
-    """Fails if a live module can't be opened. Also fails if its session takes or returns another structure or other
-    values than the module."""
+    """Fails if a live module can't be opened. Also fails if the module's session takes or returns another structure or
+    other values than the module."""
     module, args, kwargs = CASES[name]
     with torch.no_grad():
         wanted = module(*args, **kwargs)
@@ -285,7 +285,7 @@ def test_a_parametrized_module_still_runs() -> None:
 
 
 class Pairs(nn.Module):
-    """Uses a class of Python itself."""
+    """A module that uses classes of Python's standard library."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(list(chain((x,), repeat(x, 2))))
@@ -310,7 +310,7 @@ def test_random_numbers_are_the_reason() -> None:
 
 
 class Best(nn.Module):
-    """Fails with fewer than three rows."""
+    """A module that fails with fewer than three rows."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.sum(1).topk(3).values

@@ -44,8 +44,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """This test deletes the factory's file and its imports, and moves the run folder. Fails if ``accel export`` can't
-    find the model without these files, or exports another model."""
+    """Fails if ``accel export`` can't export a run folder that was moved, without the factory's file and its imports.
+    Also fails if the exported model isn't the trained model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)
@@ -66,8 +66,8 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if export uses a factory that was edited after the training, or doesn't warn that its file changed. Also
-    fails if export uses a copy in the run folder that was edited."""
+    """Fails if export uses a factory that was edited after the training, or doesn't warn that the factory's file
+    changed. Also fails if export uses an edited copy of the factory in the run folder."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()

@@ -185,9 +185,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if a run doesn't use CPU offload, hpZ's second shards or compiled blocks although the name of its config
-    contains them. Also fails if a run uses one of these three although the name of its config lacks it. The losses
-    would not show this fault."""
+    """A run must use CPU offload, hpZ's second shards and compiled blocks exactly if the name of its config says so.
+    The losses would not show a missing technique."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:

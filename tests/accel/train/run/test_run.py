@@ -57,8 +57,8 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the start, the loss on the held-out text is 4.85 (log 128). Fails if 30 small steps don't bring the held-out
-    loss to within 0.2 of 3.14, the loss of a model that only knows how often each byte occurs."""
+    """At the start, the loss on the held-out text is 4.85 (log 128). Fails if the held-out loss isn't below 3.34 after
+    30 small steps. A model that only knows how often each byte occurs has a loss of 3.14."""
     line = f"train examples/gpt.toml --steps 30 --global-batch=8 --schedule.warmup=3 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
