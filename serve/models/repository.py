@@ -213,8 +213,7 @@ class Repository:
     # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. If the model is an ensemble, also loads the steps that aren't served
-        yet."""
+        """Loads or reloads a model by command. Also loads the steps of an ensemble that aren't served yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
@@ -240,10 +239,7 @@ class Repository:
         return [one for one in steps_first([name], steps_of) if one != name and one not in self._table]
 
     def _fetched_steps(self, name: str) -> list[str]:
-        """Returns the names of the models that are steps of the ensemble ``name``.
-
-        In explicit mode, also fetches these models, because no other code does so.
-        """
+        """Returns the names of the steps of the ensemble ``name``. In explicit mode, also fetches these models."""
         steps = self._steps_in_config(name)
         if self.mode == "explicit":
             for step in filter(valid_name, steps):
@@ -439,7 +435,7 @@ class Repository:
                 self._entries.pop(name, None)
 
     def loaded(self) -> list[str]:
-        """Returns the names of the models that serve."""
+        """Returns the names of the models that are ready."""
         return list(self._table)
 
 

@@ -24,8 +24,8 @@ from tests.support import ROOT
 PARTS = ("accel", "converters", "kernels", "serve")
 # Messages quote these options of pip and of Megatron.
 FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format"}
-# Only Python takes these arguments, because their values are tensors.
-PYTHON_ONLY = {"example"}
+# Only Python takes these arguments, because their values are tensors and functions.
+PYTHON_ONLY = {"call", "example"}
 # An option of a command. The pattern leaves out the keys of a config, which `accel train` takes as --table.key=value.
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w.=-])")
 
@@ -115,7 +115,7 @@ def spelled() -> set[tuple[str, str]]:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             given = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            names = {"option": given[:1], "options": given, "arguments": [one.arg or "" for one in node.keywords]}
+            names = {"option": given[:1], "options": given, "arguments": [one.arg for one in node.keywords if one.arg]}
             found |= {(str(path.relative_to(ROOT)), name) for name in names.get(node.func.id, [])}
     return found
 
