@@ -154,8 +154,8 @@ def in_training(module: torch.nn.Module) -> str:
 
 
 class ByValue(TorchDispatchMode):
-    """Sets ``seen`` if an operator runs that returns a Python number (``item``), or a tensor whose size depends on values
-    (``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
+    """Sets ``seen`` if an operator runs that returns a Python number (``item``), or a tensor whose size depends on
+    values (``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
 
     seen = False
 
