@@ -157,8 +157,8 @@ class Manifest:
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns one sha256 over all hashes in ``parts``, which begin with the main file's hash. A single hash is returned
-    as it is."""
+    """Returns one sha256 for several files. ``parts`` holds the hash of each file, the main file first. A single hash
+    is returned as it is."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
@@ -233,10 +233,10 @@ class Artifact:
     def open(cls, path: Path) -> Artifact:
         """Reads the manifest beside the main file ``path`` and returns the artifact.
 
-        Does not check the hashes. The files and the manifest may be copies under another name.
+        Does not check the hashes. The files and the manifest may have been copied under another name.
 
-        Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or names another
-        kind than the file's. ``accel.sources`` opens models without a manifest.
+        Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or names a
+        kind other than the file's kind. ``accel.sources`` opens models without a manifest.
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():

@@ -68,7 +68,7 @@ def forget_interrupt() -> None:
 
 
 def check_interrupted() -> None:
-    """Raises ``KeyboardInterrupt`` again if ``on_interrupt`` raised one that a library swallowed."""
+    """Raises ``KeyboardInterrupt`` again if a library swallowed the ``KeyboardInterrupt`` of ``on_interrupt``."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 

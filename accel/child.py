@@ -60,8 +60,8 @@ class Child:
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
     of the object that ``make`` built, and ``call("module:function", ...)`` calls a function. ``env`` adds environment
     variables to those of this process. ``folder`` is the working directory, for libraries that write there. ``hidden``
-    lists modules that the child can't import. For example, some libraries import torch only because torch is installed,
-    which takes seconds.
+    lists modules that the child can't import. For example, hiding torch saves seconds in libraries that import torch
+    whenever torch is installed.
 
     If the process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during the
     call. An ``AccelError`` raised in the child is raised here unchanged.

@@ -42,7 +42,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
             raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
-    # A stage may narrow the ranges, for example to an engine's profile. The file itself doesn't record the ranges.
+    # A stage may narrow the ranges of dims, for example to an engine's profile. The file doesn't record these ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     inputs = with_values_of(found.inputs, known.inputs)

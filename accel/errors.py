@@ -43,8 +43,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """Returns the error of a full disk that caused ``error``, or None. Also finds an error that a library wrapped in
-    another error."""
+    """Returns the system's error about a full disk that caused ``error``, or None if the disk isn't full. Also finds an
+    error that a library wrapped in another error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error

@@ -45,7 +45,7 @@ _LINE = 78
 
 def shows_progress(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Decorates a public function: in a notebook or an interactive Python, its progress is a line on stderr that
-    vanishes at the end. Shows nothing in a script, or if the caller watches already."""
+    vanishes at the end. Shows nothing in a script, or if the caller already watches the progress."""
 
     @functools.wraps(function)
     def shown(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:

@@ -1,8 +1,8 @@
 """Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
 A stage is a pure function that takes an ``Artifact``, a ``StageConfig`` and the path ``out``, and returns an
-``Artifact``. A stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for
-all stages.
+``Artifact``. A stage writes only ``out`` and its companions. ``run_stage`` does the checks, the caching and the
+recording in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Proof:
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked the
-    returned file last, ``run_stage`` gets the cached results, so that a model runs only once at each shape.
+    returned file last, ``run_stage`` reuses the comparisons, so that a model runs only once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:

@@ -64,8 +64,8 @@ def bench(
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate uses the numbers that its manifest records. If its manifest records no numbers, a candidate uses one
-    stream, and one thread for each core of this process. With several streams the report compares throughputs.
+    candidate uses the threads and streams that its manifest records. Without this record, a candidate uses one stream,
+    and one thread for each core of this process. With several streams the report compares throughputs.
     ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure`` describes ``rounds``,
     ``block_seconds``, ``budget_seconds`` and ``seed``.
 

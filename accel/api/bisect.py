@@ -93,8 +93,8 @@ def bisect(
     ``scan`` also compares every tensor before the first difference. The other arguments set the fields of
     ``accel.Source``.
 
-    Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest names no ONNX file, ``UsageError`` if the
-    inputs or outputs differ, ``BadData`` if the data doesn't fit.
+    Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed,
+    ``UsageError`` if the inputs or outputs differ, ``BadData`` if the data doesn't fit.
     """
     from accel.proof.bisect import Bisection
     from accel.proof.data import widened
@@ -125,7 +125,7 @@ def bisect(
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
     if not limit >= 0:
-        raise UsageError(f"{limit} is no limit; give a relative error such as 0.001")
+        raise UsageError(f"{limit} is not a valid limit; give a relative error such as 0.001")
     if samples < 1:
         raise UsageError(f"{samples} samples are too few; give at least 1")
     feeds = _feeds(first, Path(data) if data else None, samples)

@@ -127,7 +127,7 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
     if to not in export_formats():
         raise UnknownName(f"unknown format {to!r}; {option('to')} takes {', '.join(export_formats())}")
     if limit is not None and not 0 < limit < 1:
-        raise UsageError(f"{limit:g} is no limit; give a relative error such as 1e-3")
+        raise UsageError(f"{limit:g} is not a valid limit; give a relative error such as 1e-3")
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass {option('opset', MIN_OPSET)} to {MAX_OPSET}")
     if channels not in CHANNELS:
@@ -172,7 +172,7 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """If a gate's usual limit was exceeded only slightly, extends the gate's error by advice to raise the limit. The
+    """Adds the advice to raise the limit to a gate's error, if the error exceeds the usual limit only slightly. The
     float32 rounding of a deep recurrent net alone may exceed the usual limit.
     """
     try:

@@ -71,17 +71,17 @@ def inspect(
     """Returns the signature, properties and history of ``model``.
 
     For any model except an engine or a pipeline, also counts operators, parameters and FLOPs at ``sizes`` (default: the
-    usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. ``check``
-    without ``page`` counts no TensorFlow, TFLite or PyTorch model. ``check`` computes every hash of the model's chain
-    again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is
-    installed.
+    usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With
+    ``check`` and without ``page``, a TensorFlow, TFLite or PyTorch model isn't counted. ``check`` computes every hash
+    of the model's chain again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if
+    the toolkit is installed.
 
     ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
     the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
     likely inputs and outputs.
 
     Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
-    ``UnsupportedHere`` for the page of an engine.
+    ``UnsupportedHere`` if ``page`` is given for an engine.
     """
     if against is not None and page is None:
         raise UsageError(

@@ -23,11 +23,12 @@ def load(
 
     ``runtime`` defaults to the runtime that the artifact was optimized for, else to the first installed runtime for
     this kind of model. ``options`` sets fields of ``SessionOptions``, such as ``threads``, and overrides the options
-    recorded with the artifact. ``call`` is the function of a pipeline, or its ``module:function``; this machine's cache
-    has the function of a pipeline that was exported here. The other arguments set the fields of ``accel.Source``.
+    recorded with the artifact. ``call`` is the function of a pipeline, or its ``module:function``. Leave out ``call``
+    for a pipeline that was exported on this machine, because the cache has its function. The other arguments set the
+    fields of ``accel.Source``.
 
-    Raises ``BadSource`` if the model can't be opened, or the function of a pipeline isn't known here. Raises
-    ``UnsupportedHere`` if no runtime here can run the model.
+    Raises ``BadSource`` if the model can't be opened, or if the function of a pipeline is neither given nor in the
+    cache. Raises ``UnsupportedHere`` if no runtime on this machine can run the model.
 
     >>> with accel.load("out/") as session:                      # doctest: +SKIP
     ...     session.run(session.example_inputs(batch=2))

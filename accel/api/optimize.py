@@ -73,8 +73,8 @@ def optimize(
 
     - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes, which is exported first.
     - an ``accel.Pipeline``, or the folder of an exported pipeline. Each part is optimized on the inputs that it gets
-      when the function runs on ``data``. The metric, the sizes and the speed are those of the whole call. A part stays
-      as it was if the whole isn't right with the optimized part.
+      when the function runs on ``data``. The metric, the sizes and the speed apply to the whole call. A part stays as
+      it was if the pipeline's outputs aren't right with the optimized part.
     - the fields of ``accel.Source``, such as ``example``, ``inputs``, ``weights`` and ``dims``.
 
     The candidates:
@@ -101,8 +101,8 @@ def optimize(
 
     Speed:
 
-    - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data. Without data,
-      the default is batch 1 and the usual sizes of the other dims.
+    - ``sizes``: the sizes of the dims to measure at. By default the dims have the sizes of a sample of the data.
+      Without data, the batch is 1 and the other dims have their usual sizes.
     - ``batch``: the batch to measure at.
     - ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole numbers, or ``data`` for the lengths of
       the samples.
@@ -120,7 +120,8 @@ def optimize(
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
-    nothing is measured, and the first candidate with right outputs is chosen. The order is fp16, int8, fp8, bf16, fp32.
+    nothing is measured, and the first candidate with right outputs is chosen. The precisions are then tried in this
+    order: fp16, int8, fp8, bf16, fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

@@ -19,9 +19,10 @@ def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Pla
 
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
-    """Returns the ``ModelSpec`` of the config's model. If the ``[shape]`` table is complete, uses the table. Else calls
-    the config's factories and measures the model. Raises ``BadConfig`` if the config has no complete table and names no
-    model.
+    """Returns the ``ModelSpec`` of the config's model. If the ``[shape]`` table is complete, uses the table.
+    Otherwise calls the config's factories and measures the model.
+
+    Raises ``BadConfig`` if the config has no complete table and names no model.
     """
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}

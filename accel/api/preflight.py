@@ -77,7 +77,7 @@ def preflight(
     ``accel.Source``; only ``inputs`` and ``dims`` apply to an ONNX file.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
-    ``UnsupportedHere`` if the model is no ONNX model, or the target doesn't build for a compute capability. Raises
+    ``UnsupportedHere`` if the model isn't an ONNX model, or the target doesn't build for a compute capability. Raises
     ``UnknownName`` if the target builds no engines, ``GateFailed`` if the rewritten model computes other outputs.
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig

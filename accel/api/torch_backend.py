@@ -151,7 +151,7 @@ class _Part:
     def _made(
         self, args: Sequence[Any], inputs: Sequence[torch.Tensor], dynamic: Collection[tuple[int, int]]
     ) -> BaseSession:
-        """Returns a session of the graph that takes other sizes of the axes ``dynamic``, given as (input, axis)."""
+        """Returns a session of the graph. The axes ``dynamic``, given as (input, axis), may change their size."""
         module = _Bound(self, self._graph, args)
         dims = dict.fromkeys(self._symbols.values(), torch.export.Dim.DYNAMIC)
         shapes = tuple(
@@ -179,7 +179,7 @@ def _about(node: torch.fx.Node) -> Mapping[str, Any]:
 
 
 class _Bound(torch.nn.Module):
-    """A graph whose weights are set and whose sizes are read from its inputs."""
+    """A graph that holds its weights as buffers and reads its sizes from its inputs."""
 
     def __init__(self, part: _Part, graph: torch.fx.GraphModule, args: Sequence[Any]) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def verify(
     integer that a model fails on.
     """
     if limit is not None and not limit >= 0:
-        raise UsageError(f"{limit:g} is no limit; give a relative error such as 1e-3")
+        raise UsageError(f"{limit:g} is not a valid limit; give a relative error such as 1e-3")
     import numpy as np
 
     from accel.proof.concordance import sample_errors

@@ -94,7 +94,8 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # raises before the slow run of nvcc
+    # Wrong folders of headers are reported before the slow run of nvcc.
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -23,8 +23,8 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# The number of leading axes of each operation's kernel that ``_flops`` leaves out, because the number of positions
-# already counts these axes.
+# How many leading axes of a kernel ``_flops`` leaves out, by operation. The number of positions already counts these
+# axes.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip

@@ -130,7 +130,7 @@ class TensorSpec:
 
 
 def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str, Dim]:
-    """Returns the size or name in ``new`` of each dynamic dim of ``old``. Matches the inputs by name."""
+    """Maps each dynamic dim of ``old`` to its size or name in ``new``. Matches the inputs by name."""
     shapes = {spec.name: spec.shape for spec in new}
     pairs = [pair for spec in old for pair in zip(spec.shape, shapes.get(spec.name, ()), strict=False)]
     return {one: other for one, other in pairs if isinstance(one, str)}

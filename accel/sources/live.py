@@ -40,8 +40,8 @@ def captured(model: Any, example: Any, dynamic: Any) -> Path:
         writer = "accel.sources.torch.live:capture"
     if writer is None:
         raise BadSource(
-            f"{type(model).__name__} is no kind of model; give a module of PyTorch, Keras or TensorFlow, an exported "
-            "program, an ONNX ModelProto, or the path of a file"
+            f"{type(model).__name__} is not a model that accel reads; give a module of PyTorch, Keras or TensorFlow, "
+            "an exported program, an ONNX ModelProto, or the path of a file"
         )
     write: Callable[..., Path] = resolve(writer)
     if writer.endswith(":capture_program") or ".onnx." in writer:

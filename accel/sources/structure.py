@@ -38,8 +38,8 @@ def describe(
 
     A tensor has the name of its key in a dict, or of its field in a dataclass or a named tuple. The only tensor of a
     result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... ``name``
-    replaces ``output``, and becomes the prefix of keys and fields. Objects of other classes become None, or with
-    ``strict`` raise ``BadFeeds``. ``names`` maps the names of tensors to new names.
+    replaces ``output``, and becomes the prefix of keys and fields. An object without a template becomes None, or with
+    ``strict`` raises ``BadFeeds``. ``names`` maps the names of tensors to new names.
     """
     if is_array(value):
         name = name or "output"

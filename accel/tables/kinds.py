@@ -15,9 +15,9 @@ class Kind:
     runtimes that open the kind, in the order in which accel tries them. ``reader`` is the import string of a function
     in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
     None for a kind that can't be read without its hardware. ``mend`` is the import string of a function for a file that
-    states other output shapes than expected. The function runs the file, and corrects the stated shapes if only they
-    are wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported. ``framework``
-    is True for a framework's own format, in which a file without a manifest is a source.
+    states unexpected output shapes. The function runs the file, and corrects the stated shapes if nothing else is
+    wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported. ``framework`` is
+    True for a framework's own format. A file in such a format is a source unless it has a manifest.
     """
 
     name: str

@@ -54,7 +54,7 @@ PRECISIONS: dict[str, Precision] = {
             weight_bytes=1.0,
             quantized=True,
             needs_data=True,
-            min_opset=13,  # the first QuantizeLinear with an axis, which per-channel scales need
+            min_opset=13,  # the first opset with per-channel scales (QuantizeLinear's axis)
             rank=0,
             rank_unmeasured=1,
         ),
@@ -74,7 +74,7 @@ PRECISIONS: dict[str, Precision] = {
             means="4-bit integers for the weights of large products alone",
             weight_bytes=0.5,
             quantized=True,
-            min_opset=21,  # the first QuantizeLinear with blocks
+            min_opset=21,  # the first opset with blockwise scales (QuantizeLinear's block_size)
             rank=3,
             rank_unmeasured=4,
         ),

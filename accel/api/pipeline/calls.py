@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from accel.signature import Feeds
     from accel.sources.pipeline import Record
 
-# A loop may call a part any number of times. The sizes of all calls count, but only so many calls keep their values.
+# A loop may call a part any number of times. The sizes of all calls are recorded, but the values of at most this many
+# calls.
 _MOST_KEPT = 128
 
 
 @dataclass(kw_only=True)
 class Calls:
     """The calls of one part. ``sizes`` holds the size of each axis of each input in every call, and ``runs`` the sizes
-    of the pipeline's own dims in the run that made the call. ``largest`` is the largest call of the first run, as the
-    arguments of the part."""
+    of the pipeline's own dims in the run that made the call. ``largest`` holds the arguments of the part in the
+    largest call of the first run."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
     sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -40,15 +41,15 @@ class Calls:
     _stride: int = 1
 
     def keep(self, feeds: Callable[[], dict[str, np.ndarray]]) -> None:
-        """Keeps the values of this call if its turn has come. Kept calls are spread evenly over all calls."""
+        """Keeps the values of every call, or of every second, fourth, eighth... call if there are too many calls."""
         if (len(self.runs) - 1) % self._stride == 0:
             self.kept.append(feeds())
         if len(self.kept) > _MOST_KEPT:
             self.kept, self._stride = self.kept[::2], 2 * self._stride
 
     def dynamic(self) -> dict[str, dict[int, str]]:
-        """Returns the name of each axis whose size differs between calls. Axes that always have the same size get the
-        same name: the name of the pipeline's dim of this size, else the name of the first such input and axis."""
+        """Returns the name of each axis whose size differs between calls. Axes with equal sizes in every call share one
+        name. This name is the pipeline's dim with the same sizes, or else the first of these inputs with its axis."""
         names: dict[tuple[int, ...], str] = {}
         for dim in self.runs[0]:
             names.setdefault(tuple(sizes.get(dim, 0) for sizes in self.runs), dim)
@@ -122,7 +123,7 @@ def _add(
 
 
 def _as_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments of a call as a tuple, or as a dict by name if one of them was given by name."""
+    """Returns the arguments of a call as a tuple, or as a dict by name if any argument was given by name."""
     return args if not kwargs else {**dict(zip(positional_parameters(module)[0], args, strict=False)), **kwargs}
 
 
@@ -138,7 +139,7 @@ def _copied(value: Any) -> Any:
 
 
 def _difference(calls: Calls, templates: Mapping[str, Template], shapes: Iterable[tuple[str, int]]) -> str:
-    """Returns the message for a call that differs from the calls before."""
+    """Returns the message for a call that differs from the earlier calls of its part."""
     for name in [*calls.templates, *templates]:
         one, other = calls.templates.get(name), templates.get(name)
         if one == other:

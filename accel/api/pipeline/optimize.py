@@ -39,7 +39,7 @@ from .calls import Calls, named
 from .export import check_folders, joined
 
 _BATCH = 8
-# The names of the rows: every part is optimized, or all parts but the named ones.
+# The name of the row in which every part is optimized.
 _ALL = "all parts"
 
 
@@ -47,7 +47,8 @@ def optimize_pipeline(
     request: OptimizeRequest, src: Artifact, metric: str | Metric | None, cache: StageCache, budget: Budget
 ) -> Optimization:
     """Optimizes each part of the exported pipeline ``src``, and publishes the optimized parts if the whole is right and
-    faster. The part whose own outputs moved most stays as it was until the whole is right.
+    faster. Until the whole is right, puts back one original part after another, beginning with the part whose own
+    outputs changed most.
 
     Raises ``UsageError`` for options that name the inputs of a single model.
     """
@@ -103,7 +104,7 @@ def _optimized_parts(
     for number, (name, part) in enumerate(parts.items()):
         report(f"pipeline: part {name}", number / len(parts))
         data, note = _samples(calls[name], part, folder / "data" / name) if calls else (None, "")
-        # A part may take its share of the time that is left, and measuring the whole takes one share.
+        # Divides the remaining time evenly among the remaining parts and the measurement of the whole.
         seconds = budget.left / (len(parts) - number + 1) if budget.limited else None
         own = replace(
             request,
@@ -146,9 +147,9 @@ def _recorded(src: Artifact, parts: Mapping[str, Artifact], stream: SampleStream
 
 
 def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, str]:
-    """Writes the recorded calls of a part as samples. Returns their folder, and a note if they can't be samples,
-    because the inputs don't share axis 0."""
-    # Calibration reads the first samples and the judge the others, so both get calls from the whole loop.
+    """Writes the recorded calls of a part as samples. Returns the folder of the samples. If the calls can't be samples,
+    because the inputs don't share axis 0, returns None and a note."""
+    # Shuffles the calls, because calibration reads the first samples and the judge reads the rest.
     order = np.random.default_rng(0).permutation(len(calls.kept))
     data = write_recorded([calls.kept[index] for index in order], folder, "call")
     if data is None:
@@ -164,8 +165,8 @@ def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, s
 def _rows(
     src: Artifact, made: Mapping[str, Optimization], judge: Judge, max_drop: float, cache: StageCache
 ) -> list[CandidateResult]:
-    """Joins the optimized parts, and judges the whole. Returns a row for each attempt: all optimized parts, and then
-    one part fewer each time, until the whole is right."""
+    """Joins the optimized parts, and judges the whole. Returns a row for each attempt. The first attempt has all
+    optimized parts, and each later attempt has one optimized part fewer, until the whole is right."""
     changed = {name: result for name, result in made.items() if result.chosen != result.candidates[0].name}
     before = parts_of(src)
     rows: list[CandidateResult] = []
@@ -180,7 +181,7 @@ def _rows(
 
 
 def _drop(result: Optimization) -> float:
-    """Returns how far the outputs of the chosen candidate of a part moved."""
+    """Returns how much a part's outputs changed with its chosen candidate."""
     judgement = next(row for row in result.candidates if row.name == result.chosen).judgement
     return judgement.drop if judgement else 0.0
 

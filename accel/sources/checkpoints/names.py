@@ -22,7 +22,8 @@ _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_
 def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
     """Returns ``checkpoint`` with exactly the names of the model's ``state_dict``.
 
-    Raises ``BadSource`` with the first unmatched name and similar names, or with the first shape that differs.
+    Raises ``BadSource`` if names or shapes differ. The error gives the first unmatched name with similar names, or the
+    first shape that differs.
     """
     wanted: Mapping[str, torch.Tensor] = {
         name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)
@@ -69,7 +70,7 @@ def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str
 
 
 def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Returns for each name the other names of the same tensor. Savers may keep only one name of tied weights."""
+    """Maps each name to the other names of the same tensor. A checkpoint may have only one name of tied weights."""
     places: dict[tuple[object, ...], list[str]] = {}
     keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
     for name, key in keys.items():

@@ -31,8 +31,8 @@ class Choice:
 
 
 def choose(asked: ModelId, names: Sequence[str]) -> Choice:
-    """Returns the files to read of a repository with the files ``names``: the weights of PyTorch with their configs,
-    else the only ONNX model.
+    """Chooses the files to read among the files ``names`` of a repository. Returns PyTorch's weights with their configs
+    if there are any, else the only ONNX model.
 
     Raises ``BadSource`` if the repository has nothing that accel reads, or several ONNX models.
     """
@@ -67,7 +67,7 @@ def _onnx(names: Sequence[str]) -> list[str]:
 
 
 def _one_onnx(main: str, names: Sequence[str]) -> Choice:
-    """Returns the ONNX file ``main`` with its external data and its manifest, whose names begin with its name."""
+    """Returns the ONNX file ``main`` with the files whose names begin with its name (external data and manifest)."""
     return Choice((main, *(name for name in names if name.startswith((f"{main}_", f"{main}.")))), main)
 
 
@@ -77,7 +77,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _unreadable(names: Sequence[str]) -> str:
-    """Returns words for what a repository holds that accel can't read, with the fix."""
+    """Returns the end of a sentence that tells what an unreadable repository holds, with the fix."""
     if "model_index.json" in names:
         return (
             "is a pipeline of diffusers, which consists of several models; write a function that returns one of them, "

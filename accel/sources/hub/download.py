@@ -43,8 +43,8 @@ def locate(asked: ModelId) -> Located:
     """Returns the model ``asked``. Downloads the files that the cache lacks. Without network, takes the files of the
     cache.
 
-    Raises ``BadSource`` if there is no such model, if it can't be downloaded, or if it has nothing that accel reads,
-    and ``CannotWrite`` if the cache can't be written.
+    Raises ``BadSource`` if the model doesn't exist, can't be downloaded, or has no file that accel reads. Raises
+    ``CannotWrite`` if the cache can't be written.
     """
     known = _located.get(asked)
     if known is not None and known.path.exists():
@@ -105,8 +105,8 @@ def _names(asked: ModelId) -> Sequence[str]:
 
 
 def _listing(asked: ModelId) -> list[str] | None:
-    """Returns the names that the cache lists for a commit. Returns None for a branch, and if there is no list, which
-    older versions of huggingface_hub don't keep."""
+    """Returns the names that the cache lists for a commit. Returns None for a branch, and for a commit without a list.
+    Older versions of huggingface_hub keep no lists."""
     import huggingface_hub
 
     listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
@@ -114,12 +114,12 @@ def _listing(asked: ModelId) -> list[str] | None:
         return None
     try:
         return [file.path for file in listed(asked.repo, revision=asked.commit)]
-    except Exception:  # the list is only a shortcut
+    except Exception:  # without a list, the hub is asked
         return None
 
 
 def _cached_folder(asked: ModelId) -> Path | None:
-    """Returns the folder of the revision in the cache, which may lack files, or None."""
+    """Returns the revision's folder in the cache, or None. The folder may lack files."""
     import huggingface_hub
 
     try:
@@ -127,7 +127,7 @@ def _cached_folder(asked: ModelId) -> Path | None:
         found = huggingface_hub.snapshot_download(
             asked.repo, revision=asked.revision or None, local_files_only=True, allow_patterns=[]
         )
-    except Exception:  # the caller has the better reason
+    except Exception:  # the caller raises an error with a better reason
         return None
     return Path(found)
 
@@ -137,7 +137,7 @@ def _missing(folder: Path | None, names: Sequence[str]) -> list[str]:
 
 
 def _names_in(asked: ModelId, folder: Path) -> list[str]:
-    """Returns the names of the files of a cached revision, those that were not downloaded included if known."""
+    """Returns the names of all files of a cached revision, or of its downloaded files if the cache has no list."""
     listed = _listing(ModelId(asked.repo, folder.name))
     return listed or [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 

@@ -58,8 +58,8 @@ def training_ops(frozen: Frozen) -> int:
 
 
 def as_imported(graph: Any) -> Any:
-    """Returns ``graph`` in a form that TensorFlow can import. TensorFlow's own freezing of functions replaces reads of
-    variables by other operators, but keeps the name that the read's output has in the function (``X:value:0``)."""
+    """Returns ``graph`` in a form that TensorFlow can import, with the outputs of frozen variables renamed. Freezing
+    replaces the operator that reads a variable, but keeps the name of the operator's output (``X:value:0``)."""
     made = tf.compat.v1.GraphDef()
     made.CopyFrom(graph)
     for function in made.library.function:
@@ -128,7 +128,7 @@ def _chosen(node: Any, nodes: Mapping[str, Any]) -> Any:
 
 
 def _simplified(frozen: Frozen) -> Any:
-    """Returns the graph after TensorFlow has inlined calls, folded constants and removed branches never taken."""
+    """Returns the graph after TensorFlow has inlined calls, folded constants and removed untaken branches."""
     from tensorflow.python.grappler import tf_optimizer
 
     with tf.Graph().as_default():
@@ -146,7 +146,7 @@ def _simplified(frozen: Frozen) -> Any:
 
 def _without_copies(graph: Any) -> Any:
     """Connects the readers of each ``IdentityN`` to its inputs, because constants aren't folded through it. Removes the
-    order of execution where data gives the order too: TensorFlow keeps the branch that a choice drops for the order."""
+    control inputs of every node that has data inputs, because TensorFlow would keep untaken branches for them."""
     copies = {node.name: node for node in graph.node if node.op == "IdentityN"}
     for node in graph.node:
         for place, name in enumerate(node.input):

@@ -34,7 +34,7 @@ _SELECT = frozenset({"Select", "SelectV2"})
 
 def without_idle_noise(graph: Any) -> Any:
     """Returns ``graph`` without the random ops that don't change any result: masks of ones, zeros that are added, and
-    choices that always choose the same. Choices by a constant are taken too."""
+    choices that always choose the same. Also replaces a choice by a constant with the chosen input."""
     nodes = {node.name: node for node in graph.node}
     idle: dict[str, np.ndarray] = {}
     for node in graph.node:

@@ -49,7 +49,8 @@ def _tensor(name: str) -> str:
 
 def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dict[str, str]]:
     """Returns ``frozen`` with constants in place of the placeholders that the user left out of the inputs, and their
-    values by name. The values are the user's own, else with ``spec.strip`` those of inference, else the defaults.
+    values by name. The user's values come first. With ``spec.strip``, other placeholders get their values at
+    inference. The rest get their defaults.
 
     Raises ``BadInputSpec`` for a value that can't be set. Raises ``BadSource`` if a placeholder has no value.
     """
@@ -163,10 +164,10 @@ def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
 def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the placeholders that have one sensible value at inference, with this value: the one that leaves the
-    fewest training ops. Leaves out defaults that have this value.
+    """Maps the name of each placeholder that has one sensible value at inference to this value. The sensible value is
+    the value that leaves the fewest training ops. Leaves out placeholders whose default is the sensible value.
 
-    Also returns the names of the placeholders that the outputs still need with these values.
+    Also returns the names of the placeholders that the outputs depend on.
     """
     found: dict[str, Any] = {}
     while True:

@@ -22,7 +22,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of further inputs for a model whose outputs may change their size with the values.
+# The number of further runs, each with other random values, for a model whose output sizes may depend on values.
 _SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
@@ -154,8 +154,8 @@ def in_training(module: torch.nn.Module) -> str:
 
 
 class ByValue(TorchDispatchMode):
-    """Notes whether an operator ran whose result may have a size or a Python value that depends on the values of its
-    inputs, such as ``nonzero``, ``item`` or an operator of another library."""
+    """Sets ``seen`` if an operator runs that returns a Python number (``item``), or a tensor whose size depends on
+    values (``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
 
     seen = False
 
@@ -195,7 +195,7 @@ def discover_outputs(
     first = runs[0]
     with ByValue() as by_value:
         result = run_own(named, signature, signature.example_inputs(**cases[0]))
-    if by_value.seen:  # other values may give an output another size
+    if by_value.seen:  # an output's size may change with the values
         for seed in range(1, _SEEDS + 1):
             with contextlib.suppress(Exception):  # the gates report an error
                 found.append(run_named(named, signature, signature.example_inputs(seed=seed, **cases[0])))

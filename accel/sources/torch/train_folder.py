@@ -82,8 +82,8 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """Returns the spec of a factory with the code that training used. If the file of ``spec``, or a neighboring file
-    that it imports, is gone or has changed, returns the copy in ``folder``."""
+    """Returns the spec of a factory with the code that training used. Returns the spec of the copy in ``folder`` if the
+    file of ``spec``, or a recorded file beside it, is gone or has changed."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:
         return spec

@@ -1,6 +1,6 @@
 """A model of sentence-transformers as a module with named inputs.
 
-The module's hash in manifests covers this file, so other code is kept out of it.
+Keep other code out of this file, because the module's hash in manifests covers the whole file.
 """
 
 from __future__ import annotations

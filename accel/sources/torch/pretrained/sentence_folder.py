@@ -26,7 +26,7 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
         places = [folder / str(one["path"]) for one in modules]
     except (KeyError, TypeError) as error:
         raise InvalidModel(f"{folder / MODULES} lists no modules; save the model again") from error
-    # sentence-transformers would import any other class by its name.
+    # sentence-transformers would import any class that the file names, even from another library.
     if not all(kind.startswith("sentence_transformers.") for kind in kinds):
         raise own_code(name)
     if any(not place.resolve().is_relative_to(folder.resolve()) for place in places):

@@ -265,7 +265,7 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"input": {5: "n"}}), BadInputSpec, "its axis 5"),
         (lambda: accel.Source(nn.Linear(4, 3)).open(), BadInputSpec, "pass example="),
         (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is no live model"),
-        (lambda: accel.Source(3), BadSource, "int is no kind of model"),  # type: ignore[arg-type]
+        (lambda: accel.Source(3), BadSource, "int is not a model that accel reads"),  # type: ignore[arg-type]
         (lambda: accel.bench(["a.onnx"], example=(X,)), UsageError, "there is no live model here"),
     ],
 )
