@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 class NotMade(Exception):
-    """The zoo can't make the model. The counts leave out such models, because no exporter was tried."""
+    """Raised if the zoo can't make a model. The counts leave this model out, because no exporter was tried."""
 
 
 @dataclass(frozen=True)
