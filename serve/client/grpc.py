@@ -323,7 +323,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
                 raise BadData(
-                    f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as "
+                    f"input '{tensor.name}' is {value.dtype}, but the model takes {tensor.datatype}; save it as "
                     f"{tensor.datatype}"
                 )
             if value.dtype.kind in "iub" and not np.array_equal(cast.astype(value.dtype), value):

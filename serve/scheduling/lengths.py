@@ -146,9 +146,9 @@ class LengthBatchingRows(RowBatching):
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
         Goes through ``batches`` in order. If a batch would begin late, this batch or a batch before it is postponed,
-        namely the batch with the highest cost per request. If every batch has one request, the fewest requests are late
-        by this rule (Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs").
-        Compares only batches of the most urgent priority level.
+        namely the batch with the highest cost per request. If every batch has one request, postponing the most
+        expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing algorithm
+        for minimizing the number of late jobs"). Compares only batches of the most urgent priority level.
         """
         if not self._delay:
             return batches[0]
