@@ -1,4 +1,4 @@
-"""Is the verdict of `accel bench` right? Compares a model with itself, and with a copy that takes a tenth more time.
+"""Is the verdict of `accel bench` right? Compares a model with itself, and with a copy whose runs take 10% longer.
 
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again

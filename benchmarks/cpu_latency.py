@@ -5,11 +5,10 @@ accurate?
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
 Each row is a model at one batch size. In paired blocks, a row compares PyTorch (eager, torch.compile), ONNX Runtime
-(fp32, quantize_static, quantize_dynamic), OpenVINO by hand with NNCF, and accel's choice. Each measured row is written
-at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells whether the
-goal is met. The script needs a quiet machine. The page shows the time of each row. On two cores the script should take
-less than 25 minutes. The options ``--rounds 7 --seconds 0`` make the run
-shorter.
+(fp32, quantize_static, quantize_dynamic), OpenVINO with NNCF (called by hand), and accel's choice. Each measured row is
+written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
+whether the goal is met. The script needs a quiet machine. The page shows the time of each row. On two cores the script
+should take less than 25 minutes. The options ``--rounds 7 --seconds 0`` make the run shorter.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
     """Quantizes with onnxruntime.quantization.quantize_static: default settings, per channel, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, the pre-processing skips the inference, as ONNX Runtime's
+    pre-processing. If symbolic shape inference fails, the pre-processing leaves this step out, as ONNX Runtime's
     documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process

@@ -7,8 +7,8 @@
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
 still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The
-library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If neither exists, nvcc
-builds the library in $ACCEL_CACHE_DIR.
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If neither library
+exists, nvcc builds the library in $ACCEL_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _words(command: dict[str, Any]) -> list[str]:
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
-    """Returns the files with tests for a GPU. Files without such tests may need packages that the machine lacks."""
+    """Returns only the files with tests for a GPU, because the remaining files may need packages that the machine
+    lacks."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [
         str(file.relative_to(root)) for file in files if re.search(r"mark\.gpu\b", file.read_text(encoding="utf-8"))
@@ -160,10 +161,9 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
 
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
-    """Returns the ids of the tests for a GPU in ``files`` (default: all such files), without the compute-sanitizer
-    tests. Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each
-    file is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be
-    imported."""
+    """Returns the ids of the tests for a GPU in ``files`` (default: in all files), without the compute-sanitizer tests.
+    Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each file
+    is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds
     names: list[str] = []
@@ -206,7 +206,8 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # pytest gets only the files with such a test, because a file that can't be imported ends pytest at once.
+    # pytest gets only the files with a compute-sanitizer test, because a file that can't be imported ends pytest at
+    # once.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]

@@ -30,7 +30,7 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measures the requested rows (default: all) that ``stem``.json lacks, or with ``--again`` all requested rows.
+    """Measures the requested rows (default: all rows). Without ``--again``, leaves out the rows that ``stem``.json has.
     Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
     rows.
 

@@ -49,9 +49,9 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. At this load, ``waited_in_bound`` is the share
-    of all requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has, for each round, the share of
-    requests that waited for at most ``BOUND_MS``."""
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. ``waited_in_bound`` is the share of the
+    requests at half of the largest rate that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has this share
+    for each round."""
 
     model: str
     requests_per_second: float
@@ -123,8 +123,8 @@ class Asked:
             self._lock.wait_for(lambda: len(self._started) - len(self._answers) < under_way, 60)
 
     def close(self) -> tuple[int, int, int]:
-        """Closes the client and returns the numbers of requests without an answer, requests with several answers, and
-        wrong answers."""
+        """Closes the client. Returns how many requests got no answer, how many got several answers, and how many
+        answers were wrong."""
         self.wait_for_room(1)
         with self._lock:
             lost = len(self._started) - len(self._answers)

@@ -174,9 +174,9 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     """Compares the requests sent inside this context with the server's own counts.
 
     The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
-    requests when h2load stopped. On exit, this context appends two more numbers. The first counts the requests that
-    were lost, or that failed without h2load seeing the failure. The second counts the requests that the server answered
-    more than once. Raises RuntimeError if one of these two numbers is not 0.
+    requests when h2load stopped. On exit, this context appends the number of lost requests and the number of requests
+    that the server answered more than once. A request counts as lost if h2load didn't see its failure. Raises
+    RuntimeError if one of the appended numbers is not 0.
     """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent

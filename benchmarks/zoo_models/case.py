@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 class NotMade(Exception):
-    """The zoo can't make the model. The counts leave out such models, because no exporter was tried."""
+    """Raised if the zoo can't make a model. The counts leave this model out, because no exporter was tried."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Case:
     ``example(batch, size)`` draws the arguments of a call, a tuple or a dict, with torch's generator. ``size`` is one
     of ``sizes``, or 0 for a model without sizes. The model is exported at the first size, and compared at every size.
 
-    ``dynamic`` names the dynamic axes of the arguments as ``accel.export`` takes them. If ``dynamic`` is None, only the
-    batch may be dynamic.
+    ``dynamic`` names the dynamic axes of the arguments in the form of ``accel.export``. If ``dynamic`` is None, only
+    the batch may be dynamic.
 
     If ONNX can't express the model, ``refusal`` is a part of the message that ``accel.export`` has to give. A model
     that draws random numbers needs no ``refusal``, because the zoo detects such models itself.

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The largest relative error that counts as rounding: float32 rounds less in the small nets of the zoo.
+# The largest relative error that counts as rounding. In the zoo's small nets, the rounding of float32 causes smaller
+# errors.
 LIMIT = 1e-3
 
 

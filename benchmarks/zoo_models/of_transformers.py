@@ -21,7 +21,7 @@ _HEADS = (
     "MODEL_FOR_VIDEO_CLASSIFICATION", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION", "MODEL_FOR_IMAGE_TO_IMAGE",
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
-# The heads of architectures whose best-known task isn't that of the first mapping.
+# The heads of architectures that are best known for another task than the task of the first mapping.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",

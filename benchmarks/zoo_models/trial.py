@@ -180,7 +180,8 @@ def _draws_random_numbers(case: Case, arguments: Any) -> bool:
 
 
 def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
-    """Compares ``run`` with the model in each call, or only in calls of the exported size unless ``any_size``."""
+    """Compares ``run`` with the model in each call. Without ``any_size``, leaves out calls at other sizes than the
+    exported size."""
     from zoo_models.compare import call, copied, judged, leaves
 
     worst = 0.0
@@ -203,7 +204,8 @@ def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, A
 
 
 def _with_torch(case: Case, calls: Calls, _: Path) -> dict[str, Any]:
-    """Exports the model with ``torch.onnx.export`` alone, and compares outputs in the same calls."""
+    """Exports the model with ``torch.onnx.export`` alone, and compares the outputs with the model's outputs in
+    ``calls``."""
     import torch
 
     if not case.is_torch:

@@ -194,7 +194,7 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """Sends image files as ``infer_many`` sends arrays. Each file is one sample. ``ImageInput`` reads the files.
+        """Reads image files with ``ImageInput``, and sends each file as one sample. ``infer_many`` explains ``batch``.
 
         If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
         """
@@ -232,8 +232,7 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The text leaves out the number of sent samples: a log prints each text only once, so the number would seem to
-        # stay at 0.
+        # The text doesn't count the sent samples, because a log prints only the first of these texts, with the count 0.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -324,7 +323,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
                 raise BadData(
-                    f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as "
+                    f"input '{tensor.name}' is {value.dtype}, but the model takes {tensor.datatype}; save it as "
                     f"{tensor.datatype}"
                 )
             if value.dtype.kind in "iub" and not np.array_equal(cast.astype(value.dtype), value):

@@ -133,11 +133,11 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
 
 
 def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
-    """Returns True if the channels are the first of three dims, False if they are the last, and None if neither or both
-    fit."""
+    """Returns True if the channels are the first of the three dims, and False if the channels are the last dim. Returns
+    None if both dims or neither dim can be the channels."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # the likeliest count comes first, because an image may be four pixels high
+    for channels in (3, 1, 4):  # 3 comes first, because a dim of size 1 or 4 may be the height
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

@@ -130,8 +130,8 @@ class CudaRegion:
 def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
     """Returns the region that ``handle`` shares.
 
-    Raises ``ServeError`` INVALID_ARGUMENT if ``handle`` shares no memory or less than ``byte_size`` bytes, and
-    UNIMPLEMENTED if this machine has no usable GPU.
+    Raises ``ServeError`` INVALID_ARGUMENT if ``handle`` doesn't share at least ``byte_size`` bytes. Raises
+    ``ServeError`` UNIMPLEMENTED if this machine has no usable GPU.
     """
 
     def refused(code: Code, why: str) -> ServeError:

@@ -171,8 +171,9 @@ class InferenceServer:
     # Inference
 
     def infer(self, call: InferCall, reply: Reply) -> Ticket:
-        """Check and run the call, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
-        on any thread, possibly before this method returns. Raises ``ServeError`` if the call is refused."""
+        """Check the call, run the model, and pass each response to ``reply``. Only a decoupled model gives several
+        responses. ``reply`` is called on any thread, possibly before this method returns. Raises ``ServeError`` if the
+        call is refused."""
         return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
 
     def _infer(self, call: InferCall, reply: Reply) -> Ticket:

@@ -8,9 +8,9 @@
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
 
-If Triton has the same span or attribute, the span or attribute has Triton's name. Spans are created once a request is
-answered. Their durations are the durations that the model's executor counts for the statistics. OpenTelemetry is
-imported only if ``--trace`` is given.
+A span or attribute that Triton also has gets Triton's name. Spans are created once a request is answered. The durations
+of the spans are the durations in the statistics of the model's executor. OpenTelemetry is imported only if ``--trace``
+is given.
 """
 
 from __future__ import annotations

@@ -185,11 +185,12 @@ for _name in METHODS:
 def app(arguments: dict[str, str]) -> Any:
     """Returns the application for these arguments of ``serve run``.
 
-    ``repository`` is required: a folder that every machine can read, or an address. All further arguments are optional.
-    ``mode`` is none or poll. ``poll_seconds`` is the time between two polls. ``tokens`` is a path. ``replicas`` is the
-    number of replicas. ``concurrency`` is the number of requests that a replica runs at the same time. ``threads`` is
-    the number of threads of a session. Each replica gets ``cpus`` and ``gpus``. Raises ``UsageError`` if an argument is
-    missing, unknown or not a number, and ``MissingExtra`` if Ray is not installed.
+    ``repository`` is required: a folder that every machine can read, or an address. All arguments except ``repository``
+    are optional. ``mode`` is none or poll. ``poll_seconds`` is the time between two polls. ``tokens`` is a path.
+    ``replicas`` is the number of replicas. ``concurrency`` is the number of requests that a replica runs at the same
+    time. ``threads`` is the number of threads of a session. ``cpus`` and ``gpus`` are the resources of each replica.
+    Raises ``UsageError`` if an argument is missing, unknown or not a number, and ``MissingExtra`` if Ray is not
+    installed.
     """
     given: dict[str, Any] = dict(arguments)
     try:

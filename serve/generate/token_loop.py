@@ -2,8 +2,8 @@
 
 Parameters of ``config.pbtxt`` declare the loop:
 
-``stream_tokens``: the input for the tokens. Its shape is (rows, length), or (rows, 1) for one token at a time.
-``stream_logits``: the output with the logits. Its shape is (rows, vocabulary) or (rows, length, vocabulary).
+``stream_tokens``: the input for the tokens, of shape (rows, length), or (rows, 1) for one token at a time.
+``stream_logits``: the output with the logits, of shape (rows, vocabulary) or (rows, length, vocabulary).
 ``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
 ``stream_mask``: the input for the mask, which is ones of shape (rows, all tokens so far).
 ``stream_positions``: the input for the positions of the given tokens, of shape (rows, length).

@@ -22,8 +22,8 @@ from .sequence_config import sequence_batching
 # run time.
 ModelConfig = Any
 
-# Triton's names of the platform and the backend for each kind of model. For a kind that isn't listed here, both are the
-# name of the kind.
+# Triton's names of the platform and the backend for each kind of model. For any other kind, the platform and the
+# backend have the name of the kind.
 PLATFORMS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
@@ -87,15 +87,15 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` tells whether the file sets ``max_batch_size``. The protobuf message can't tell, because an unset
-    number reads as 0. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests
-    of several callers share a batch only if the file enables dynamic batching. Raises ``BadRepository`` if the config
+    ``batch_given`` tells whether the file sets ``max_batch_size``, because an unset number reads as 0 in the protobuf
+    message. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests of
+    several callers share a batch only if the file enables dynamic batching. Raises ``BadRepository`` if the config
     contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
             f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
-            "take the field name out"
+            "take out the field 'name'"
         )
     config.name = name
     platform, backend = PLATFORMS.get(kind, (kind, kind))

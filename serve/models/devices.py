@@ -34,7 +34,7 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
-            raise refused("the shapes of each batch choose its optimization profile; take profile out")
+            raise refused("the server chooses the optimization profile by the shapes of each batch; take profile out")
         if group.passive or group.secondary_devices:
             raise refused("passive instances and secondary_devices are not supported; take both out")
         if others := [gpu for gpu in group.gpus if gpu != 0]:

@@ -33,7 +33,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     if config.name and config.name != name:
         raise BadRepository(
             f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
-            "take the field name out"
+            "take out the field 'name'"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")

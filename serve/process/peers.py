@@ -135,7 +135,7 @@ class Peers:
     def catch_up(self) -> None:
         """Ask another process for the commands that the server got before this process started, and run these
         commands."""
-        with self._turn(_LOAD_PATIENCE):  # the state of the other processes must not change meanwhile
+        with self._turn(_LOAD_PATIENCE):  # the lock keeps commands from changing the other processes
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":
                     continue

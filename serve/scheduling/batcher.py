@@ -71,8 +71,8 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Returns two numbers of positions along the variable dim of one run: those of the padding, and those that
-        callers sent."""
+        """Returns the number of padding positions and the number of positions that callers sent, both along the
+        variable dim of one run."""
         ...
 
 

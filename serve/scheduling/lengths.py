@@ -2,10 +2,9 @@
 
 The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
 i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). Dynamic
-programming computes the best cut over O(n * batch) cells. The least total cost means that the last batch ends as early
-as possible. So no other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent
-batch. If not all batches can begin in time, the instance postpones batches so that as few requests as possible are
-late.
+programming computes the best cut over O(n * batch) cells. With the least total cost, the last batch ends as early as
+possible, so the longest wait of a request is as short as possible. An idle instance runs the most urgent batch. If not
+all batches can begin in time, the instance postpones batches so that as few requests as possible are late.
 
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
@@ -147,9 +146,9 @@ class LengthBatchingRows(RowBatching):
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
         Goes through ``batches`` in order. If a batch would begin late, this batch or a batch before it is postponed,
-        namely the batch with the highest cost per request. If every batch has one request, the fewest requests are late
-        by this rule (Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs").
-        Compares only batches of the most urgent priority level.
+        namely the batch with the highest cost per request. If every batch has one request, postponing the most
+        expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing algorithm
+        for minimizing the number of late jobs"). Compares only batches of the most urgent priority level.
         """
         if not self._delay:
             return batches[0]

@@ -18,8 +18,8 @@ class QueuePolicy:
 
     ``max_queue_size`` is the number of requests that may wait. ``timeout_us`` is the longest wait of a request. With
     ``timeout_action="reject"``, a request that has waited for more than ``timeout_us`` fails with UNAVAILABLE. With
-    ``timeout_action="delay"``, such a request is served after the requests that are in time. ``allow_override`` lets a
-    request set a shorter timeout.
+    ``timeout_action="delay"``, a request that has waited for more than ``timeout_us`` is served after the requests that
+    are in time. ``allow_override`` lets a request set a shorter timeout.
     """
 
     max_queue_size: int = 0
@@ -73,9 +73,9 @@ class Scheduling:
     that the model takes; None means all sizes. ``profiles`` are the optimization profiles of an engine. ``queue_rows``
     and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With ``response_cache``, repeated
     requests are answered from the server's cache. With ``eager=True``, a request runs at once if an instance is idle
-    and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With ``eager=False``, the request waits for
-    other requests, as in Triton. ``resources`` maps a shared resource to the amount that one run takes.
-    ``rate_limit.py`` explains ``resource_priority``.
+    and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With ``eager=False``, a request waits for
+    further requests even if an instance is idle, as in Triton. ``resources`` maps a shared resource to the amount that
+    one run takes. ``rate_limit.py`` explains ``resource_priority``.
     """
 
     max_batch_size: int = 0

@@ -13,7 +13,7 @@ class Recorder:
     """Fills a ``ModelStatistics``. Not thread-safe: the owner holds a lock.
 
     A canceled request also counts as failed, so that success + fail = received. The batch statistics count each
-    successful run under its number of real rows. So ``inference_count`` is the sum of rows times runs.
+    successful run under its number of real rows. Therefore ``inference_count`` is the sum of rows times runs.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:

@@ -1,8 +1,8 @@
 """Cancels calls whose message takes too long to arrive.
 
 grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
-message holds a thread, and many such clients would hold every thread. So slow calls are canceled once calls without a
-message hold more than half of the threads.
+message holds a thread, and many such clients would hold every thread. Slow calls are therefore canceled once calls
+without a message hold more than half of the threads.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def _health(server: InferenceServer) -> Any:
             with self._refreshing:
                 status = health_pb2.HealthCheckResponse
                 found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # set() tells the clients of Watch, which get only changes
+                if found != self._said:  # clients of Watch get the status only if the status changes
                     self._said = found
                     for service in ("", proto.SERVICE):
                         self.set(service, found)

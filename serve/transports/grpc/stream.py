@@ -23,7 +23,7 @@ log = logging.getLogger("accel.serve")
 _Response = proto.message("ModelStreamInferResponse")
 # The reader stops at this number of unanswered requests of one stream, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # seconds; grpcio reports more than this for a call without a deadline
+FOREVER = 1e8  # seconds; a call has no deadline if grpcio reports a longer remaining time
 
 
 def trace_of(context: Any) -> dict[str, str]:
