@@ -111,8 +111,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # The variable ``workspace`` keeps the memory until the call is in the stream. From then on, torch's allocator keeps
-    # the memory until the call has run.
+    # The variable ``workspace`` keeps the memory until the call is in the stream. While the call waits and runs,
+    # torch's allocator keeps the memory.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)
