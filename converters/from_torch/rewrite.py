@@ -111,7 +111,7 @@ def _next(one: ast.stmt, parents: dict[ast.AST, ast.AST]) -> ast.stmt | None:
 
 
 def _set(statement: ast.stmt) -> tuple[str, str]:
-    """Returns the variable that ``statement`` sets and its new value, or empty strings."""
+    """Returns the variable that ``statement`` sets, and the new value. Returns empty strings for other statements."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id, ast.unparse(statement.value)
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):

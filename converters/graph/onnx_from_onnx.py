@@ -148,7 +148,7 @@ def _redeclared(
 ) -> tuple[TensorSpec, ...]:
     """Declares the inputs of ``model`` with the given shapes, and returns the new specs of the inputs.
 
-    Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
+    Raises ``BadInputSpec`` if the model lacks a given input, or declares another dtype or rank for the input.
     """
     import onnx
 

@@ -237,7 +237,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
         what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
         raise UnsupportedHere(
-            f"{what} needs opset >= {least}, {src.path} has {have}; pass {option('opset', max(20, least))}"
+            f"{what} needs opset >= {least}, but {src.path} has {have}; pass {option('opset', max(20, least))}"
         )
 
 

@@ -230,7 +230,7 @@ def _config(
         config.num_compute_capabilities = len(capabilities)
         for index, member in enumerate(capabilities):
             if not config.set_compute_capability(member, index):
-                raise UnsupportedHere(f"TensorRT refuses the compute capability {member}; build for another")
+                raise UnsupportedHere(f"TensorRT refuses the compute capability {member}; build for another GPU")
     if workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:

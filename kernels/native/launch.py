@@ -56,7 +56,7 @@ def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     return _names_in(library.path, stamp, tuple(library.gemms), capability)
 
 
-@lru_cache(maxsize=8)  # cached, because every launch calls this function, which reads a file
+@lru_cache(maxsize=8)  # cached, because every launch calls this function and the function reads a file
 def _names_in(
     path: Path,
     stamp: int | None,  # noqa: ARG001 - the time of the record is part of the cache key
