@@ -172,7 +172,7 @@ def _lossy(
 ) -> list[tuple[int, str]]:
     """Returns the next nodes to keep in float32.
 
-    Returns the nodes whose values exceed the format's range. If there are no such nodes, returns the nodes that give
+    Returns the nodes whose values exceed the format's range. If no value exceeds the range, returns the nodes that give
     infinities or NaN. Values out of range come first, because they may cause infinities in later nodes.
     """
     found = _new(source, kept, _out_of_range(source, seen, masked))
@@ -213,8 +213,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. If one of these nodes can't be changed to float32, yields the
-    nearest 16-bit nodes before it instead."""
+    """Yields the first nodes that give infinities or NaN. In place of a node that can't be changed to
+    float32, yields the nearest 16-bit nodes before that node."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):

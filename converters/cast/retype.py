@@ -17,7 +17,7 @@ from .source import FLOAT, FORMATS, Source, Typing, to_low
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
-# Nodes that move values without computing. A node of this kind stays float32 if it stands between two float32 nodes.
+# Nodes that move values without computing. A moving node stays float32 if it stands between two float32 nodes.
 MOVEMENT = frozenset(
     {
         "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split",
@@ -43,8 +43,8 @@ def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes. Casting the inputs and outputs of these nodes
-    would only lose precision."""
+    """Returns the nodes that only move values between float32 nodes. Casts before and after these nodes would
+    only lose precision."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)

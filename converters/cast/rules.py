@@ -120,8 +120,8 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. A larger error than this is already made by the rounding
-# to int8.
+# The largest accepted relative error of a quantization scale. The rounding to int8 already makes a
+# larger error.
 _SCALE_ERROR = 2**-6
 
 

@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. One reason is
-# that random operators would generate different numbers in 16 bits.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32, because
+# random operators, for example, would generate different numbers in 16 bits.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -37,8 +37,8 @@ class Typing:
     """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
     output.
 
-    A position without an entry either isn't float32 or takes any dtype. ``reason`` tells why the node can't be 16-bit.
-    If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16 bits.
+    An input or output without an entry isn't float32, or may have any dtype. ``reason`` tells why the node can't be
+    16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16 bits.
     """
 
     inputs: Mapping[int, int]

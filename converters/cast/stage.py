@@ -122,7 +122,8 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
     A model with most weights in float32 would be slower than the original.
     """
     sizes = {name: math.prod(tensor.dims) for name, tensor in source.constants.items()}
-    stuck: dict[tuple[str, int | None], int] = {}  # numbers of weights, by reason and least opset
+    # The number of weights that can't be cast, by the reason and by the first opset that would allow the cast.
+    stuck: dict[tuple[str, int | None], int] = {}
     for name, size in sizes.items():
         typings = [source.typing(i) for i in source.consumers.get(name, [])]
         if typings and all(typing.reason for typing in typings):

@@ -211,7 +211,7 @@ def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
 
 
 def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
-    """Returns ``model`` converted to ``opset`` by onnx's version converter, with an IR version that fits."""
+    """Returns ``model`` converted to ``opset`` by onnx's version converter, with an IR version that fits the opset."""
     import onnx
     from onnx import version_converter
 

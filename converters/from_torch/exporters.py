@@ -250,8 +250,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
     """Yields ``module`` with one added output for each RNN that returns a packed sequence: the padded sequence.
 
-    Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence. An
-    example is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
+    Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence, for
+    example a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

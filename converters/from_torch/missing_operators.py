@@ -36,8 +36,8 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of torchvision's operators that this process knows. The exporter itself leaves them out
-    if another library declares them."""
+    """Returns the translations of torchvision's operators that this process knows. The exporter leaves out
+    torchvision's operators if another library declares them."""
     import torch
 
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -168,7 +168,8 @@ def _roi_align(
     sampling_ratio: int = -1,
     aligned: bool = False,
 ) -> Any:
-    """Averages points inside each cell of each box. ONNX spells a sampling ratio by the size of the box as 0."""
+    """Averages points inside each cell of each box. If ONNX's sampling ratio is 0, the number of points depends on
+    the size of the box."""
     from onnxscript.function_libs.torch_lib.ops.vision import torchvision_roi_align
 
     return torchvision_roi_align(

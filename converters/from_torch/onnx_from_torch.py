@@ -149,7 +149,7 @@ def _where(read: Sequence[Place]) -> str:
 
 
 def _fixes(read: Sequence[Place]) -> str:
-    """Returns how to rewrite the first places."""
+    """Returns the rewrites of the first places in ``read``, and the number of the remaining places."""
     more = f"; {len(read) - _SHOWN} more follow" if len(read) > _SHOWN else ""
     return "; ".join(map(str, read[:_SHOWN])) + more
 

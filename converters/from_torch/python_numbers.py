@@ -1,6 +1,6 @@
 """Finds the lines at which a model turns values of its inputs into Python numbers.
 
-A tracing exporter would record the numbers of its example there.
+A tracing exporter would record the numbers of its example at these lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZED = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "uniq
 # Operators whose results have the shape of their arguments, but none of their values.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros")
 _LIBRARIES = ("torch", "numpy", "accel")
-# The modules of torch that a user's own read of a tensor goes through.
+# The modules whose frames lie between the user's line and the method that reads the tensor.
 _METHODS = ("torch._tensor", "torch._tensor_str", "torch.overrides", __name__)
 
 
@@ -52,9 +52,10 @@ class Place:
 
 @dataclass
 class _Found:
-    """``values`` are the tensors with values of the inputs, and ``sizes`` those whose size depends on values.
+    """``values`` has the tensors that depend on values of the inputs. ``sizes`` has the tensors whose size depends on
+    values of the inputs.
 
-    ``spans`` are the places that read values of the inputs, ``others`` the lines that read other values.
+    ``spans`` has the places that read tensors in ``values``. ``others`` has the lines that read any other tensor.
     """
 
     values: _Storages = field(default_factory=lambda: _Storages())
@@ -64,7 +65,10 @@ class _Found:
 
 
 class _Storages(dict[int, Any]):
-    """Tensors by their storage, which views share. The storages are kept, so that no address is used again."""
+    """The storages of tensors, by address. A tensor and its views share a storage.
+
+    The dict keeps the storages alive, so that no address is used again.
+    """
 
     def add(self, value: Any) -> None:
         if _is_strided(value):
@@ -86,7 +90,7 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
 
     A place that only prints or checks values is left out, because a file without that line computes the same. Values
     that don't depend on the inputs, such as a buffer's, are left out too. ``said`` are warnings of the older exporter,
-    which also warns about branches by sizes that depend on values.
+    which also warns about branches on sizes that depend on values.
     """
     import torch
 
@@ -161,7 +165,10 @@ def _watch(found: _Found) -> Any:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame that reads a tensor, or None if that is a library's, whose functions the exporters know."""
+    """Returns the frame that reads a tensor, or None if the frame belongs to a library.
+
+    The exporters know the functions of these libraries.
+    """
     while frame is not None and frame.f_globals.get("__name__", "") in _METHODS:
         frame = frame.f_back
     package, _, rest = frame.f_globals.get("__name__", "").partition(".") if frame else ("torch", "", "")

@@ -20,7 +20,7 @@ _FOLLOWED = (
     *("acos", "asin", "atan", "ceil", "cos", "cosh", "floor"),
     *("log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
 )
-# Functions that show values, and no more.
+# Functions that only show values.
 _SHOWS = ("print", "warn", "warning", "debug", "info")
 
 
@@ -56,7 +56,7 @@ def rewrite(file: str, span: Span) -> Rewrite | None:
 def branch(file: str, line: int) -> Rewrite | None:
     """Returns how to write the condition on ``line`` without a branch, or None if the branch only checks values.
 
-    The condition may be about a size that depends on values, which isn't a tensor.
+    The condition may test a size that depends on values, and a size isn't a tensor.
     """
     fix = "choose by a mask with torch.where"
     tree, _ = _parsed(file)
@@ -85,8 +85,8 @@ def _of_branch(one: ast.If | ast.While | ast.IfExp, simple: bool, parents: dict[
 
 
 def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
-    """Returns a statement with ``torch.where`` that does what ``one`` does, or "" if ``one`` does more than to return
-    a value or to set a variable."""
+    """Returns ``one`` as a statement with ``torch.where``. Returns "" if a branch of ``one`` does more than return a
+    value or set a variable."""
     if len(one.body) != 1 or len(one.orelse) > 1:
         return ""
     yes, no = one.body[0], one.orelse[0] if one.orelse else None
@@ -111,7 +111,7 @@ def _next(one: ast.stmt, parents: dict[ast.AST, ast.AST]) -> ast.stmt | None:
 
 
 def _set(statement: ast.stmt) -> tuple[str, str]:
-    """Returns the variable that ``statement`` sets and its new value, or empty strings."""
+    """Returns the variable that ``statement`` sets, and the new value. Returns empty strings for other statements."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id, ast.unparse(statement.value)
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
@@ -166,7 +166,8 @@ def _shows(node: ast.AST) -> bool:
 
 
 def _checks(node: ast.AST, chain: list[ast.AST]) -> bool:
-    """Tells whether ``node`` is an assertion, or a branch by a condition in ``chain`` that only raises or prints."""
+    """Returns True for an assertion. Also returns True for an ``if`` that only raises or prints, if its condition is
+    in ``chain``."""
     if isinstance(node, ast.Assert):
         return True
     if not isinstance(node, ast.If) or node.test not in chain or node.orelse:
@@ -191,8 +192,11 @@ def _parsed(file: str) -> tuple[ast.Module | None, dict[ast.AST, ast.AST]]:
 
 
 def _at(tree: ast.Module, span: Span) -> ast.expr | None:
-    """Returns the smallest expression that covers ``span``. If ``span`` is that of a whole statement, as Python gives
-    it for a loop or for a branch that only raises, returns the statement's condition or iterable."""
+    """Returns the smallest expression that covers ``span``. If ``span`` covers a whole loop or branch, returns the
+    statement's condition or iterable.
+
+    Python gives the span of the whole statement for a loop, and for a branch that only raises.
+    """
     first, last, start, end = span
     if start is None:
         return None

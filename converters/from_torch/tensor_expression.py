@@ -1,4 +1,4 @@
-"""Writes an expression of Python numbers that come from tensors as an expression of tensors."""
+"""Rewrites an expression that reads numbers from tensors, so that the new expression computes with the tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def condition(node: ast.expr) -> ast.expr:
 
 
 def is_condition(node: ast.AST) -> bool:
-    """Tells whether ``tensors`` can write this node of a condition, apart from the nodes in it."""
+    """Tells whether ``tensors`` can write ``node``, a part of a condition. Doesn't check the nodes inside ``node``."""
     if isinstance(node, ast.Call):
         return takes_numbers(node) or isinstance(node.func, ast.Attribute)
     if isinstance(node, ast.Compare):

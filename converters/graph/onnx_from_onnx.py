@@ -53,8 +53,8 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
     Weights in Constant nodes become initializers, initializers are no longer listed as inputs, and outputs get the
     shapes that a run gives. Quantized models keep each QuantizeLinear and DequantizeLinear.
 
-    Raises ``NotBroughtOver`` if onnx can't convert an operator, if the model doesn't run with the given shapes, or if
-    its opset or one of its dtypes needs a newer IR than ``max_ir``.
+    Raises ``NotBroughtOver`` if onnx can't convert an operator, or if the model doesn't run with the given shapes. Also
+    raises ``NotBroughtOver`` if the model's opset or one of its dtypes needs a newer IR than ``max_ir``.
     """
     try:
         notes: dict[str, Any] = run_in_child(
@@ -148,7 +148,7 @@ def _redeclared(
 ) -> tuple[TensorSpec, ...]:
     """Declares the inputs of ``model`` with the given shapes, and returns the new specs of the inputs.
 
-    Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
+    Raises ``BadInputSpec`` if the model lacks a given input, or declares another dtype or rank for the input.
     """
     import onnx
 
@@ -215,7 +215,7 @@ def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def _without_zeros(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of the int64 initializers that hold no 0."""
+    """Returns the names of the int64 initializers in which no element is 0."""
     import onnx
 
     found = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
@@ -290,8 +290,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs only the default sizes and the ends of the ranges, because many models take only multiples of a number, and
-    # the user chose the ends.
+    # Runs only the default sizes and the ends of the ranges, because the user chose the ends. Many models take only
+    # multiples of a number, and would refuse a size in between.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

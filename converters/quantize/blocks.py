@@ -20,7 +20,7 @@ from ..graph.write import write_onnx
 from .products import channel_axis, drop_unread, product_weights
 from .stage import Task
 
-# The dtype and the largest quantized value. The range is symmetric, so that 0 stays 0.
+# For each mode, the dtype of the quantized weights and their largest value. The range is symmetric, so that 0 stays 0.
 _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 
 

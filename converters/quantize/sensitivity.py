@@ -37,8 +37,11 @@ _ROWS_A_READ = 16
 @dataclass(frozen=True)
 class Sensitivity:
     """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
-    is the same error if only this node is fp16 or bf16. ``work`` is the number of the node's multiply-adds for a
-    sample. If reading the node's weights takes longer, ``work`` is the equivalent number of multiply-adds."""
+    is the largest relative l2 error if only this node is fp16 or bf16.
+
+    ``work`` is the number of the node's multiply-adds for a sample. If reading the node's weights takes longer than
+    these multiply-adds, ``work`` is the number of multiply-adds that take as long as the reading.
+    """
 
     node: str
     op: str

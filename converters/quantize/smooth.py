@@ -68,7 +68,8 @@ def smooth(
 def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
     """Returns the axis of the weights that the product sums over.
 
-    Returns None if ``node`` is not a product with a constant matrix, or transposes the activation.
+    Returns None if ``node`` is not a product with a constant matrix. Also returns None if the product transposes the
+    activation.
     """
     if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
         return None

@@ -51,14 +51,15 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. A model that was quantized for the wrong kind was up to four times slower.
+# The quantization for each kind of target. A model that was quantized for the wrong kind of target was up to four
+# times slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Operators between two convolutions are
 #     quantized, too. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
-#     because TensorRT refuses or never fuses an int32 or int8 bias or output. The products of attention stay float,
-#     because TensorRT fuses them only in float. Cast to fp16 after this stage, not before, because the cast gives the
-#     scales the dtype of the engine's layers.
+#     because TensorRT refuses some biases and outputs in int32 or int8, and fuses none of them. The products of
+#     attention stay float, because TensorRT fuses these products only in float. Cast to fp16 after this stage, not
+#     before, because the cast gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -213,7 +214,7 @@ def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, fol
 
 
 def least_opset(config: QuantizeConfig) -> int:
-    """Returns the least opset of a model that is quantized by ``config``."""
+    """Returns the least opset that a model needs for the quantization ``config``."""
     if config.mode == "fp8":
         return PRECISIONS["fp8"].min_opset
     in_blocks = config.form == "tensorrt" and config.mode in ("int8-weights", "int4-weights")
@@ -236,7 +237,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
         what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
         raise UnsupportedHere(
-            f"{what} needs opset >= {least}, {src.path} has {have}; pass {option('opset', max(20, least))}"
+            f"{what} needs opset >= {least}, but {src.path} has {have}; pass {option('opset', max(20, least))}"
         )
 
 

@@ -34,7 +34,7 @@ class OpenVinoFromOnnxConfig(StageConfig):
 
 
 class IrNotBuilt(BuildFailed):
-    """OpenVINO could not convert the model, or died trying."""
+    """OpenVINO could not convert the model, or crashed during the conversion."""
 
 
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001

@@ -80,7 +80,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
         elif kind == "Select":
             open_ends += inputs[1:]
         else:
-            return False  # an input of the model may hold -inf; Log and Divide may produce -inf
+            return False  # an input of the model, Log and Divide may give -inf
     return True
 
 

@@ -98,7 +98,8 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"{name} is not installed, and no extra has it (its pins exclude accel's libraries); run: {ONNX2TF}"
+                f"{name} is not installed, and is in no extra of accel (its pins exclude accel's libraries); "
+                f"run: {ONNX2TF}"
             )
 
 

@@ -126,8 +126,8 @@ def build(
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
 
-    ``plugins`` is True if the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
-    library can't be loaded.
+    ``plugins`` is True if the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if the
+    plugin library can't be loaded.
     """
     trt = load_toolkit(toolkit)
     log = Log()
@@ -144,8 +144,8 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # Header and layout are read before the first call to CUDA, so without a GPU, loading a good file fails only at the
-    # first call to CUDA.
+    # The toolkit reads header and layout before its first call to CUDA. Without a GPU, loading a good file fails only
+    # at the first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -230,7 +230,7 @@ def _config(
         config.num_compute_capabilities = len(capabilities)
         for index, member in enumerate(capabilities):
             if not config.set_compute_capability(member, index):
-                raise UnsupportedHere(f"TensorRT refuses the compute capability {member}; build for another")
+                raise UnsupportedHere(f"TensorRT refuses the compute capability {member}; build for another GPU")
     if workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:

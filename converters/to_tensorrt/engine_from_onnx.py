@@ -29,15 +29,15 @@ class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
 
     ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text for each dynamic input: the shapes for min,
-    opt and max, as in ``input_ids=1x8,8x128,64x512``. A repeated input starts the next profile. If ``profiles`` is
-    empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for,
-    such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs. ``workspace_bytes`` limits the
-    device memory that a kernel may use as scratch (None: no limit). ``builder_level`` is 0 (quick to build) to 5 (quick
-    to run), or None for the toolkit's default. ``version_compatible`` lets later versions of TensorRT run the engine.
-    ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If ``kernels`` is set, accel's
-    operators become plugins where possible. An operator without a plugin is built from its function body. With
-    ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if there is no library. The
-    sha256 keeps engines of different libraries apart in the cache.
+    opt and max, as in ``input_ids=1x8,8x128,64x512``. A second text for an input belongs to the next profile. If
+    ``profiles`` is empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the
+    GPUs to build for, such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs.
+    ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit). ``builder_level`` is
+    0 (quick to build) to 5 (quick to run), or None for the toolkit's default. ``version_compatible`` lets later
+    versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the
+    engine. If ``kernels`` is set, accel's operators become plugins where possible. An operator without a plugin is
+    built from its function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library,
+    or empty if there is no library. The sha256 keeps engines of different libraries apart in the cache.
     """
 
     toolkit: str = "tensorrt-rtx"

@@ -75,9 +75,9 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and for a shape
-    of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or if one dim
-    has different ranges.
+    A second text for an input belongs to the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and
+    for a shape of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or
+    if one dim has different ranges.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:

@@ -137,8 +137,8 @@ def choose(
     operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
     kernels of the compiled library, both CUTLASS's and those of ``HAND_WRITTEN``. ``residual_dtype`` is None if the
     residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if
-    Triton can load both operands in vectors (see ``in_vectors``). For this, each operand needs one stride of 1, and an
-    address and other strides that are multiples of 16.
+    Triton can load both operands in vectors (see ``in_vectors``). Each operand must then have one stride of 1, and
+    its address and its other strides must be multiples of 16.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")

@@ -44,7 +44,7 @@ ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
-MOST_SETS = 256  # So many sets of 1 MiB (BERT-base's smallest layer) fill ROTATED_BYTES.
+MOST_SETS = 256  # 256 sets of 1 MiB (the operands of BERT-base's smallest layer) fill ROTATED_BYTES.
 RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, so a replay takes milliseconds or more.
 BLOCKS = 5
 

@@ -134,8 +134,8 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
     """Returns the library of TensorRT plugins to load, or None. ``$ACCEL_TENSORRT_LIBRARY`` is preferred to the newest
     library that fits.
 
-    Plugins fit if they were built from the present sources. Their kernel library also needs tensor-core GEMMs for this
-    compute capability (None for any).
+    A library of plugins fits if the library was built from the present sources. The kernel library that the plugins
+    call must also have tensor-core GEMMs for this compute capability (None for any).
     """
     given = os.environ.get(TENSORRT_CHOSEN)
     if given:

@@ -56,7 +56,7 @@ def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     return _names_in(library.path, stamp, tuple(library.gemms), capability)
 
 
-@lru_cache(maxsize=8)  # cached, because every launch calls this function, which reads a file
+@lru_cache(maxsize=8)  # cached, because every launch calls this function and the function reads a file
 def _names_in(
     path: Path,
     stamp: int | None,  # noqa: ARG001 - the time of the record is part of the cache key
@@ -111,8 +111,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # The variable ``workspace`` keeps the memory until the call is in the stream. From then on, torch's allocator keeps
-    # the memory until the call has run.
+    # The variable ``workspace`` keeps the memory until the call is in the stream. While the call waits and runs,
+    # torch's allocator keeps the memory.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)

@@ -38,8 +38,8 @@ def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dic
     """Returns the largest ratio of an error to its bound in the interpreter, for each case whose name contains
     ``case``.
 
-    ``source`` is another file with the kernels. Raises ``MissingExtra`` without Triton, and ``ChildCrashed`` if a
-    kernel did not run.
+    ``source`` is the file with the kernels, by default accel's own file. Raises ``MissingExtra`` without Triton, and
+    ``ChildCrashed`` if a kernel did not run.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")

@@ -26,7 +26,8 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A fused operation: its name, its parts, and its difference from the original if verified alone."""
+    """A fused operation: its name, its parts, and its difference from the original if the operation was verified
+    alone."""
 
     name: str
     operation: str

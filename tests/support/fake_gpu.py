@@ -14,7 +14,8 @@ from accel.signature import Signature, TensorSpec
 
 
 class FakeCuda:
-    """CUDA over ordinary memory. Addresses are real, every allocation is counted, and a double free raises."""
+    """An imitation of CUDA that uses ordinary memory. Addresses are real, every allocation is counted, and a double
+    free raises."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit

@@ -43,7 +43,7 @@ def test_tensorflow_files(
     words: str,
 ) -> None:
     """Fails if export accepts a written file that lost a name, or that has a fixed batch or another dtype. The test's
-    faulty stage reports the source's signature as the file's signature."""
+    faulty stage reports the signature of the source in place of the file's."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()
     known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))

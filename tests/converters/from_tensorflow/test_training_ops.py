@@ -57,9 +57,9 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 @pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't suggest --strip-training-ops. Also fails if this option has no effect on a SavedModel,
-    or on a model that a Python function returns. Also fails if the outputs of the stripped net differ from the net's
-    outputs at inference."""
+    """Fails if the error doesn't suggest --strip-training-ops. Also fails if --strip-training-ops has no effect on a
+    SavedModel, or on a model that a Python function returns. Also fails if the outputs of the stripped net differ from
+    the net's outputs at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])

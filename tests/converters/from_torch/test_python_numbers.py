@@ -1,4 +1,4 @@
-"""Models that turn tensors into Python numbers are exported right, or refused with a rewrite that works."""
+"""Proves that models with Python numbers from tensors are exported right, or refused with a rewrite that works."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ print(f"mean {y.mean().item():.3f}", y)"""
 
 @pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
-    """Fails if ``round``, ``math.sqrt`` or a size from ``item()`` is refused, or becomes the example's value; or if a
-    check that only raises, or the value of a buffer, is refused."""
+    """Fails if ``round``, ``math.sqrt`` or a size from ``item()`` is refused, or becomes the example's value. Also
+    fails if a check that only raises is refused, or if a read of a buffer is refused."""
     source = written(tmp_path, lines)
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
@@ -122,13 +122,13 @@ REWRITES = [
 
 @pytest.mark.parametrize(("lines", "advice", "followed"), REWRITES)
 def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a number of the example gets into the file, if the error doesn't name the line and the rewrite, or if
-    the rewritten model can't be exported or computes something else."""
+    """Fails if a number of the example gets into the file, or if the error doesn't name the line and the rewrite. Also
+    fails if the rewritten model can't be exported, or computes something else than the original."""
     source = written(tmp_path, lines)
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # their second line reads the values
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # here the second line reads the values
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)

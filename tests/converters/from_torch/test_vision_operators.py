@@ -1,4 +1,4 @@
-"""Detectors with their post-processing in the graph: torchvision's operators become operators of ONNX."""
+"""Proves that detectors are exported with their post-processing, in which torchvision's operators become ONNX's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Backbone(torch.nn.Module):
 
 
 def select(found: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Decodes the boxes of one image, and drops the weak ones and those that overlap better ones."""
+    """Decodes the boxes of one image. Drops boxes with a low score, and boxes that overlap a box with a higher
+    score."""
     scores, corner = found[:, 4].sigmoid(), found[:, :2].sigmoid() * 16
     boxes = torch.cat([corner, corner + 4 + found[:, 2:4].exp()], -1)
     strong = scores > 0.4
@@ -42,7 +43,8 @@ def detect(parts: Any, images: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_detector_with_its_selection_in_the_graph(tmp_path: Path) -> None:
-    """Fails if the selection is refused, selects other boxes, or is bound to the number of boxes of the example."""
+    """Fails if export refuses the selection, if the file selects other boxes than PyTorch, or if the file fixes the
+    number of boxes."""
 
     class Detector(torch.nn.Module):
         def __init__(self) -> None:
@@ -72,7 +74,8 @@ def test_a_detector_with_its_selection_in_the_graph(tmp_path: Path) -> None:
 
 
 def test_a_detector_as_a_pipeline(tmp_path: Path) -> None:
-    """Fails if a part whose outputs change their size with the values is refused, or the whole differs."""
+    """Fails if export refuses a part whose output sizes depend on values, or if the exported pipeline gives other
+    outputs than the original."""
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     pipeline = accel.Pipeline(detect, backbone=Backbone(), select=select)
     made = accel.export(pipeline, example=(images,), out=tmp_path / "out")
@@ -84,7 +87,7 @@ def test_a_detector_as_a_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("ratio", [2, -1])
 def test_regions(aligned: bool, ratio: int, tmp_path: Path) -> None:
-    """Fails if a region is read at other points, or from another image."""
+    """Fails if the file reads a region at wrong points, or from the wrong image."""
 
     class Regions(torch.nn.Module):
         def forward(self, image: torch.Tensor, corners: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

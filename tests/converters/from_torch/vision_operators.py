@@ -7,7 +7,7 @@ import math
 
 import torch
 
-_KEPT: list[torch.library.Library] = []  # the operators vanish with it
+_KEPT: list[torch.library.Library] = []  # the operators exist as long as their library
 
 
 def declare_operators() -> None:
@@ -53,7 +53,7 @@ def _fake_nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) ->
 
 
 def _at(image: torch.Tensor, y: float, x: float) -> torch.Tensor:
-    """Returns the pixel at a point between pixels, 0 outside."""
+    """Interpolates the image at a point between pixels. Returns 0 for a point outside the image."""
     height, width = image.shape[1:]
     if not (-1 <= y <= height and -1 <= x <= width):
         return image.new_zeros(len(image))

@@ -76,7 +76,7 @@ def test_a_model_with_channels_last(
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
     """Fails if the transpose to channels last stays although only the transpose back reads its output. Also fails if
-    this transpose is removed although another node needs it."""
+    the transpose to channels last is removed although another node needs its output."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
         helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),

@@ -57,8 +57,8 @@ def source(tmp_path: Path) -> Path:
 def test_an_exported_program(
     source: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Fails if accel trusts the signature that a stage reports. The test's faulty stages report the source's
-    signature as the written file's signature."""
+    """Fails if accel trusts the signature that a stage reports. The test's faulty stages report the signature of
+    the source in place of the written file's."""
 
     def planted(src: Artifact, config: Any, out: Path) -> Artifact:
         shapes = None if fault == "batch" else ({0: torch.export.Dim("batch", max=64)},)

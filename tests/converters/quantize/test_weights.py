@@ -148,7 +148,7 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
 @pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
     """Fails if `verify` or `bisect` has no error limit for int4 models, or reports the rounding of weights as a
-    difference. Also fails if one of them accepts a model with other weights."""
+    difference. Also fails if one of the two commands accepts a model with other weights."""
     import json
 
     pytest.importorskip("nncf")

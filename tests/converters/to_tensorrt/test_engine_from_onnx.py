@@ -93,8 +93,8 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
 
 
 def build_and_look(**words: Any) -> dict[str, Any]:
-    """Builds an engine in the child process. Returns the build's result. Its ``seen`` is the config that TensorRT
-    reports at the start of the build."""
+    """Builds an engine in the child process. Returns the build's result, with an entry ``seen`` for the config
+    that TensorRT reports at the start of the build."""
     from accel.converters.to_tensorrt import build as tensorrt_build
 
     seen: dict[str, Any] = {"profiles": []}

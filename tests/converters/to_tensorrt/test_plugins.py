@@ -87,7 +87,7 @@ def test_a_plugin_library_comes_first(
     assert layers[LAYER] == QUICK
     trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new one is built
+    layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new engine is built
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -149,8 +149,8 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a damaged plugin library is accepted by the build, the check of an engine or the session. Also fails if
-    the three errors differ. The test makes accel find the library once by the environment variable and once in the
-    cache."""
+    the build, the check and the session raise different errors. The test makes accel find the library once by the
+    environment variable and once in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))

@@ -205,8 +205,8 @@ def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
 
 
 def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if gemv, quantization or the patches of a convolution are wrong in the compiled library, which dispatch
-    uses if Triton is not installed."""
+    """Fails if gemv, quantization or the patches of a convolution are wrong in the compiled library. Dispatch
+    uses the compiled library if Triton is not installed."""
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     g = torch.Generator("cuda").manual_seed(0)
     a = torch.randn(5, 57, generator=g, device="cuda").half()
