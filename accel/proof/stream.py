@@ -112,9 +112,9 @@ class _Opened:
         for name, member in self._members.items():
             if not member.shape:
                 spec = self._signature.input(name)
-                raise BadData(f"{self._file}: {name!r} has shape [], the model takes {spec}; save it in that shape")
+                raise BadData(f"{self._file}: {name!r} has shape [], but the model takes {spec}; save it in that shape")
             if len(member) != len(self):
-                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, {first!r} has {len(self)}")
+                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, but {first!r} has {len(self)}")
         if not len(self):
             raise BadData(f"{self._file} holds no samples; save at least one")
 

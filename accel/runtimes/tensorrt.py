@@ -310,16 +310,16 @@ def check_fit(artifact: Artifact, version: str, capability: str) -> None:
     later = built is not None and properties.get("version_compatible") and _numbers(version) >= _numbers(built)
     if built is not None and built != version and not later:
         raise UnsupportedHere(
-            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, this machine has {version}; "
-            f"build it again with: {rebuild(artifact)}"
+            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, but this machine has {version}"
+            f"; build it again with: {rebuild(artifact)}"
         )
     capabilities = artifact.properties.get("compute_capabilities") or [capability]
     if properties.get("hardware") == "ampere-plus" and _numbers(capability) >= (8, 0):
         return
     if capability not in capabilities:
         raise UnsupportedHere(
-            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, this GPU has {capability}; "
-            f"build it again with: {rebuild(artifact, capability)}"
+            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, but this GPU has {capability}"
+            f"; build it again with: {rebuild(artifact, capability)}"
         )
 
 

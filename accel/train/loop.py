@@ -219,8 +219,8 @@ class Trainer:
     def _first_bad(self, *, gradients: bool = False) -> str:
         """Returns a message that names a weight (or gradient) that isn't finite, or "" if all are finite.
 
-        Names the first such tensor of the lowest rank that has one. Every rank has to call this method, because a rank
-        sees only its own shards.
+        If several ranks have a weight (or gradient) that isn't finite, the message names the first on the lowest of
+        these ranks. Every rank has to call this method, because a rank sees only its own shards.
         """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")

@@ -62,7 +62,7 @@ class LabelMetric:
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
 
-        Raises ``BadData`` if a label is no class of the output, and ``UsageError`` unless exactly one output fits.
+        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` unless exactly one output fits.
         """
         labels = self.labels
         if self.kind == "spearman":
