@@ -103,9 +103,9 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the busiest rank sends over pp in a step.
 
-    Each micro-batch sends s b h for every stage whose output goes to another rank, and as much for every stage whose
-    input gradient goes to another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the
-    bytes by t. Under autocast the residual stream is float32.
+    Each micro-batch sends s b h for every stage output and for every input gradient that goes to another rank
+    (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the bytes by t. Under autocast the residual
+    stream is float32.
 
     A middle rank sends an output and an input gradient for each of its stages. A rank has one stage, or one per chunk
     in an interleaved or zero-bubble schedule. With only two ranks, each rank has one end of the pipeline. In an

@@ -131,7 +131,7 @@ def _references(
     reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
-    can't run, because the stage isn't at fault. Appends the errors to ``refused``."""
+    can't run, because the stage isn't at fault. Appends the errors of the source to ``refused``."""
     for case, feeds in feeds_by_case:
         try:
             wanted = reference.of(feeds)

@@ -30,8 +30,8 @@ _NPY = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The batches of ``Dataset.batches``, with only one batch in memory. An array in Fortran order is read whole,
-    because its samples are not contiguous.
+    """Yields the same batches as ``Dataset.batches``, but holds only one batch in memory. An array in Fortran order is
+    read whole, because its samples are not contiguous.
     """
 
     path: Path

@@ -212,7 +212,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order: each object uses the next one
+        self._context = self._engine = self._runtime = None  # in order, because each object uses the next
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
