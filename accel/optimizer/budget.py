@@ -41,7 +41,7 @@ class Budget:
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
-        """Stops making candidates, and leaves the time for a short measurement of the candidates that are built.
+        """Stops making candidates, and leaves time for a short measurement of the candidates that are built.
 
         Raises ``error`` if no candidate is built, at the second interrupt, and for SIGTERM.
         """

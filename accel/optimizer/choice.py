@@ -14,7 +14,7 @@ from .measure.noise import seems_faster, why_not_faster
 
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
     """Returns the fastest passed candidate that is measurably faster than the source, or the source if no candidate is
-    faster. Gives the passed candidates that aren't chosen the reason.
+    faster. Writes the reason into the row of each passed candidate that isn't chosen.
     """
     best = source
     for row in rows:

@@ -36,13 +36,15 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
 
 
 def partly_quantized(artifact: Artifact) -> str:
-    """Returns which shares of a model's FLOPs and weights are in int8, or "" if most FLOPs of the products are. A model
-    with few products in int8 may still be smaller or faster, for example if its embedding is in int8."""
+    """Returns which shares of a model's FLOPs and weights are in int8, or "" if most FLOPs of the products are in int8.
+
+    A model with few products in int8 may still be smaller or faster, for example if its embedding is in int8.
+    """
     if artifact.kind not in ("onnx", "openvino"):
         return ""
     try:
         cost = read_graph(artifact, None, lambda one: one).cost
-    except AccelError:  # a note is not worth an error
+    except AccelError:  # a run must not fail because of a note
         return ""
     if cost is None or cost.quantized_share >= _MOSTLY or not any(node.product and node.flops for node in cost.nodes):
         return ""

@@ -44,7 +44,7 @@ def publish(
     ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
     ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path. A ``page`` of None writes no page.
     """
-    if artifact.manifest is None:  # the chosen source was not made by accel
+    if artifact.manifest is None:  # the chosen model is a source that accel did not make
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))

@@ -2,8 +2,8 @@
 
 In the formulas, L is the number of layers, h the hidden size, a the number of heads, V the size of the vocabulary, s
 the length of a sequence and b the micro-batch. A step has m micro-batches. The tensor-, pipeline-, data- and
-context-parallel sizes are t, p, d and c. P is the number of parameters of the model, and Psi is the number on a rank
-before ZeRO shards them.
+context-parallel sizes are t, p, d and c. P is the number of parameters of the model. Psi is the number of parameters on
+a rank before ZeRO shards them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
-    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO divides by the data-parallel size N
-    (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1):
+    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO divides these terms by the data-parallel
+    size N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1):
 
     - Stage 1 divides the optimizer states: 2 Psi + 2 Psi + K Psi / N.
     - Stage 2 also divides the gradients: 2 Psi + (2 + K) Psi / N.
@@ -112,17 +112,17 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     - 8 + 8 for the input and the output of the MLP's GELU, divided by t.
 
     The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
-    Models", equations 1 to 4) without the two dropout masks. The paper also divides the product inputs by t, and
-    gathers them again in the backward pass (section 4.2.2).
+    Models", equations 1 to 4) without the two dropout masks. Korthikanti et al. also divide the product inputs by t,
+    and gather them again in the backward pass (section 4.2.2).
 
     Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp, 4 a s b
     bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, 16 s b bytes for both LayerNorms. Under
-    autocast the residual stream and both LayerNorm inputs are float32. Q, K and V then each save a copy of their input,
-    which adds 4 s b h bytes.
+    autocast the residual stream and both LayerNorm inputs are float32. Autocast also makes Q, K and V each save a copy
+    of their input, which adds 4 s b h bytes.
 
     ``full`` recomputation keeps only the layer's input. ``selective`` keeps the input and the results of matrix
     products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The layer's input is divided like the LayerNorm inputs. The
-    sums of row-parallel products are saved whole, before the scatter. The rest is divided by t.
+    sums of row-parallel products are saved whole, before the scatter. All other kept tensors are divided by t.
 
     Under context parallel, s is a rank's share of the sequence. The attention's output is saved twice, once sharded by
     heads and once sharded by positions, which adds 2 s b h bytes.
@@ -146,11 +146,11 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Returns the peak bytes of activations over all ranks, or None if the model's shape isn't known. The peak is on
-    the rank of a pipeline's first or last stage. A rank of L / p layers holds the activations of as many micro-batches
-    as are ``in_flight``. The last stage also holds the tensors after the last layer: 4 s b V / t of float32
-    log-probabilities, the inputs of the last norm and of the head, token ids and targets. A rank of the last stage
-    holds its additional tensors for one micro-batch, and in GPipe for all micro-batches. With ``full`` recomputation,
-    the rank also holds the activations of one whole layer at a time.
+    the rank of a pipeline's first or last stage. A rank has L / p layers, and holds their activations of ``in_flight``
+    micro-batches. The last stage also holds the tensors after the last layer: 4 s b V / t of float32 log-probabilities,
+    the inputs of the last norm and of the head, token ids and targets. The rank of the last stage holds these tensors
+    for one micro-batch, and in GPipe for all micro-batches. With ``full`` recomputation, the rank also holds the
+    activations of one whole layer at a time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -176,9 +176,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
 
-    The first number is the largest of all ranks. It belongs to the rank of the first stage, except in a zero-bubble
-    schedule, where it belongs to the rank at the turn of the V. The second number is for the rank of the last stage. No
-    number is larger than m.
+    The first number is the largest of all ranks. The rank of the first stage has the largest number, except in a
+    zero-bubble schedule, in which the rank at the turn of the V has the largest number. The second number is for the
+    rank of the last stage. Neither number is larger than m. The numbers of each schedule:
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).

@@ -122,8 +122,8 @@ def layouts(
     The tp or cp size is at most the size of a node, and the pp size at most the number of layers. Micro-batches are
     powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device
     or on the host. Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with
-    ZeRO 3, which would gather for every micro-batch. qwZ and qgZ round values, so layouts have them only if ``fixed``
-    requires them. ``fixed`` holds the required values of fields of ``Layout``.
+    ZeRO 3, which would gather parameters for every micro-batch. qwZ and qgZ round values, so layouts have them only if
+    ``fixed`` requires them. ``fixed`` holds the required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -266,8 +266,8 @@ def search(
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria are, in
-    this order:
+    """Returns the sort key for layouts of the same estimated time. The layout with the smaller key comes first. The
+    criteria are, in this order:
 
     - No recomputation, because the estimate leaves out the time of recomputed elementwise work.
     - The fewest bytes sent.

@@ -103,15 +103,15 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the busiest rank sends over pp in a step.
 
-    Each micro-batch sends s b h for every stage whose output goes to another rank, and as much for every stage whose
-    input gradient goes to another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the
-    bytes by t. Under autocast the residual stream is float32.
+    Each micro-batch sends s b h for every stage output and for every input gradient that goes to another rank
+    (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the bytes by t. Under autocast the residual
+    stream is float32.
 
     A middle rank sends an output and an input gradient for each of its stages. A rank has one stage, or one per chunk
     in an interleaved or zero-bubble schedule. With only two ranks, each rank has one end of the pipeline. In an
-    interleaved schedule with v chunks, the busier of two ranks sends 2 v - 1 times. In a zero-bubble schedule (V), the
-    busier of two ranks sends twice, because the two stages at the turn of the V are on one rank. With two ranks of one
-    stage each, one rank only sends outputs and the other only sends gradients.
+    interleaved schedule with v chunks, the busier of two ranks sends 2 v - 1 times per micro-batch. In a zero-bubble
+    schedule (V), the busier of two ranks sends twice per micro-batch, because the two stages at the turn of the V are
+    on one rank. With two ranks of one stage each, one rank only sends outputs and the other only sends gradients.
     """
     if layout.pp == 1:
         return 0.0
@@ -153,10 +153,10 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
-    GPipe and 1F1B wait (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
-    (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For smaller m, a zero-bubble
-    schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are estimates of Qi et al.
-    2023.
+    GPipe and 1F1B wait for (p - 1) / (m + p - 1) of a step. An interleaved schedule with v chunks waits for (p - 1) /
+    (v m + p - 1) of a step (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For
+    smaller m, a zero-bubble schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are
+    estimates of Qi et al. 2023.
     """
     p, m = layout.pp, layout.accumulation
     if p == 1:

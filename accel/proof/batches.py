@@ -62,8 +62,8 @@ def _named(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
         values = list(batch)
         if len(values) not in (len(names), len(names) + 1):
             raise BadData(
-                f"a batch has {len(values)} arrays, the model takes {len(names)} ({', '.join(names)}); give these, and "
-                "labels after them if a metric needs them"
+                f"a batch has {len(values)} arrays, but the model takes {len(names)} ({', '.join(names)}); give these, "
+                "and labels after them if a metric needs them"
             )
         found = dict(zip([*names, LABELS], values, strict=False))
     arrays = {name: _array(value, name) for name, value in found.items()}

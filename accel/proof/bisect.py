@@ -313,6 +313,7 @@ def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
 def most_runs(tensors: int) -> int:
     """Returns the maximum number of runs of a search that finds no harmless tensors.
 
-    The runs are one for the outputs, a binary search, and one for the tensors after the found tensor.
+    The search runs the models once for the outputs, then for each step of a binary search, and once for the tensors
+    after the found tensor.
     """
     return 3 + math.ceil(math.log2(max(2, tensors)))

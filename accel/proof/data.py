@@ -86,7 +86,7 @@ class Dataset:
         return at_sizes(self.signature, self.parts[start % len(self.parts)], sizes, start)
 
     def extra(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that are no inputs, such as labels or reference scores, concatenated over the files."""
+        """Returns the arrays that aren't inputs, such as labels or reference scores, concatenated over the files."""
         import numpy as np
 
         names = {spec.name for spec in self.signature.inputs}
@@ -136,8 +136,8 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
     """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Keeps the ranges of the
-    dims in ``declared``, and all ranges of an artifact that has a manifest or isn't an ONNX file. Skips unreadable
-    files, which ``Dataset.load`` reports.
+    dims in ``declared``. Widens nothing if the artifact has a manifest or is not an ONNX file. Skips unreadable files,
+    which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
@@ -188,7 +188,7 @@ def check_values(data: Path, signature: Signature) -> None:
         if found is not None:
             declared = str(signature.input(found.input))
             raise BadData(
-                f"{file}: {found.input!r} holds {found.value} in sample {found.sample}, the model takes "
+                f"{file}: {found.input!r} holds {found.value} in sample {found.sample}, but the model takes "
                 f"{found.low}..{found.high}; correct the sample, or declare the range with "
                 f"{option('inputs', [declared])}"
             )
@@ -201,7 +201,7 @@ def single_array(file: Path) -> BadData:
 
 @contextmanager
 def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
-    """Opens a file of arrays. Raises ``BadData`` if ``file`` is no .npz or reading fails inside the block."""
+    """Opens a file of arrays. Raises ``BadData`` if ``file`` is not an .npz file or reading fails inside the block."""
     import zipfile
 
     import numpy as np
@@ -233,7 +233,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
         arrays[spec.name] = fitting(file, arrays[spec.name], spec.name, signature)
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
-                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}; "
+                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, but {first!r} has {len(arrays[first])}; "
                 "give every input the same number of samples"
             )
     if len(arrays[first]) == 0:
@@ -251,18 +251,19 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
 
     spec = signature.input(name)
     if value.ndim != len(spec.shape) or value.ndim == 0:
-        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape")
+        shape = list(value.shape)
+        raise BadData(f"{file}: {name!r} has shape {shape}, but the model takes {spec}; save it in that shape")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
             raise BadData(
-                f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape"
+                f"{file}: {name!r} has shape {list(value.shape)}, but the model takes {spec}; save it in that shape"
             )
         if axis and isinstance(dim, str):
             bounds = signature.dims[dim]
             if size % bounds.step:
                 raise BadData(
-                    f"{file}: {name!r} has {dim} {size}, the model takes multiples of {bounds.step}; pad or cut it to "
-                    f"{bounds.beside(size)}"
+                    f"{file}: {name!r} has {dim} {size}, but the model takes multiples of {bounds.step}; pad or cut it "
+                    f"to {bounds.beside(size)}"
                 )
             if not bounds.min <= size <= bounds.max:
                 raise BadData(
@@ -281,7 +282,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     # width if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
-        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as {spec.dtype}")
+        raise BadData(f"{file}: {name!r} is {value.dtype}, but the model takes {spec.dtype}; save it as {spec.dtype}")
     with np.errstate(over="ignore"):
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():

@@ -100,8 +100,8 @@ class OutputGate:
                     reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
-        # The source has to run all random inputs, because they fit the signature. A sample that is cut to the sizes of
-        # a case may make no sense, so the source may refuse the sample if other feeds could be compared.
+        # The source has to run all random inputs, because random inputs fit the signature. A sample that is cut to the
+        # sizes of a case may make no sense. So the source may refuse samples, as long as some feeds were compared.
         if refused and not (self.data and results):
             raise refused[0]
         return results
@@ -131,7 +131,7 @@ def _references(
     reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
-    can't run, because the stage isn't at fault. Appends the errors to ``refused``."""
+    can't run, because the stage isn't at fault. Appends the errors of the source to ``refused``."""
     for case, feeds in feeds_by_case:
         try:
             wanted = reference.of(feeds)
@@ -199,7 +199,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """The outputs of an artifact. Opens a session only if outputs are not in the cache."""
+    """The outputs of an artifact. Opens a session only for outputs that the cache lacks."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact

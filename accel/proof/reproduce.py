@@ -119,7 +119,7 @@ def _source(manifest: Manifest) -> Artifact:
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims
-    # The source may fail to open at sizes that are no multiple of the step.
+    # The source may fail to open at sizes that are not multiples of the step.
     if any(found.step != 1 for found in dims.values()):
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])

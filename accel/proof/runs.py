@@ -63,7 +63,7 @@ def check_runs(src: Artifact) -> None:
 
 @dataclass(frozen=True)
 class Furthest:
-    """The largest difference of a model from its source, and the count of NaN.
+    """The largest difference of a model from its source, and the number of samples with NaN.
 
     ``rel_l2`` is ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan`` is the
     number of samples, out of ``samples``, for which an output of the model has NaN.
@@ -142,9 +142,9 @@ def nan_words(nan: int, samples: int, data: Path | None) -> str:
     if not nan:
         return ""
     return (
-        f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}: a "
-        "candidate has to give NaN there too; mend the model (a logarithm, a root or a division of what may be 0 or "
-        "less, say), or leave such samples out"
+        f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}, and a "
+        "candidate has to give NaN there too; correct the model (look for a logarithm, a root or a division of values "
+        "that may be 0 or less), or leave these samples out"
     )
 
 

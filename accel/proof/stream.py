@@ -30,8 +30,8 @@ _NPY = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The batches of ``Dataset.batches``, with only one batch in memory. An array in Fortran order is read whole,
-    because its samples are not contiguous.
+    """Yields the same batches as ``Dataset.batches``, but holds only one batch in memory. An array in Fortran order is
+    read whole, because its samples are not contiguous.
     """
 
     path: Path
@@ -112,9 +112,9 @@ class _Opened:
         for name, member in self._members.items():
             if not member.shape:
                 spec = self._signature.input(name)
-                raise BadData(f"{self._file}: {name!r} has shape [], the model takes {spec}; save it in that shape")
+                raise BadData(f"{self._file}: {name!r} has shape [], but the model takes {spec}; save it in that shape")
             if len(member) != len(self):
-                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, {first!r} has {len(self)}")
+                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, but {first!r} has {len(self)}")
         if not len(self):
             raise BadData(f"{self._file} holds no samples; save at least one")
 

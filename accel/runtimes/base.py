@@ -256,7 +256,7 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names. If the manifest names none, returns the first runtime of the
+    """Returns the runtime that the manifest names. If the manifest names no runtime, returns the first runtime of the
     artifact's kind that this machine can run, or else the kind's first runtime."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:

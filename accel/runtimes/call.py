@@ -76,7 +76,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def _like(value: np.ndarray, like: Any) -> Any:
-    """Returns ``value`` as the kind of tensor that ``like`` is."""
+    """Converts ``value`` to the type of ``like``: an array, or a tensor of PyTorch or TensorFlow."""
     if _is_torch(like):
         from accel.sources.torch.call import to_tensor
 

@@ -74,7 +74,7 @@ class OnnxRuntimeSession(BaseSession):
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase that names the first integer input with an index outside the input's constant table.
 
-        Returns "" if all indices are inside, because the model itself then computed the bad index.
+        Returns "" if all indices are inside the tables, because the model itself then computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]

@@ -83,7 +83,7 @@ class OpenVinoSession(BaseSession):
         path = self.artifact.path
         for file in (path, path.with_suffix(".bin")):
             if not file.is_file():
-                raise InvalidModel(f"{file} does not exist; an IR is two files, put both in one folder")
+                raise InvalidModel(f"{file} does not exist; put both files of the IR into one folder")
         try:
             model: Any = self._core.compile_model(str(path), "CPU", self._settings)
         except RuntimeError as error:
@@ -104,7 +104,7 @@ class OpenVinoSession(BaseSession):
         index = {name: i for i, port in enumerate(ports) for name in port.get_names()}
         if missing := [name for name in names if name not in index]:
             has = ", ".join(sorted(index))
-            raise InvalidModel(f"{self.artifact.path} has no {missing[0]!r}, it has {has}; convert the model again")
+            raise InvalidModel(f"{self.artifact.path} has no {missing[0]!r} (it has {has}); convert the model again")
         return {name: index[name] for name in names}
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:

@@ -212,7 +212,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order: each object uses the next one
+        self._context = self._engine = self._runtime = None  # in order, because each object uses the next
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
@@ -310,16 +310,16 @@ def check_fit(artifact: Artifact, version: str, capability: str) -> None:
     later = built is not None and properties.get("version_compatible") and _numbers(version) >= _numbers(built)
     if built is not None and built != version and not later:
         raise UnsupportedHere(
-            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, this machine has {version}; "
-            f"build it again with: {rebuild(artifact)}"
+            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, but this machine has {version}"
+            f"; build it again with: {rebuild(artifact)}"
         )
     capabilities = artifact.properties.get("compute_capabilities") or [capability]
     if properties.get("hardware") == "ampere-plus" and _numbers(capability) >= (8, 0):
         return
     if capability not in capabilities:
         raise UnsupportedHere(
-            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, this GPU has {capability}; "
-            f"build it again with: {rebuild(artifact, capability)}"
+            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, but this GPU has {capability}"
+            f"; build it again with: {rebuild(artifact, capability)}"
         )
 
 

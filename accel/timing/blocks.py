@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# The last ``_WINDOW`` times are steady if their median is at least this fraction of the median of the ``_WINDOW`` times
-# before.
+# The times of the runs are steady once the median of the last ``_WINDOW`` times is at least this fraction of the median
+# of the ``_WINDOW`` times before them.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -36,10 +36,10 @@ _PHASE_RUNS = 21
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
     the same as in ``open_session``, and default to the manifest's runtime and options. ``opener`` is the import string
-    of a function that makes the session from the candidate, for models without a runtime in accel. If there is an
-    ``opener``, the artifact may have no content besides its signature. ``streams`` is the number of concurrent runs,
-    and 0 takes the number from the options. If a session doesn't support concurrent runs, each stream gets a session
-    with its share of the threads.
+    of a function that makes the session from the candidate, for models without a runtime in accel. An artifact with an
+    ``opener`` needs no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
+    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
+    the threads.
     """
 
     name: str

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung if a block with its warm-up takes longer than ``_PATIENCE`` times the block's planned time,
-# and longer than ``_PATIENCE_SECONDS``.
+# A process counts as hung if a block and its warm-up take longer than both of these limits: ``_PATIENCE`` times the
+# block's planned time, and ``_PATIENCE_SECONDS``.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
 # A block ends at this multiple of its planned time. The multiple is above 1, so that a block that begins with a slow
@@ -115,7 +115,7 @@ class Lane:
         self.child.kill()
 
     def look_inside(self) -> None:
-        """Read the peak memory and the phases once, after the timing."""
+        """Read the peak memory and the times of the phases once, after the timing."""
         self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
         self.child.resume()
         self.found["phases_ms"] = self.child.call("phases")

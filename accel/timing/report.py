@@ -14,8 +14,8 @@ from . import page
 from .columns import fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# A cosine below this value means that the weights of the two models differ, because even a badly quantized model is
-# closer to its source.
+# A cosine below this value means that the weights of the two models differ. Even a badly quantized model has a larger
+# cosine with its source.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Writes ``log.jsonl``, ``tensorboard/`` and ``alive`` into a run folder. Every step touches ``alive``."""
+"""Writes ``log.jsonl``, ``tensorboard/`` and ``alive`` into a run folder. Touches ``alive`` at every step."""
 
 from __future__ import annotations
 

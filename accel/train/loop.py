@@ -219,8 +219,8 @@ class Trainer:
     def _first_bad(self, *, gradients: bool = False) -> str:
         """Returns a message that names a weight (or gradient) that isn't finite, or "" if all are finite.
 
-        Names the first such tensor of the lowest rank that has one. Every rank has to call this method, because a rank
-        sees only its own shards.
+        If several ranks have a weight (or gradient) that isn't finite, the message names the first on the lowest of
+        these ranks. Every rank has to call this method, because a rank sees only its own shards.
         """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
@@ -344,7 +344,7 @@ class Trainer:
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
             # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
-            # If the checkpoint comes from another optimizer, that optimizer may not have the moment at all.
+            # In a checkpoint of another optimizer, the moment may be missing because that optimizer has no such moment.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

@@ -113,7 +113,7 @@ class MasterOptimizer:
         return found
 
     def materialize(self) -> None:
-        """Allocates the state of the first step, so that a checkpoint can be read into the tensors."""
+        """Allocates the optimizer state before the first step, so that a checkpoint can be read into the tensors."""
         stepped = self.master or self.parameters
         old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:

@@ -71,8 +71,8 @@ def simulate(
     context parallel and CPU offload are not simulated. ``activations`` leaves out the tensors that ``selective``
     recomputation keeps, because autograd doesn't see these tensors.
 
-    No process group may exist. A gradient is counted only as long as the step keeps the gradient. At ZeRO stage 0, DDP
-    and DDP's traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
+    No process group may exist. A gradient is counted only while the step keeps the gradient. At ZeRO stage 0, DDP and
+    DDP's traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()

@@ -70,7 +70,7 @@ class Judge:
     of all samples (axis 0). ``data`` holds every array of the data, such as inputs and labels. If ``data`` is None,
     outputs are compared on random inputs. The first ``skip`` samples of the data calibrated the candidates. Without a
     metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if all samples were
-    calibration samples, so that the judge has to use the same samples.
+    calibration samples, so that the judge has to use the calibration samples again.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -193,7 +193,10 @@ class Judge:
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Returns every array of the data for the metric, or none for a ``LabelMetric``, which has its own labels."""
+        """Returns every array of the data for the metric.
+
+        Returns no arrays for a ``LabelMetric``, because a ``LabelMetric`` holds its labels itself.
+        """
         import numpy as np
 
         if isinstance(self.metric, LabelMetric):

@@ -62,7 +62,7 @@ class LabelMetric:
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
 
-        Raises ``BadData`` if a label is no class of the output, and ``UsageError`` unless exactly one output fits.
+        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` unless exactly one output fits.
         """
         labels = self.labels
         if self.kind == "spearman":
@@ -181,7 +181,7 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
             raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
         labels = archive[chosen[0]]
     where = f"{path}: {chosen[0]!r}"
-    if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # one number per sample, as in Keras' datasets
+    if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # [samples, 1], as in Keras' datasets
         labels = labels[:, 0]
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")
     right = labels.ndim > 1 if kind == "iou" else labels.ndim == 1

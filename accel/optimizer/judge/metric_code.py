@@ -16,7 +16,7 @@ from accel.artifact import file_sha256, text_sha256
 def metric_digest(metric: Callable[..., Any]) -> str:
     """Returns a sha256 over the code and data of ``metric``. The digest covers the function, its file, the files
     imported from the same folder, and the arrays and numbers of its module, such as labels that are loaded on import. A
-    closure or a callable object gets a new digest at each call, so its judgements never come from the cache.
+    closure or a callable object gets a new digest at each call, so judgements by this metric never come from the cache.
     """
     if not isinstance(metric, FunctionType) or metric.__closure__:
         return text_sha256(uuid.uuid4().hex)

@@ -42,7 +42,7 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
 
 
 def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, environment: Mapping[str, Any]) -> list[str]:
-    """Returns notes about the ``rows`` that may be faster although noise hid the speedup, with advice. If the figures
+    """Returns notes, with advice, about the ``rows`` that may be faster although noise hid the speedup. If the figures
     come from the cache, a further note gives their date."""
     notes = []
     taken = (chosen.measured or {}).get("median_ms")

@@ -67,7 +67,7 @@ class PassCandidate(Candidate):
     """A candidate whose run is a whole pass of a workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
-    streams: int = 1  # one pass at a time; the session's own streams run inside the pass
+    streams: int = 1  # Passes run one at a time, and each pass uses all of the session's streams.
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 

@@ -97,7 +97,7 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a search is
-    impossible. Also returns None if the user names precisions, because the user then decides whether ``mixed`` is a
+    impossible, or if the user names precisions. A user who names precisions also decides whether ``mixed`` is a
     candidate.
     """
     if recipe.precision != "int8" or request.precisions is not None:

@@ -27,8 +27,8 @@ class Recipe:
     ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` is a suffix that
     distinguishes recipes of one target and precision, with its separator (`` static``, ``+bf16``). If ``search`` is
     True, ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float. ``gate_advice``
-    maps a stage to the advice for users if the stage's gate fails, for stages at which a larger ``max_drop`` doesn't
-    help.
+    maps stages to the advice that the user gets if the gate of the stage fails. ``gate_advice`` lists only the stages
+    for which a larger ``max_drop`` doesn't help.
     """
 
     name: str

@@ -235,7 +235,7 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 
 
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
-    """Returns the worst comparison of each stage that made ``artifact``, with its limit.
+    """Returns the worst comparison of each stage that made ``artifact``, with the limit of the stage's gate.
 
     ``share`` is the position of the value on a logarithmic scale from 1e-8 to the limit, in percent.
     """

@@ -10,7 +10,7 @@ from accel.timing.columns import named, with_values
 from ..candidate import CandidateResult, Status
 from ..result import Optimization
 
-# A longer reason stands below the table.
+# A reason with more characters than this stands below the table.
 _LONGEST_REASON = 60
 
 

@@ -31,7 +31,7 @@ class PipelineFile:
 
     @classmethod
     def read(cls, path: Path) -> PipelineFile:
-        """Reads the file. Raises ``InvalidModel`` if accel didn't write the file, or a part lies outside its folder."""
+        """Reads the file. Raises ``InvalidModel`` if accel didn't write the file, or a part is outside the folder."""
         try:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError
@@ -39,7 +39,7 @@ class PipelineFile:
             parts = {str(name): str(file) for name, file in body["parts"].items()}
             found = cls(function=str(body["function"]), sha256=str(body["sha256"]), parts=parts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InvalidModel(f"{path} is no pipeline that accel wrote; export the pipeline again") from error
+            raise InvalidModel(f"{path} is not a pipeline that accel wrote; export the pipeline again") from error
         outside = any(PurePosixPath(file).is_absolute() or ".." in Path(file).parts for file in parts.values())
         if outside or not parts:
             raise InvalidModel(f"{path} names parts outside its folder; refused: export the pipeline again")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PipelineSession(BaseSession):
     """The function of a pipeline on the sessions of its parts.
 
-    The function comes from this process or from the user's cache. ``use`` gives the function in another place.
-    ``options.threads`` holds for every part. The other options are those recorded with each part.
+    The function comes from this process or from the user's cache. If both lack the function, ``use`` has to set it.
+    ``options.threads`` applies to every part. Each part takes all other options from its own manifest.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -68,7 +68,8 @@ class PipelineSession(BaseSession):
 
     @property
     def module(self) -> NamedModule:
-        """Returns the pipeline as a module of named tensors. Raises ``BadSource`` if its function isn't known here."""
+        """Returns the pipeline as a module of named tensors. Raises ``BadSource`` if the pipeline's function isn't
+        known here."""
         if self._named is None:
             function = self._function or kept_function(self._file.sha256)
             if function is None:
@@ -123,7 +124,7 @@ class PipelineSession(BaseSession):
 
 
 def _callable(session: BaseSession) -> Callable[..., Any]:
-    """Returns a function that calls ``session``, which itself can't be a part."""
+    """Returns a function that calls ``session``, because a session itself can't be a part of a ``Pipeline``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return session(*args, **kwargs)

@@ -39,7 +39,10 @@ BEST = "best.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Every rank has an instance, but only rank 0 renames and deletes folders."""
+    """The checkpoints of one run folder.
+
+    Every rank has an instance of this class, but only rank 0 renames and deletes folders.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"
@@ -182,9 +185,10 @@ class Checkpoints:
         return body
 
     def standing(self) -> dict[str, Any] | None:
-        """Returns the record of the best step, or None if its checkpoint is missing or ``config.best`` has changed.
+        """Returns the record of the best step, or None if there is no record that still counts.
 
-        The checkpoint is missing if the run was killed after ``mark_best`` and before the save.
+        A record doesn't count if ``config.best`` has changed, or if the step's checkpoint is missing. The checkpoint is
+        missing if the run was killed after ``mark_best`` and before the save.
         """
         best = self.best()
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
@@ -214,7 +218,8 @@ class Checkpoints:
         checkpoints.
 
         Raises ``BadCheckpoint`` if the checkpoint belongs to another model than ``model``, or if no checkpoint can be
-        read. Also raises ``BadCheckpoint`` if a wanted tensor is missing in the checkpoint or has another shape there.
+        read. Also raises ``BadCheckpoint`` if the checkpoint lacks a wanted tensor or holds the tensor in another
+        shape.
         """
         found = self.complete()
         for path in reversed(found):
@@ -246,8 +251,8 @@ class Checkpoints:
         return {name: list(one.size) if hasattr(one, "size") else None for name, one in found.items()}
 
     def _same(self, path: Path, saved: Mapping[str, list[int] | None], state: Mapping[str, Any]) -> None:
-        """Raises ``BadCheckpoint`` on every rank if a tensor of ``state`` is missing in ``saved`` or has another shape
-        there."""
+        """Raises ``BadCheckpoint`` on every rank if ``saved`` lacks a tensor of ``state`` or lists another shape for
+        the tensor."""
         said = ""
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):

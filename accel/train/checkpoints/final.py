@@ -93,9 +93,9 @@ def write_run(
     samples = [data[i] for i in range(min(64, len(data)))]
     try:
         stacked = torch.utils.data.default_collate(samples)[0]
-    except RuntimeError:  # samples of different lengths can't be stacked; a micro-batch of 1 allows them
+    except RuntimeError:  # samples of different lengths can't be stacked, so the example is a single sample
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # keeps the tokens; only training passes positions and documents too
+    if config.pack:  # keeps only the tokens, because only training passes positions and documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:

@@ -40,7 +40,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> str:
-        """Returns the mode. Replaces apex's names (O0 to O3)."""
+        """Returns the mode, as one of ``MODES`` even if ``mode`` is a name of apex (O0 to O3)."""
         return APEX.get(self.mode, self.mode)
 
 

@@ -87,7 +87,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps each number of free positions to sequences.
+    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with that number.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])

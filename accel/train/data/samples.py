@@ -107,7 +107,7 @@ def loader(
 
     The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
     with step ``first``. The loader counts its position in global batches, so resuming is exact on another world size
-    too. Raises ``BadData`` if the data is shorter than a batch.
+    too. Raises ``BadData`` if the data has fewer samples than a batch.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]

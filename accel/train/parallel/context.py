@@ -113,5 +113,6 @@ def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
     """Returns this rank's part of ``tensor`` along ``dim``. Raises ``BadData`` if ``dim`` can't be cut into equal
     parts."""
     if tensor.shape[dim] % mesh.size():
-        raise BadData(f"a sequence of {tensor.shape[dim]} doesn't divide by cp {mesh.size()}; pad it")
+        length = tensor.shape[dim]
+        raise BadData(f"the sequence length {length} is not a multiple of cp {mesh.size()}; pad the sequence")
     return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]

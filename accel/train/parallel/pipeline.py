@@ -71,8 +71,8 @@ class Stage(nn.Module):
 class _Place(PipelineStage):
     """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Before the first step, torch runs the module once to learn shapes. Except in the first stage, torch runs the module
-    on uninitialized memory. After this run, the buffers get their values back.
+    Before the first step, torch runs the module once to learn the shapes. In every stage but the first, this run is on
+    uninitialized memory. After the run, the module's buffers get their previous values back.
     """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
@@ -273,5 +273,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Leaves out an extra call before the first step: torch calls the loss on uninitialized memory to learn shapes.
+        # Takes only the last pairs, because torch also calls the loss once before the first step, on uninitialized
+        # memory, to learn the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -6,7 +6,8 @@ neighbor's weights of 0.02.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
 backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, but in the paper the
-reduction between nodes is int4. The error of a value is at most half a step, 1/254 of the largest value in its block.
+reduction between nodes is int4. The error of a value is at most half a step, which is 1/254 of the block's largest
+value.
 """
 
 from __future__ import annotations

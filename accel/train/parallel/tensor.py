@@ -13,8 +13,8 @@ sequence, hidden]. Between the modules of the plan each rank holds its part of t
 sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy needs no gather of the
-logits. The code must not fix the number of heads, because a rank has fewer heads. ``view(b, s, -1, width)`` leaves this
-number open.
+logits. The code must not fix the number of heads, because a rank has fewer heads. ``view(b, s, -1, width)`` works with
+any number of heads.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
                 raise BadConfig(
-                    f"{name} has {size} {style}s, which don't divide by tp {mesh.size()}; use a tp that divides {size}"
+                    f"{name} has {size} {style}s, not a multiple of tp {mesh.size()}; use a tp that divides {size}"
                 )
         for made in _styles(part, style, gathered, sequence=sequence):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
@@ -188,7 +188,7 @@ class _Split(ParallelStyle):
 def _divides(length: int, mesh: DeviceMesh) -> None:
     if length % mesh.size():
         raise BadData(
-            f"a sequence of {length} doesn't divide by tp {mesh.size()}; pad it, or use "
+            f"the sequence length {length} is not a multiple of tp {mesh.size()}; pad the sequence, or use "
             "--parallel.sequence_parallel=false"
         )
 

@@ -1,4 +1,4 @@
-"""The ZeRO stages by PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for stages 1 to 3.
+"""Implements ZeRO with PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for stages 1 to 3.
 
     stage  what is sharded             reshard after forward   reduce gradients
     0      nothing (DDP)               -                       on the last micro-batch
@@ -44,8 +44,8 @@ def shard(
 
     Tensor and pipeline parallel need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, with shards over one
     rank. ``parts`` are the modules whose parameters are gathered together, by default the blocks. If ``hpz`` is set
-    (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. These shards
-    cost memory and save a gather over all ranks.
+    (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. The ``hpz``
+    shards cost memory, and save a gather over all ranks.
     """
     if mesh is None:
         return module

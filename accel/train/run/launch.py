@@ -49,8 +49,8 @@ def train(
     """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
     ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
-    The machines meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest checkpoint.
-    With ``fresh``, training starts over.
+    The machines meet at the address ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest
+    checkpoint. With ``fresh``, training starts over.
 
     Raises the error of the first rank that failed, with the first error of every rank in the message.
     """

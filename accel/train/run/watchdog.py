@@ -1,8 +1,8 @@
 """Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
 
 Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched ``OUT/alive``
-for too long, the watchdog asks every rank for its stack with a signal. The watchdog counts a rank as waiting if the
-rank's innermost frame is torch's, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
+for too long, the watchdog sends every rank a signal that asks for its stack. The watchdog counts a rank as waiting if
+the rank's innermost frame is torch's, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _outside_torch(stack: str) -> str:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> str:
-    """Returns the innermost frame of the user's code, or the innermost frame of all if none is the user's."""
+    """Returns the innermost frame of the user's code, or the innermost frame of all if there is no user's code."""
     theirs = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "stdlib"))
     file, line, function = next((frame for frame in frames if not frame[0].startswith(theirs)), frames[0])
     return f"in {function} at {file}:{line}"

@@ -130,7 +130,7 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ran = cli("bench", unet.path, "--sizes", "batch=1,height=30,width=16")
     assert (ran.code, "take 28 or 32" in ran.stderr, "Traceback" in ran.stderr) == (2, True, False)
     np.savez(tmp_path / "odd.npz", x=np.zeros((4, 3, 30, 16), np.float32))
-    with pytest.raises(BadData, match=r"odd.npz: 'x' has height 30, the model takes multiples of 4; .* 28 or 32"):
+    with pytest.raises(BadData, match=r"odd.npz: 'x' has height 30, but the model takes multiples of 4; .* 28 or 32"):
         Dataset.load(tmp_path / "odd.npz", unet.signature)
     np.savez(tmp_path / "large.npz", x=np.zeros((4, 3, 72, 16), np.float32))
     with pytest.raises(BadData, match=r"height 72, outside 16\.\.64; pass dims=\{'height': '16:32:72:4'\}"):

@@ -110,7 +110,7 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     ((*OPTIMIZE, "--data", "{d}/huge.npz"), 2, "holds float64 numbers too large for float32 in sample 5; scale them"),
     ((*OPTIMIZE, "--data", "{d}/names.npz"), 2, "has no array 'x' (it has y)"),
     ((*OPTIMIZE, "--data", "{d}/dtype.npz"), 2, "the model takes float32"),
-    ((*OPTIMIZE, "--data", "{d}/shape.npz"), 2, "has shape [8, 5], the model takes x:float32[batch,4]"),
+    ((*OPTIMIZE, "--data", "{d}/shape.npz"), 2, "has shape [8, 5], but the model takes x:float32[batch,4]"),
     ((*OPTIMIZE, "--data", "{d}/none.npz"), 2, "holds no samples"),
     ((*OPTIMIZE, "--data", "{d}/pickled.npz"), 2, "can't read"),
     ((*OPTIMIZE, "--data", "{d}/text.npz"), 2, "write it with numpy.savez"),

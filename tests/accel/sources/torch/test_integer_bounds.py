@@ -62,7 +62,7 @@ def test_declared_bounds(net: str, tmp_path: Path) -> None:
     assert accel.verify(net, out, inputs=INPUTS).passed
     ids = np.zeros((3, 6), np.int64)
     np.savez(tmp_path / "bad.npz", ids=ids, lengths=np.array([1, 7, 2]))
-    with pytest.raises(BadData, match=r"'lengths' holds 7 in sample 1, the model takes 1\.\.6"):
+    with pytest.raises(BadData, match=r"'lengths' holds 7 in sample 1, but the model takes 1\.\.6"):
         accel.optimize(out, data=tmp_path / "bad.npz", max_drop=0.1)
     bounds = IntegerRanges(made.signature.inputs)
     found = bounds.first_outside({"ids": ids, "lengths": np.array([6, 0, 3])})

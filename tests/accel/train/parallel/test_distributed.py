@@ -165,7 +165,7 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     ("name", "says"),
     [
         ("left out", r"norm.weight has a different gradient on each tensor-parallel rank.*\"norm\" = \"sequence\""),
-        ("odd length", "a sequence of 15 doesn't divide by tp 2; pad it"),
+        ("odd length", "the sequence length 15 is not a multiple of tp 2; pad the sequence"),
         ("one_head", "blocks.0.attention.query makes 1 head of width 32, and tp 2 would split a head;"),
         ("all_heads", r"attention makes 4 heads of width 4 from .* 4 heads of width 8; .*view\(b, s, -1, width\)"),
         ("whole_heads", r"with tp 2, blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
