@@ -51,10 +51,10 @@ def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
 
 
 _graph_inputs = click.option(
-    "--inputs", "graph_inputs", metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta."
+    "--inputs", "graph_inputs", multiple=True, metavar="X:0,...", help="Input tensors of a frozen .pb or a .meta."
 )
 _graph_outputs = click.option(
-    "--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta."
+    "--outputs", "graph_outputs", multiple=True, metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta."
 )
 _signature = click.option("--signature", default="", help="The signature of a SavedModel. Default: serving_default.")
 
@@ -102,8 +102,8 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         inputs: tuple[str, ...],
         weights: Path | None,
         dims: tuple[str, ...],
-        graph_inputs: str | None,
-        graph_outputs: str | None,
+        graph_inputs: tuple[str, ...],
+        graph_outputs: tuple[str, ...],
         signature: str,
         strip_training_ops: bool,
         placeholders: tuple[str, ...],
@@ -124,9 +124,9 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def read_names(text: str | None) -> tuple[str, ...]:
-    """Splits ``"x:0, y:0"`` into names."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+def read_names(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names in the values of a repeated option, such as ``"x:0, y:0"``."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 sizes_option = click.option(

@@ -177,7 +177,10 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
         what = f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}"
         strip = option("strip_training_ops", True)
         if stripped:
-            raise BadSource(f"{what}; {strip} found no dropout in them: save the model for inference")
+            raise BadSource(
+                f"{what}; {strip} found no dropout in them: leave placeholders for training out of the inputs, or save "
+                "the model for inference"
+            )
         raise RandomOps(f"{what}; pass {strip} to take dropout out, or save the model for inference")
 
 

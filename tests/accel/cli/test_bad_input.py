@@ -260,9 +260,10 @@ INTERRUPTED_IN = {
 # In the stages of this list, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
-NOT_INTERRUPTED_IN = dict.fromkeys(
-    ("onnx_from_tensorflow", "onnx_from_tflite", "tflite_from_saved_model"), _AFTER_TENSORFLOW
-)
+NOT_INTERRUPTED_IN = {
+    **dict.fromkeys(("onnx_from_tensorflow", "onnx_from_tflite", "tflite_from_saved_model"), _AFTER_TENSORFLOW),
+    "pipeline_from_parts": "it copies the files of the parts, which takes too little time to hit",
+}
 FACTORY = """
 import torch
 
@@ -272,7 +273,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage isn't in ``INTERRUPTED_IN`` and ``NOT_INTERRUPTED_IN`` gives no reason for the stage."""
+    """Each stage must be in ``INTERRUPTED_IN``, or have a reason in ``NOT_INTERRUPTED_IN``."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)

@@ -87,8 +87,8 @@ def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
 
 def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
     """Fails if the error doesn't name each placeholder, or if one of the error's two fixes doesn't work. Also fails if
-    export doesn't print the values that it set."""
-    words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "-o", tmp_path / "m.onnx"]
+    export doesn't print the values that it set, or if a second ``--outputs`` replaces the first."""
+    words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "--outputs", "MatMul:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert ran.code == RandomOps.exit_code
     assert "the placeholders is_training, keep_prob" in ran.stderr
@@ -100,6 +100,7 @@ def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
         assert "is_training=False" in ran.stderr
     loading = json.loads((tmp_path / "m.onnx.manifest.json").read_text())["source"]["loading"]
     assert loading["placeholders"] == {"is_training": "False", "keep_prob": "1.0"}
+    assert len(onnx.load(str(tmp_path / "m.onnx")).graph.output) == 2
     assert cli("reproduce", tmp_path / "m.onnx", "-q").code == 0
 
 
