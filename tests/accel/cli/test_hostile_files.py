@@ -252,7 +252,9 @@ OUTSIDE = b'<?xml version="1.0"?><!DOCTYPE n [<!ENTITY a SYSTEM "file:///etc/pas
 IR = make.copied("ir/model.xml", "ir/model.bin", "ir/model.xml.manifest.json")
 FORMATS: dict[str, Case] = {
     "an IR without its weights": timed(
-        make.copied("ir/model.xml", "ir/model.xml.manifest.json"), "put both files of the IR into one folder", "model.xml"
+        make.copied("ir/model.xml", "ir/model.xml.manifest.json"),
+        "put both files of the IR into one folder",
+        "model.xml",
     ),
     "half an IR": timed(make.also(IR, make.truncated("ir/model.xml")), "again", "model.xml"),
     "half an IR's weights": timed(make.also(IR, make.truncated("ir/model.bin")), "again", "model.xml"),

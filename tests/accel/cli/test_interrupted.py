@@ -35,6 +35,13 @@ import torch
 def make():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, {SIDE}), torch.nn.Linear({SIDE}, {SIDE}), torch.nn.Linear({SIDE}, 4))
+
+def twice(parts, x):
+    return parts.net(parts.net(x))
+
+def pipeline():
+    import accel
+    return accel.Pipeline(twice, net=make()), (torch.ones(2, 4),)
 """
 
 
@@ -106,6 +113,7 @@ COMMANDS = {
     "openvino_from_onnx": (EXPORT, INT8),
     "ncnn_from_onnx": (EXPORT, ("export", "m.onnx", "--to", "ncnn", "-o", "net")),
     "torch_from_onnx": (EXPORT, ("export", "m.onnx", "--to", "torch", "-o", "again")),
+    "pipeline_from_parts": (("export", "net.py:pipeline", "-o", "parts"),),
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
@@ -182,6 +190,7 @@ _TENSORFLOW = "its child is an accel.child, as that of quantize, and TensorFlow 
 NOT_KILLED_IN = {
     "preprocess": _HERE,
     "fit_tensorrt": _HERE,
+    "pipeline_from_parts": _HERE,
     "torch_from_onnx": _HERE,
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
     "ncnn_from_onnx": "pnnx is over in no time: tests/converters/to_others/test_export_to.py kills one that isn't",

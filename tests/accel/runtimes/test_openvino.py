@@ -282,7 +282,9 @@ def test_a_damaged_ir_is_not_loaded(part: str, damage: str, mlp: Artifact, tmp_p
     else:
         target.write_bytes(target.read_bytes()[: target.stat().st_size // 2])
     broken = Artifact(path=path, kind="openvino", signature=mlp.signature)
-    with pytest.raises(InvalidModel, match=r"convert the model again|put both in one folder") as caught:
+    with pytest.raises(
+        InvalidModel, match=r"convert the model again|put both files of the IR into one folder"
+    ) as caught:
         OpenVinoSession(broken, SessionOptions())
     assert "\n" not in str(caught.value)
 
