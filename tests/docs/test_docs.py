@@ -56,7 +56,7 @@ def test_the_python_about_models_in_memory(
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count
     exec(compile("\n".join(found), page, "exec"), {"__name__": "__main__"})
-    assert "False" not in capsys.readouterr().out
+    assert "False" not in capsys.readouterr().out.splitlines()
 
 
 def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
