@@ -244,9 +244,8 @@ def test_engines_without_a_manifest(
 def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
     """Fails if an engine of another version or for another GPU is loaded, or if the command to rebuild it is wrong."""
     check_fit(artifact, "1.7.1", "8.9")
-    with pytest.raises(
-        UnsupportedHere, match=r"built by tensorrt-rtx 1\.7\.1, but this machine has 1\.8\.0; build it again with: accel"
-    ):
+    said = r"built by tensorrt-rtx 1\.7\.1, but this machine has 1\.8\.0; build it again with: accel"
+    with pytest.raises(UnsupportedHere, match=said):
         check_fit(artifact, "1.8.0", "8.6")
     with pytest.raises(UnsupportedHere, match=r"for compute capability 8\.6, 8\.9, but this GPU has 12\.0") as caught:
         check_fit(artifact, "1.7.1", "12.0")
