@@ -58,10 +58,10 @@ def _short_measurements() -> Iterator[None]:
     """Shortens the blocks of ``accel optimize``. The extra rounds, which narrow the intervals for up to 30 s, also
     become shorter. No test needs precise figures, and the tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.05)
-        patch.setattr("accel.api.optimized._SECONDS", 1.0)
-        patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 2.0)
-        patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 1.0)
+        patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.02)
+        patch.setattr("accel.api.optimized._SECONDS", 0.0)
+        patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.5)
+        patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 0.5)
         yield
 
 

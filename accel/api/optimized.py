@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from accel.optimizer.report.page import PAGE
 from accel.optimizer.result import Optimization
 from accel.runtimes.base import BaseSession, open_session
 from accel.sources.main_file import REPORT
+from accel.timing.columns import as_text
 from accel.timing.report import BenchReport
 
 from .bench import bench
@@ -25,7 +25,6 @@ from .bench import bench
 if TYPE_CHECKING:
     import numpy as np
 
-_WIDTH = 100
 # The seconds for the comparison with the source in its own framework.
 _SECONDS = 10.0
 # Styles for the report's plot in a notebook, where the report's own styles are missing.
@@ -83,14 +82,9 @@ class Optimized(Optimization):
 
     def table(self) -> str:
         """Returns the table of all candidates as text of at most 100 columns."""
-        from rich.console import Console
-
         from accel.optimizer.report.table import table
 
-        console = Console(file=io.StringIO(), width=_WIDTH)
-        with console.capture() as captured:
-            console.print(table(self))
-        return captured.get()
+        return as_text(table(self))
 
     def save(self, folder: str | Path) -> Artifact:
         """Copies the model, its manifest and the report to ``folder``. Returns the copied artifact.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,23 +16,25 @@ from accel.progress import report, shows_progress
 from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
+from accel.sources.notes import integers_note
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import VERIFY_LIMITS
 from accel.tables.precision import PRECISIONS
+from accel.timing.columns import as_text
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Verification:
     """The result of a comparison.
 
     ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` holds the median of
     the samples' relative errors (rel_l2) for each output. The samples lie on axis 0. Unlike the error of a whole
     output, the median doesn't depend on a few samples with large values. ``problems`` has a sentence for each output
-    that differs by more than ``limit``.
+    that differs by more than ``limit``. ``notes`` says what the comparison didn't cover.
     """
 
     passed: bool
@@ -40,6 +43,35 @@ class Verification:
     middle_sample: dict[str, float]
     cases: tuple[str, ...]
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """Returns the verdict in words."""
+        return "same within the limit" if self.passed else "; ".join(self.problems)
+
+    def rich_table(self, title: str = "") -> Any:
+        """Returns the differences as a table of rich, a row for each output."""
+        from rich.table import Table
+
+        table = Table(title=f"{title}{self.verdict}", title_justify="left")
+        for column in ("output", "max abs", "rel l2", "middle sample", "limit", "cosine (worst sample)"):
+            table.add_column(column, justify="left" if column == "output" else "right")
+        for name, d in self.outputs.items():
+            middle = f"{self.middle_sample[name]:.3g}" if name in self.middle_sample else ""
+            table.add_row(name, f"{d.max_abs:.3g}", f"{d.rel_l2:.3g}", middle, f"{self.limit:g}", f"{d.cosine:.6f}")
+        return table
+
+    def table(self) -> str:
+        """Returns the differences as text of at most 100 columns."""
+        return as_text(self.rich_table())
+
+    def __repr__(self) -> str:
+        return f"<accel verification: {self.verdict}, {len(self.outputs)} outputs at {len(self.cases)} shapes>"
+
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+        return f"<pre>{html.escape(self.table())}</pre>"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +81,7 @@ class Verification:
             "middle_sample": finite_json(self.middle_sample),
             "cases": list(self.cases),
             "problems": list(self.problems),
+            "notes": list(self.notes),
         }
 
 
@@ -118,6 +151,7 @@ def verify(
             cases.append(case)
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
+    unknown = integers_note(_common(first, second)) if data is None else None
     outputs = worst(found)
     middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
     advice = _advice_on_weights(first, second) or (_advice_on_random_inputs(second) if data is None else "")
@@ -140,6 +174,7 @@ def verify(
         middle_sample=middle,
         cases=tuple(cases),
         problems=tuple(problems),
+        notes=(unknown,) if unknown else (),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -50,19 +50,11 @@ def command(
         **source,
     )
 
-    def human() -> Any:
-        from rich.table import Table
+    for note in found.notes:
+        click.echo(f"accel: note: {note}", err=True)
 
-        verdict = "same within the limit" if found.passed else "; ".join(found.problems)
-        inputs = "" if data else " on random inputs"
-        table = Table(title=f"{candidate} against {reference}{inputs}: {verdict}", title_justify="left")
-        for column in ("output", "max abs", "rel l2", "middle sample", "limit", "cosine (worst sample)"):
-            table.add_column(column, justify="left" if column == "output" else "right")
-        for name, d in found.outputs.items():
-            middle = f"{found.middle_sample[name]:.3g}" if name in found.middle_sample else ""
-            table.add_row(name, f"{d.max_abs:.3g}", f"{d.rel_l2:.3g}", middle, f"{found.limit:g}", f"{d.cosine:.6f}")
-        return table
-
-    say.result(found.to_json(), human)
+    inputs = "" if data else " on random inputs"
+    title = f"{candidate} against {reference}{inputs}: "
+    say.result(found.to_json(), lambda: found.rich_table(title))
     if not found.passed:
         sys.exit(1)

@@ -163,6 +163,17 @@ class Signature:
             raise BadInputSpec(f"{spec} has no valid integer at {at}; give the dim larger sizes with {option('dims')}")
         return low, high
 
+    @property
+    def unknown_integers(self) -> tuple[TensorSpec, ...]:
+        """Returns the inputs for which ``example_inputs`` draws 0 or 1, because nothing tells which integers are
+        valid."""
+        return tuple(
+            spec
+            for spec in self.inputs
+            if spec.dtype.startswith(("int", "uint")) and spec.values is None and spec.seen is None
+            if not spec.optional and not (spec.name.endswith("mask") and spec.shape)
+        )
+
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
         """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if feeds don't fit the inputs."""
         want = {spec.name for spec in self.inputs}

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accel.artifact import Artifact
+from accel.signature import Signature
 from accel.spelling import option
 
 
 def source_notes(artifact: Artifact) -> list[str]:
     """Returns what a user has to know about the inputs of an opened source."""
-    notes = (_batch_note(artifact), _bounds_note(artifact), _renaming_note(artifact), _placeholder_note(artifact))
+    notes = (
+        _batch_note(artifact),
+        _bounds_note(artifact),
+        integers_note(artifact.signature),
+        _renaming_note(artifact),
+        _placeholder_note(artifact),
+    )
     return [note for note in notes if note]
 
 
@@ -41,6 +48,17 @@ def _bounds_note(artifact: Artifact) -> str | None:
     """Returns a note about the bounds of integer inputs that accel found by runs, or None if it found no bounds."""
     found = artifact.source.get("bounds")
     return f"{found}; {option('inputs')} declares other integers" if found else None
+
+
+def integers_note(signature: Signature) -> str | None:
+    """Returns a note about integer inputs with an unknown range, else None. Random inputs hold only the integers 0 and
+    1 there, so a comparison on random inputs proves little."""
+    unknown = signature.unknown_integers
+    if not unknown:
+        return None
+    names = " and ".join(spec.name for spec in unknown)
+    declared = option("inputs", [f"{unknown[0]}{{0..999}}"])
+    return f"the valid integers of {names} are unknown, so random inputs hold only 0 and 1; declare them: {declared}"
 
 
 def training_note(artifact: Artifact) -> str | None:

@@ -6,6 +6,7 @@ A row is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,6 +39,16 @@ class Column:
         titles = [self.title] if self.whole else self.title.split()
         wide = max(len(self.text(row)) for row in rows)
         return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)
+
+
+def as_text(table: Any, width: int = 100) -> str:
+    """Returns a table of rich as text of at most ``width`` columns."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
 
 
 def number(value: float | None) -> str:

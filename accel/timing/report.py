@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel.spelling import option
 
 from . import page
-from .columns import fitting, with_values
+from .columns import as_text, fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
 # A cosine below this value means that the weights of the two models differ. Even a badly quantized model has a larger
@@ -66,7 +67,7 @@ class Row:
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BenchReport:
     """The results of a benchmark, a row for each candidate in the given order.
 
@@ -111,6 +112,18 @@ class BenchReport:
             if row.name == name:
                 return row
         raise KeyError(name)
+
+    def table(self) -> str:
+        """Returns the table of all candidates as text of at most 100 columns."""
+        return as_text(AsWideAsFits(self))
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{row.name} {row.speedup:.3g}x" for row in self.rows if row.speedup is not None)
+        return f"<accel benchmark against {self.baseline}: {rows or 'nothing was timed'}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+        return f"<pre>{html.escape(self.table())}</pre>"
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, Markdown or HTML, by the suffix of ``path``."""

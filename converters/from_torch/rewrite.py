@@ -93,11 +93,32 @@ def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
     if isinstance(yes, ast.Return):
         no = no or _next(one, parents)
         if isinstance(no, ast.Return) and yes.value and no.value:
-            return f"return torch.where({test}, {ast.unparse(yes.value)}, {ast.unparse(no.value)})"
+            whole = _where(test, yes.value, no.value)
+            return f"return {whole}" if whole else ""
         return ""
     target, value = _set(yes)
     other, otherwise = _set(no) if no else (target, target)
     return f"{target} = torch.where({test}, {value}, {otherwise})" if target and other == target else ""
+
+
+def _where(test: str, yes: ast.expr, no: ast.expr) -> str:
+    """Returns the expression that chooses between two results. Chooses each tensor of two dicts with equal keys, or of
+    two tuples of equal length. Returns "" for other structures."""
+    if isinstance(yes, ast.Dict) and isinstance(no, ast.Dict):
+        keys, others = ([key and ast.unparse(key) for key in one.keys] for one in (yes, no))
+        if None in keys or sorted(map(str, keys)) != sorted(map(str, others)):
+            return ""
+        by_key = dict(zip(others, no.values, strict=True))
+        values = [_where(test, value, by_key[key]) for key, value in zip(keys, yes.values, strict=True)]
+        pairs = ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True))
+        return f"{{{pairs}}}" if all(values) else ""
+    if isinstance(yes, ast.Tuple) and isinstance(no, ast.Tuple) and len(yes.elts) == len(no.elts):
+        parts = [_where(test, *pair) for pair in zip(yes.elts, no.elts, strict=True)]
+        return f"({', '.join(parts)})" if all(parts) else ""
+    several = (ast.Dict, ast.Tuple, ast.List, ast.Set, ast.ListComp, ast.DictComp)
+    if isinstance(yes, several) or isinstance(no, several):
+        return ""
+    return f"torch.where({test}, {ast.unparse(yes)}, {ast.unparse(no)})"
 
 
 def _next(one: ast.stmt, parents: dict[ast.AST, ast.AST]) -> ast.stmt | None:
@@ -150,6 +171,13 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
             break
     assert isinstance(whole, ast.expr)
     text, made = ast.unparse(whole), tensors(whole)
+    user = chain[chain.index(whole) + 1]
+    if _is_size(user):
+        return Rewrite(text, "give a fixed number", certain)
+    if _cuts(user, chain[-1]):
+        mask = f"torch.arange(length) < {ast.unparse(made)}"
+        fix = f"keep the whole length, and mask the rest, as in torch.where({mask}, x, 0),"
+        return Rewrite(text, fix, certain)
     if index_of is not None:
         fix = f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],"
         return Rewrite(ast.unparse(index_of), fix, isinstance(index_of, ast.Call))
@@ -158,6 +186,22 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
     if isinstance(whole, ast.Call) and module_function(whole)[0]:
         return Rewrite(text, f"write `{ast.unparse(made)}`", certain)
     return Rewrite(text, f"compute with the tensor `{ast.unparse(made)}`, or give a fixed number,", certain)
+
+
+def _is_size(user: ast.AST) -> bool:
+    """Tells whether ``user`` takes a size that must be a Python number."""
+    if isinstance(user, ast.Call):
+        return function_name(user) == "interpolate"
+    return isinstance(user, ast.keyword) and user.arg in ("size", "scale_factor", "output_size", "kernel_size")
+
+
+def _cuts(user: ast.AST, function: ast.AST) -> bool:
+    """Tells whether ``user`` cuts a tensor to a length, itself or by the variable that it sets in ``function``."""
+    if isinstance(user, ast.Slice):
+        return True
+    name = _set(user)[0] if isinstance(user, ast.stmt) else ""
+    slices = (one for one in ast.walk(function) if isinstance(one, ast.Slice))
+    return any(isinstance(one, ast.Name) and one.id == name for cut in slices for one in ast.walk(cut) if name)
 
 
 def _shows(node: ast.AST) -> bool:

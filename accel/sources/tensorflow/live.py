@@ -59,8 +59,8 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         result = call(list(arrays.values()))
     except Exception as error:  # a model may raise any type of error
         raise BadSource(
-            f"{_name(model)} fails on its example: {one_line(error, 200)}; give the arguments of a call with "
-            f"{option('example')}"
+            f"{_name(model)} fails on its example: {one_line(error, 200)}; mend the model, or give arguments "
+            f"that it takes with {option('example')}"
         ) from error
     if dynamic is not None:
         axes = {name: sorted(found) for name, found in dynamic.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +14,10 @@ import torch
 from accel.errors import AccelError, BadSource
 from accel.signature import Signature, TensorSpec
 
-from ..declare import Declaration
+from ..declare import Declaration, input_example
 from ..pipeline import Pipeline
 from ..python_object import load_object, raised
-from .call import flatten, script_parameters
+from .call import flatten, script_parameters, to_tensor
 from .found import Found
 from .live import capture, open_captured
 from .weights import load_weights
@@ -134,3 +135,37 @@ def required_parameters(module: torch.nn.Module) -> list[str]:
     needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     required = [n for n in names if parameters[n].default is inspect.Parameter.empty and parameters[n].kind in needed]
     return required or names[:1]
+
+
+def suggested_inputs(module: torch.nn.Module) -> tuple[str, ...]:
+    """Returns example declarations of the inputs of ``forward``, for a message.
+
+    If ``forward`` has one input, returns the first declaration that fits the first layer and with which the model runs.
+    """
+    names = required_parameters(module) or ["x"]
+    first = next(filter(None, map(_kinds_of_input, module.modules())), ())
+    module.eval()
+    for spec in (TensorSpec.parse(f"{names[0]}:{kind}") for kind in first if len(names) == 1):
+        with contextlib.suppress(Exception), torch.inference_mode():  # a model may raise any type of error
+            module(to_tensor(Signature((spec,)).example_inputs()[spec.name]))
+            return (str(spec),)
+    return tuple(map(input_example, names))
+
+
+def _kinds_of_input(layer: torch.nn.Module) -> tuple[str, ...]:
+    """Returns dtypes and shapes that are usual for the input of a model whose first layer is ``layer``."""
+    if isinstance(layer, torch.nn.Embedding):
+        rows = f"{{0..{layer.num_embeddings - 1}}}"
+        return (f"int64[batch,length]{rows}", f"int64[batch]{rows}")
+    if isinstance(layer, torch.nn.Conv1d):
+        return (f"float32[batch,{layer.in_channels},16000]", "float32[batch,16000]")
+    if isinstance(layer, torch.nn.Conv2d):
+        return tuple(f"float32[batch,{layer.in_channels},{size},{size}]" for size in (224, 32, 28))
+    if isinstance(layer, torch.nn.Conv3d):
+        return (f"float32[batch,{layer.in_channels},16,112,112]",)
+    if isinstance(layer, torch.nn.Linear):
+        return (f"float32[batch,{layer.in_features}]", f"float32[batch,length,{layer.in_features}]")
+    if isinstance(layer, torch.nn.RNNBase):
+        first, second = ("batch", "length") if layer.batch_first else ("length", "batch")
+        return (f"float32[{first},{second},{layer.input_size}]",)
+    return ()

@@ -1,11 +1,16 @@
-"""Finds the dims that bound integer inputs whose range nobody declared, such as the lengths of sequences."""
+"""Finds the ranges of integer inputs that nobody declared. The rows of an embedding bound token ids, and a dim bounds
+the lengths of sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.signature import Bound, Feeds, Signature, TensorSpec
 
@@ -14,6 +19,67 @@ if TYPE_CHECKING:
 
 # The largest batch of the runs. A larger batch would only take longer.
 _LARGEST_BATCH = 3
+_COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
+_LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
+
+
+class _Lookups(TorchDispatchMode):
+    """Records the tables from which the inputs select rows, also after a cast, a copy or a view of the input.
+
+    ``tables`` maps the name of an input to pairs: the number of rows, and whether all integers of the input are
+    indices of this table.
+    """
+
+    def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
+        super().__init__()
+        self.tables: dict[str, list[tuple[int, bool]]] = {}
+        self._feeds = feeds
+        self._names = {array.ctypes.data: name for name, array in feeds.items()}
+        self._copies: list[torch.Tensor] = []  # kept, so that no other tensor gets the address of a copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operator = func.overloadpacket.__name__
+        if operator in _COPIES and (name := self._name(args[0])):
+            self._names[result.untyped_storage().data_ptr()] = name
+            self._copies.append(result)
+        elif operator in _LOOKUPS and (name := self._name(args[1])):
+            whole = args[1].numel() == self._feeds[name].size
+            self.tables.setdefault(name, []).append((len(args[0]), whole))
+        return result
+
+    def _name(self, tensor: object) -> str | None:
+        return self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, torch.Tensor) else None
+
+
+def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
+    """Returns ``signature`` with a range for each integer input that selects rows of an embedding: 0 to the last row.
+
+    The range becomes the input's ``values``. If a part of the input selects from another table, as in recommenders
+    with a column for each table, the rows of the smallest table only become ``seen``. Changes no input with declared
+    ``values``, and changes nothing if ``run`` fails because of the new integers.
+    """
+    free = {spec.name for spec in signature.inputs if _is_free(spec)}
+    if not free:
+        return signature
+    case = signature.cases(_LARGEST_BATCH)[0]
+    feeds = signature.example_inputs(**case)
+    with suppress(Exception), _Lookups({name: feeds[name] for name in free if feeds[name].size}) as lookups:
+        run(feeds)  # a model may raise any type of error
+    if not lookups.tables:
+        return signature
+    inputs = tuple(_ranged(spec, lookups.tables.get(spec.name, [])) for spec in signature.inputs)
+    ranged = replace(signature, inputs=inputs)
+    return ranged if _takes(ranged, case, run) or not _takes(signature, case, run) else signature
+
+
+def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
+    if not tables:
+        return spec
+    rows = (0, min(count for count, _ in tables) - 1)
+    if all(whole for _, whole in tables):
+        return replace(spec, values=rows, seen=None)
+    return replace(spec, seen=rows)
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
@@ -47,9 +113,12 @@ def bounds_words(before: Signature, after: Signature) -> str:
     return f"{said}: the model fails on larger integers at some sizes"
 
 
+def _is_integer(spec: TensorSpec) -> bool:
+    return spec.dtype.startswith(("int", "uint")) and not spec.optional and not spec.name.endswith("mask")
+
+
 def _is_free(spec: TensorSpec) -> bool:
-    integers = spec.dtype.startswith(("int", "uint"))
-    return integers and spec.values is None and not spec.optional and not spec.name.endswith("mask")
+    return spec.values is None and _is_integer(spec)
 
 
 def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
@@ -58,12 +127,15 @@ def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
 
 def _runs(signature: Signature, run: Callable[[Feeds], object]) -> bool:
     """Tells whether ``run`` takes the smallest, the largest and random integers at the sizes of every case."""
-    for case in signature.cases(_LARGEST_BATCH):
-        for feeds in _draws(signature, case):
-            try:
-                run(feeds)
-            except Exception:  # a model may raise any type of error
-                return False
+    return all(_takes(signature, case, run) for case in signature.cases(_LARGEST_BATCH))
+
+
+def _takes(signature: Signature, case: Mapping[str, int], run: Callable[[Feeds], object]) -> bool:
+    for feeds in _draws(signature, case):
+        try:
+            run(feeds)
+        except Exception:  # a model may raise any type of error
+            return False
     return True
 
 
@@ -72,7 +144,7 @@ def _draws(signature: Signature, case: Mapping[str, int]) -> Iterator[dict[str, 
 
     feeds = signature.example_inputs(**case)
     yield feeds
-    free = [spec for spec in signature.inputs if spec.bound_dims or _is_free(spec)]
+    free = [spec for spec in signature.inputs if _is_integer(spec)]
     for end in (0, 1):
         ends = {spec.name: (spec.range_at(signature.sizes(**case)) or spec.seen or (0, 1))[end] for spec in free}
         yield {name: np.full_like(value, ends[name]) if name in ends else value for name, value in feeds.items()}

@@ -191,16 +191,15 @@ def _described(
     note = ""
     if axes is None:
         axes, note = _batch_axes(module, tensors)
-    values = _table_ranges(module, tensors)
     sizes: dict[str, int] = {}
     specs = []
     for name, tensor in tensors.items():
         shape = [axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)]
         sizes |= {dim: size for dim, size in zip(shape, tensor.shape, strict=True) if isinstance(dim, str)}
         counts = tensor.numel() and not tensor.is_floating_point() and tensor.dtype != torch.bool
-        seen = (int(tensor.min()), int(tensor.max())) if counts and name not in values else None
+        seen = (int(tensor.min()), int(tensor.max())) if counts else None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name, dtype, tuple(shape), values.get(name), seen=seen))
+        specs.append(TensorSpec(name, dtype, tuple(shape), seen=seen))
     dims = {}
     for dim, size in sizes.items():
         low, high = ranges.get(dim, (1, max(8, size if dim == BATCH else 4 * size)))
@@ -229,27 +228,6 @@ def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
     return {name: {0: BATCH} for name in batched}, note
 
 
-def _table_ranges(module: torch.nn.Module, tensors: Tensors) -> dict[str, tuple[int, int]]:
-    """Returns the range of each integer input that goes into an embedding. The range spans the rows of the embedding's
-    table."""
-    found: dict[str, tuple[int, int]] = {}
-
-    def looked_up(table: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        for name, tensor in tensors.items():
-            if args and isinstance(args[0], torch.Tensor) and args[0].data_ptr() == tensor.data_ptr():
-                found[name] = (0, int(table.num_embeddings) - 1)  # type: ignore[arg-type]
-
-    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    hooks = [part.register_forward_pre_hook(looked_up) for part in module.modules() if isinstance(part, tables)]
-    try:
-        if hooks:
-            _run(module, tensors, "")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, torch.Tensor]:
     """Returns the outputs of one forward pass by name."""
     try:
@@ -259,7 +237,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
         raise
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
-        raise BadSource(f"{reason}; give the arguments of a call with {option('example')}") from error
+        raise BadSource(f"{reason}; mend the model, or give arguments that it takes with {option('example')}") from error
     return {name: one.detach() for name, one in flatten(result).items()}
 
 

@@ -18,16 +18,16 @@ from accel.sources.structure import Template
 from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
-from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
+from ..declare import Dims, Inputs, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
 from .arguments import class_name
 from .call import NamedModule, discover_outputs, in_training, run_named
-from .factory import forward_parameters, open_factory, required_parameters
+from .factory import forward_parameters, open_factory, suggested_inputs
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
-from .integer_bounds import bounds_words, find_bounds
+from .integer_bounds import bounds_words, find_bounds, with_table_ranges
 from .live import SUFFIX, open_captured
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
@@ -73,7 +73,7 @@ def open_torch(
             raise BadInputSpec(
                 f"the inputs of {found.name} are unknown; pass {option('example')}, the arguments of a call"
             )
-        examples = found.example or tuple(map(input_example, required_parameters(found.module) or ["x"]))
+        examples = found.example or suggested_inputs(found.module)
         raise BadInputSpec(
             f"{found.name or spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
             f"{option('inputs', list(examples))}"
@@ -87,7 +87,9 @@ def open_torch(
     found.module.eval()
     names = found.outputs if not given or found.outputs else ()
     named = NamedModule(found.module, [one.name for one in specs])
-    bounded = find_bounds(signature, partial(run_named, named, signature))
+    run = partial(run_named, named, signature)
+    signature = with_table_ranges(signature, run)
+    bounded = find_bounds(signature, run)
     words = bounds_words(signature, bounded)
     signature = bounded
     outputs, result = discover_outputs(found.module, signature, names, found.name or spec)
