@@ -76,7 +76,7 @@ def export(
     is_onnx = (named.path if named.hub_model else Path(named.text)).suffix == ".onnx"
     if is_onnx and not (to != "onnx" or opset or inputs or dims or preprocess):
         raise UsageError(
-            f"{named.text} is ONNX already; use accel optimize to make it faster, or pass a change: "
+            f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()

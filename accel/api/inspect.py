@@ -142,8 +142,8 @@ def _engine_problem(engine: Artifact) -> str:
 
 
 def _open(source: Source, warnings: list[str]) -> Artifact:
-    """Opens any model that can be shown. Unlike ``Source.open``, ``_open`` takes an OpenVINO or ncnn model without a
-    manifest, a frozen graph without named inputs and outputs, and a graph with dropout."""
+    """Opens any model that ``inspect`` can describe. Unlike ``Source.open``, ``_open`` takes an OpenVINO or ncnn model
+    without a manifest, a frozen graph without named inputs and outputs, and a graph with dropout."""
     if isinstance(source.spec, Artifact):
         return source.spec
     path = source.path
@@ -176,7 +176,7 @@ def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifac
 
 
 def _open_stripped(source: Source, warnings: list[str]) -> Artifact:
-    """Opens the source. If the model still holds random ops, strips its dropout and adds a warning."""
+    """Opens the source. If the model contains random operators, removes the dropout and adds a warning."""
     try:
         return source.open()
     except RandomOps as error:

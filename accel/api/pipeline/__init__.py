@@ -1,4 +1,5 @@
-"""Pipelines of several parts: the export and the optimization of each part, and the verification of the whole.
+"""Exports or optimizes each part of a pipeline, and verifies the whole pipeline.
 
-Takes an opened pipeline. Returns an artifact of kind ``pipeline``, or the result of ``accel.optimize``.
+The functions take an opened pipeline. They return an artifact of kind ``pipeline``, or the result of
+``accel.optimize``.
 """
