@@ -54,7 +54,7 @@ def optimize_pipeline(
     """
     if request.profiles:
         raise UsageError(
-            f"{option('profiles')} names the inputs of a single model; leave it out, or optimize each part alone with it"
+            f"{option('profiles')} names the inputs of a single model; leave it out, or optimize each part with it"
         )
     check_folders(request.out, parts_of(src))
     stream = SampleStream(request.data, src.signature) if request.data else None
