@@ -137,7 +137,7 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
 
 def _check_out(out: Path, to: str, main_file: str) -> None:
     """Raises an error for a path that can't be written. A path without a suffix may be the folder of a pipeline. Only
-    the opened source shows whether it is a pipeline."""
+    the opened source shows whether the model is a pipeline."""
     if to == "onnx" and (out.suffix not in (".onnx", "") or (not out.suffix and out.is_file())):
         raise UsageError(f"{out} has to end in .onnx; rename it")
     if to != "onnx" and (out.is_file() or out.suffix):

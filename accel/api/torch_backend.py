@@ -69,7 +69,7 @@ class _Part:
         self._sizes = [i for i, node in enumerate(nodes) if not isinstance(_value(node), torch.Tensor)]
         self._weights = [i for i, node in enumerate(nodes) if "_dynamo_static_input_type" in _about(node)]
         self._inputs = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
-        # Maps (input, axis) to the symbol of each dynamic dim. A size that torch.compile fixed is a number without symbol.
+        # Maps (input, axis) to the symbol of each dynamic dim. A size that torch.compile fixed is a number.
         self._symbols = {
             (i, axis): str(size)
             for i in self._inputs

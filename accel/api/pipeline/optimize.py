@@ -47,8 +47,8 @@ def optimize_pipeline(
     request: OptimizeRequest, src: Artifact, metric: str | Metric | None, cache: StageCache, budget: Budget
 ) -> Optimization:
     """Optimizes each part of the exported pipeline ``src``, and publishes the optimized parts if the whole pipeline is
-    correct and faster. If the pipeline is not correct, restores the original parts one by one until it is correct. The
-    part whose outputs changed most is restored first.
+    correct and faster. If the pipeline is not correct, restores the original parts one by one until the pipeline is
+    correct. The part whose outputs changed most is restored first.
 
     Raises ``UsageError`` for options that name the inputs of a single model.
     """
@@ -149,8 +149,8 @@ def _recorded(src: Artifact, parts: Mapping[str, Artifact], stream: SampleStream
 
 
 def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, str]:
-    """Writes the recorded calls of a part as samples. Returns the folder of the samples. The calls can't be used as
-    samples if the inputs differ in the size of axis 0. In this case, returns None and a note."""
+    """Writes the recorded calls of a part as samples. Returns the folder of the samples. If the inputs differ in the
+    size of axis 0, the calls can't be used as samples, and the function returns None and a note."""
     # Shuffles the calls, because calibration reads the first samples and the judge reads the rest.
     order = np.random.default_rng(0).permutation(len(calls.kept))
     data = write_recorded([calls.kept[index] for index in order], folder, "call")
