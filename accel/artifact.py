@@ -152,7 +152,7 @@ class Manifest:
         # The digest isn't signed, so an attacker can recompute the digest. Checks the file names, because accel later
         # copies files by name.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
-            raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
+            raise ChainBroken(f"{path} names files outside its folder; make the artifact again")
         return manifest
 
 

@@ -70,7 +70,9 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         made = run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
-        raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source it was made from")
+        raise UsageError(
+            f"{src.path} is of kind {src.kind} already; give the ONNX file or the source that it was made from"
+        )
     if not src.history:
         check_runs(src)
     return Exported(artifact=src)

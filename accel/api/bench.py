@@ -125,7 +125,7 @@ def sweep(
     each pair, ordered by batch.
 
     The length is the size of the only dynamic dim other than the batch. Samples of ``data`` are cut or repeated to each
-    shape. ``budget_seconds`` applies to each shape separately. All other arguments are those of ``bench``. Raises
+    shape. ``budget_seconds`` applies to each shape separately. All other arguments are the same as in ``bench``. Raises
     ``UsageError`` if the model doesn't have the dims to vary.
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
@@ -247,7 +247,7 @@ def _candidates(
 
 def _expand(model: Model) -> list[Model]:
     """If ``model`` is a folder without a main file, returns a source for each artifact in the folder. Returns any other
-    model as it is."""
+    model unchanged."""
     if is_live(model):
         return [model]
     source = Source.of(model)

@@ -170,7 +170,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is {artifact.kind}, but bisect looks into ONNX files; give the ONNX file it was made from"
+            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that it "
+            "was made from"
         )
     notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from

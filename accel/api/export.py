@@ -95,7 +95,8 @@ def export(
             )
     if src.kind not in (*TO_ONNX, "onnx"):
         raise UnsupportedHere(
-            f"{named.text} is {src.kind}, which can't be converted back to ONNX; export the source it was made from"
+            f"{named.text} is of kind {src.kind}, which can't be converted back to ONNX; export the source that it was "
+            "made from"
         )
     if out is None:
         folder = StageCache().result_folder()
@@ -161,7 +162,7 @@ def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConf
 def _dims_of_each(
     dims: Dims | None, preprocess: PreprocessConfig | None
 ) -> tuple[Dims | None, PreprocessConfig | None]:
-    """Returns the ranges of the model's dims, and ``preprocess`` with the ranges of the images before resizing."""
+    """Returns the ranges of the model's dims, and ``preprocess`` with the size ranges of the images before resizing."""
     if not dims or preprocess is None or preprocess.resize is None:
         return dims, preprocess
     from accel.sources.declare import parse_dims

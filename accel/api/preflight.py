@@ -111,7 +111,7 @@ def preflight(
             f"{source.text} is no ONNX file; export it with accel export and give the exported file"
         ) from error
     if src.kind != "onnx":
-        raise UnsupportedHere(f"{src.path} is {src.kind}; give the ONNX file from which to build the engine")
+        raise UnsupportedHere(f"{src.path} is of kind {src.kind}; give the ONNX file from which to build the engine")
     supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:

@@ -83,8 +83,8 @@ def main() -> None:
 
 
 def run(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 (failed) or 2 (usage). Prints an error as one line on stderr,
-    never as a traceback."""
+    """Runs a command and returns the exit code, which is 0 for success, 1 for a failure and 2 for wrong usage. Prints
+    an error as one line on stderr, never as a traceback."""
     try:
         with on_command_line():
             command.main(args=arguments, prog_name="accel", standalone_mode=False)

@@ -94,8 +94,8 @@ def record_calls(
     for name, calls in found.items():
         if not calls.runs:
             raise BadSource(
-                f"the function never calls the part {name!r} on the example; call parts.{name}(...) there, give an "
-                "example that reaches the call, or leave the part out"
+                f"the function never calls the part {name!r} on the example; call parts.{name}(...) in the "
+                "function, give an example that reaches the call, or leave the part out"
             )
     return found
 

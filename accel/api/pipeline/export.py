@@ -57,7 +57,7 @@ def export_pipeline(
     if state_sha256(module) != before:
         raise BadSource(
             f"{class_name(pipeline)} changes the weights or buffers of a part when it runs; an exported part "
-            "stays as it is, so return the new values and pass them to the next call"
+            "is constant, so return the new values and pass them to the next call"
         )
     with TemporaryDirectory(prefix="accel-") as temporary:
         parts: dict[str, Artifact] = {}
