@@ -1,4 +1,5 @@
-"""accel turns a trained model into the fastest correct form for the machine you name, and proves the form correct.
+"""accel turns a trained model into the fastest correct form for the machine that you name, and proves that this form is
+correct.
 
 The public names are imported at first use, so that ``import accel`` takes less than 60 ms and loads neither torch nor
 onnxruntime.

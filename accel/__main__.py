@@ -1,4 +1,4 @@
-"""``python -m accel`` is the ``accel`` command."""
+"""Runs the ``accel`` command for ``python -m accel``."""
 
 from accel.cli import main
 

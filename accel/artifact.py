@@ -1,4 +1,4 @@
-"""A model on disk and the record of how it was made."""
+"""Defines a model on disk and the record of how the model was made."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FORMAT = 1
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the sha256 of a file's bytes in hex."""
+    """Returns the sha256 of a file's bytes as a hex string."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def text_sha256(text: str) -> str:
-    """Returns the sha256 of ``text`` in UTF-8, in hex."""
+    """Returns the sha256 of the UTF-8 bytes of ``text`` as a hex string."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canonical_json(body: Any) -> str:
-    """Returns the JSON text of ``body`` with sorted keys and no spaces: equal values give equal texts.
+    """Returns the JSON text of ``body`` with sorted keys and no spaces, so that equal values give equal texts.
 
     Raises ``ValueError`` if ``body`` holds an infinity or NaN.
     """
@@ -42,7 +42,7 @@ def canonical_json(body: Any) -> str:
 
 
 def finite_json(value: Any) -> Any:
-    """Returns ``value`` with every infinity and NaN in it replaced by None, because JSON can't express them."""
+    """Returns ``value`` with None in place of every infinity and NaN, because JSON can't express infinities and NaN."""
     if isinstance(value, Mapping):
         return {str(name): finite_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def finite_json(value: Any) -> Any:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, in the folder of ``path``.
+    """Yields a temporary path in the folder of ``path``, to write a file to.
 
     Renames the temporary file to ``path`` at the end, or removes the file if the block raises an error.
     """
@@ -74,13 +74,13 @@ def manifest_path(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of how an artifact was made and verified, stored as ``<file>.manifest.json``.
+    """Records how an artifact was made and verified. A manifest is stored as ``<file>.manifest.json``.
 
-    ``files`` holds the sha256 of each file by name, the main file first. ``source`` holds the spec of the source and
-    the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest first, with
-    its name, options, versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in
-    ``Artifact``. ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured
-    with these options.
+    ``files`` maps the name of each file to its sha256. The main file comes first. ``source`` holds the spec of the
+    source and the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest
+    first. A record has the stage's name, options, versions, sha256 of the input and output, seconds, gates and notes.
+    ``Artifact`` describes ``properties``. ``session`` holds the runtime and the options that ``accel optimize`` chose,
+    and the figures measured with these options.
     """
 
     kind: str
@@ -93,11 +93,11 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Returns one sha256 for the artifact's bytes: see ``combined_sha256``."""
+        """Returns one sha256 for the bytes of all files (see ``combined_sha256``)."""
         return combined_sha256(list(self.files.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as JSON values, with the sha256 of all values under ``digest``."""
+        """Returns the manifest as JSON values. The field ``digest`` holds the sha256 of all other values."""
         body = {
             "format": FORMAT,
             "kind": self.kind,
@@ -132,8 +132,8 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Returns the manifest in ``path``. Raises ``ChainBroken`` if any byte was changed after accel wrote the
-        manifest."""
+        """Returns the manifest in ``path``. Raises ``ChainBroken`` if a byte of the file was changed after accel wrote
+        the manifest."""
         broken = ChainBroken(f"{path} was changed after accel wrote it; make the artifact again")
         try:
             text = path.read_bytes().decode("utf-8")
@@ -141,35 +141,36 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers only the values, so the comparison below also covers the white space and escapes of the
-        # text.
+        # The digest covers only the values. The comparison below also detects changes of white space and of escape
+        # sequences.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, but this accel reads {FORMAT}; export again"
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest isn't signed, so an attacker can recompute it. Checks the names, because accel later copies files
-        # by name.
+        # The digest isn't signed, so an attacker can recompute the digest. Checks the file names, because accel later
+        # copies files by name.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
-            raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
+            raise ChainBroken(f"{path} names files outside its folder; make the artifact again")
         return manifest
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns one sha256 for several files. ``parts`` holds the hash of each file, the main file first. A single hash
-    is returned as it is."""
+    """Returns one sha256 for several files. ``parts`` holds the hash of each file, the main file first. If ``parts``
+    has only one hash, returns this hash."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A model on disk or an opened source, with its main file, kind, signature and history.
+    """Represents a model on disk or an opened source, with its main file, kind, signature and history.
 
-    ``path`` is the main file, or the path or name by which a source was opened. ``properties`` holds facts about the
-    file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
-    record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
-    folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.
+    ``path`` is the main file. For a source, ``path`` is the path or name that the source was opened with.
+    ``properties`` holds facts about the file, such as its opset, ir, precision or compute capability. ``notes`` holds
+    facts for the record of the stage that made the model, such as the exporter or the kernels. ``companions`` lists the
+    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder.
+    ``Manifest`` describes ``source``.
     """
 
     path: Path
@@ -191,7 +192,8 @@ class Artifact:
         return self.manifest.stages if self.manifest else ()
 
     def proof(self) -> list[dict[str, Any]]:
-        """Returns an entry for each stage with a gate: the comparison closest to its limit, and a summary in words."""
+        """Returns an entry for each stage with a gate. The entry holds the comparison that came closest to its limit,
+        and a summary in words."""
         found = []
         for record in self.history:
             compared = [g for g in record["gates"] if g["value"] is not None and g["limit"]]
@@ -217,16 +219,16 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Returns one sha256 for the artifact. Takes the sha256 from the source or the manifest, or else computes the
-        sha256 of the files."""
+        """Returns one sha256 for the artifact. Uses the sha256 in the source or in the manifest. Without a recorded
+        sha256, computes the sha256 of the files."""
         kind = KINDS.get(self.kind)
         if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
-        """Returns a copy of the artifact with ``manifest``. The manifest's properties and source replace the
-        artifact's."""
+        """Returns a copy of the artifact with ``manifest``. The properties and the source of the manifest replace the
+        properties and the source of the artifact."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod
@@ -279,7 +281,7 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns the names that an artifact's files get if the main file is renamed to ``path``. ``names`` holds the old
+    """Returns the new names of an artifact's files if the main file is renamed to ``path``. ``names`` holds the old
     names, the main file first."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:

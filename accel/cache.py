@@ -1,7 +1,8 @@
-"""The stage cache: a finished stage never runs twice, and a run that was killed continues at its last stage.
+"""Caches the results of stages, so that a finished stage never runs twice, and a killed run continues at its last
+stage.
 
-An entry is a folder, named by the sha256 of everything that could change the result. Entries are filled under a
-temporary name and then renamed, so that an entry is either complete or absent.
+An entry of the cache is a folder, named by the sha256 of everything that could change the stage's result. Entries are
+written under a temporary name and then renamed, so that an entry is either complete or absent.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
 
 def unfinished() -> Path | None:
     """Returns the folder for intermediate results of the running stage. Returns None outside ``run_stage``. If the
-    stage is killed, its next run with the same input and options finds the intermediate results in this folder.
+    stage is killed, the next run of the stage with the same input and options finds the intermediate results in this
+    folder.
     """
     return _unfinished.get()
 
 
 def kept_folder() -> Path | None:
-    """Returns a folder for files, such as timing caches, that make later runs of stages faster and never change a
-    result.
+    """Returns a folder for files that make later runs of stages faster and never change a result, such as timing
+    caches.
 
     Returns None outside ``run_stage``.
     """
@@ -48,7 +50,8 @@ _DEFAULT_GIGABYTES = 20.0
 
 
 class StageCache:
-    """A cache in the folder ``root``, by default ``$ACCEL_CACHE_DIR``, else the user's cache folder (platformdirs).
+    """Stores the results of stages in the folder ``root``. The default is ``$ACCEL_CACHE_DIR`` or, if this variable
+    isn't set, the user's cache folder (platformdirs).
 
     Removes the least recently used entries if the cache exceeds ``$ACCEL_CACHE_GB`` gigabytes (20 by default).
     """
@@ -97,7 +100,8 @@ class StageCache:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yields an empty folder on the cache's file system to make an entry in. Removes the folder afterwards."""
+        """Yields an empty folder to make an entry in, on the file system of the cache. Removes the folder at the end of
+        the block."""
         self._drop_stale()
         folder = self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -118,7 +122,7 @@ class StageCache:
             _unfinished.reset(token)
             _kept.reset(kept)
             with contextlib.suppress(OSError):
-                folder.rmdir()  # the folder stays if the stage left files in it
+                folder.rmdir()  # rmdir keeps a folder with files
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:
@@ -138,7 +142,8 @@ class StageCache:
         return path.resolve().parent.parent == self._stages.resolve()
 
     def get_record(self, kind: str, key: str) -> Any | None:
-        """Returns the JSON value that ``put_record`` kept under ``key``, such as a measurement, or None."""
+        """Returns the JSON value that ``put_record`` stored under ``key``, such as a measurement. Returns None if there
+        is no such record."""
         try:
             body = json.loads((self._records / f"{kind}-{key}.json").read_text())
         except (OSError, ValueError):
@@ -151,12 +156,12 @@ class StageCache:
             temporary.write_text(json.dumps(value))
 
     def result_folder(self) -> Path:
-        """Returns a new folder for a result if the caller names no folder. The folder is removed after a week."""
+        """Returns a new folder for the result of a call that names no folder. The folder is removed after a week."""
         self._drop_stale()
         return self.root / "results" / uuid.uuid4().hex
 
     def _drop_stale(self) -> None:
-        """Removes the folders that killed processes left behind, and old results."""
+        """Removes old results, and the folders of processes that were killed."""
         for folder in self._scratch.iterdir():
             pid = folder.name.partition("-")[0]
             with contextlib.suppress(OSError):

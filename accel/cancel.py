@@ -1,11 +1,12 @@
-"""Ends work that is under way. The caller that starts the work sets a check. An error that the check raises ends the
-work.
+"""Cancels running work. The caller that starts the work sets a check function. If the check raises an error, the work
+ends with this error.
 
-Work that reports no progress ends too, because the check is called in three places:
+The check also ends work that reports no progress, because the check is called in three places:
 
 - Long loops and all progress reports call ``check_cancelled``.
-- ``interruptible`` runs a function that may never call a check, such as a stage. A watching thread calls the check.
-- A ``Child`` that waits for an answer calls the check, and kills its process if the check raises (``accel.child``).
+- ``interruptible`` runs a function that may never call a check, such as a stage. A separate thread calls the check.
+- A ``Child`` that waits for an answer calls the check, and kills its process if the check raises an error
+  (``accel.child``).
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A check returns as long as the work may go on, and raises an error to end the work.
+# A check returns None while the work may continue, and raises an error to end the work.
 Check = Callable[[], None]
 
-# A watching thread or a waiting child calls the check at intervals of this many seconds.
+# The number of seconds between two calls of the check, by the separate thread or by a waiting ``Child``.
 INTERVAL = 0.5
 
-# Set by Ctrl-C, because the exporters of some libraries swallow KeyboardInterrupt.
+# Ctrl-C sets this event, because the exporters of some libraries swallow KeyboardInterrupt.
 _interrupted = threading.Event()
 
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
 
 
 class Interrupted(BaseException):
-    """Ends a function inside ``interruptible``. Derives from ``BaseException``, so that no ``except Exception`` catches
-    it."""
+    """Ends a function that runs inside ``interruptible``. The class derives from ``BaseException``, so that no
+    ``except Exception`` catches the error."""
 
 
 @contextmanager
@@ -46,24 +47,24 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Calls each check. A check raises an error to end the work. Returns at once if no check is set."""
+    """Calls each check. A check raises an error to end the work. Without a check, does nothing."""
     for check in _checks.get():
         check()
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised for SIGTERM, which ends all work. Ctrl-C lets ``accel optimize`` publish the best candidate so far."""
+    """Ends all work after a SIGTERM. After a Ctrl-C, ``accel optimize`` still publishes the best candidate so far."""
 
 
 def on_interrupt(number: int = signal.SIGINT, *_: object) -> None:
-    """Handles SIGINT and SIGTERM: raises ``KeyboardInterrupt`` or ``Terminated``, and remembers the signal for
+    """Raises ``KeyboardInterrupt`` for SIGINT or ``Terminated`` for SIGTERM, and records the signal for
     ``check_interrupted``."""
     _interrupted.set()
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def forget_interrupt() -> None:
-    """Forgets the signal that ``on_interrupt`` remembered, because the caller has handled it."""
+    """Clears the signal that ``on_interrupt`` recorded. The caller has handled the signal."""
     _interrupted.clear()
 
 
@@ -79,10 +80,11 @@ def cancellable() -> bool:
 
 
 def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns ``function(*arguments)``, or raises the error of a check while the function still runs.
+    """Returns ``function(*arguments)``. If a check raises an error while the function runs, interrupts the function and
+    raises this error.
 
     A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions.
-    A call of native code can't be interrupted and runs to its end first.
+    A call of native code can't be interrupted, so the function ends only after this call.
     """
     if not cancellable():
         return function(*arguments)
@@ -100,7 +102,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
             watch.join()
             _raise_inside(caller, None)  # drops an interrupt that has not arrived yet
     except (Exception, Interrupted):
-        check_cancelled()  # the check's error says more than the interrupted function's error
+        check_cancelled()  # raises the check's error instead, which is more useful
         raise
     check_cancelled()
     return result
@@ -116,6 +118,6 @@ def _watch(caller: int, done: threading.Event) -> None:
 
 
 def _raise_inside(thread: int, error: type[BaseException] | None) -> None:
-    """Raises ``error`` in another thread at its next Python instruction. An ``error`` of None cancels the pending
-    error."""
+    """Raises ``error`` in another thread, at the thread's next Python instruction. If ``error`` is None, cancels an
+    error that hasn't been raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)

@@ -1,8 +1,9 @@
-"""Child processes for work that could crash or slow down the caller: native parsers, builders, timed candidates.
+"""Runs work that could crash or slow down the caller in child processes. Examples are native parsers, engine builders
+and timed candidates.
 
-A child is a fresh interpreter: it does not fork the parent's thread pools and does not run the caller's script again. A
-child calls any importable ``module:function``, can keep an object between calls, reports progress, and dies with its
-parent.
+A child process is a new Python interpreter. The child does not inherit the parent's thread pools, and does not run the
+caller's script again. A child process calls any importable ``module:function``, can keep an object between calls,
+reports progress, and ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def own_temporary(folder: str) -> dict[str, str]:
-    """Returns the environment variables that send a process's temporary files to ``folder``.
+    """Returns environment variables that make a process write its temporary files to ``folder``.
 
     The caller removes ``folder`` after the process has ended, because libraries leave files behind, such as
-    TensorFlow's generated code, torchrun's logs and multiprocessing's sockets. The code that torch compiled stays in
-    the usual folder for later processes.
+    TensorFlow's generated code, torchrun's logs and multiprocessing's sockets. Code that torch compiles is kept in the
+    usual folder for later processes.
     """
     try:
         user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container's user may have no name
+    except (KeyError, ModuleNotFoundError, OSError):  # the user of a container may have no name
         user = f"uid_{os.getuid()}"
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
     return {**dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 class Child:
-    """A child process that answers calls one at a time. ``close`` removes its temporary files.
+    """Starts a child process that answers one call at a time. ``close`` removes the temporary files of the process.
 
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
     of the object that ``make`` built, and ``call("module:function", ...)`` calls a function. ``env`` adds environment
-    variables to those of this process. ``folder`` is the working directory, for libraries that write there. ``hidden``
-    lists modules that the child can't import. For example, hiding torch saves seconds in libraries that import torch
-    whenever torch is installed.
+    variables to the variables of this process. ``folder`` is the working directory of the child, for libraries that
+    write to the working directory. ``hidden`` lists modules that the child can't import. For example, hiding torch
+    saves seconds, because some libraries import torch whenever torch is installed.
 
-    If the process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during the
-    call. An ``AccelError`` raised in the child is raised here unchanged.
+    If the child process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during
+    the call. An ``AccelError`` that is raised in the child is raised again in the parent, unchanged.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Child:
         self._before = 0  # the size of the log when the current call began
         ours, theirs = Pipe()
         self._pipe: Connection = ours
-        # The child never cleans up, because the child ends with ``os._exit`` or is killed.
+        # The parent removes this folder, because the child ends with ``os._exit`` or is killed, and never cleans up.
         self._temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
         with theirs:
             self._process = subprocess.Popen(
@@ -89,7 +90,8 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # The child runs in its own session, so that only the parent gets Ctrl-C and then ends the child.
+                # The child runs in its own session, so that a Ctrl-C reaches only the parent. The parent then ends the
+                # child.
                 start_new_session=True,
                 cwd=folder,
                 env={
@@ -158,7 +160,7 @@ class Child:
         return self._written(0)
 
     def _written(self, start: int) -> str:
-        """Returns the child's output from the byte ``start`` on."""
+        """Returns the child's output after the first ``start`` bytes."""
         self._log.flush()
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size - start, start).decode("utf-8", "replace")
@@ -168,7 +170,7 @@ class Child:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stops every thread of the child, spinning thread pools included. Returns when all threads have stopped."""
+        """Stops every thread of the child, including spinning thread pools. Returns when all threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
@@ -183,7 +185,8 @@ class Child:
         self._process.wait()
 
     def close(self) -> None:
-        """Ends the child, by force after 5 seconds, and removes its temporary files."""
+        """Ends the child and removes the child's temporary files. Kills the child if it is still running after 5
+        seconds."""
         self._pipe.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -207,15 +210,15 @@ class Child:
 
 
 def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:
-    """Returns ``target(**arguments)``, called in a child process of its own. ``hidden`` is described in ``Child``."""
+    """Calls ``target(**arguments)`` in a new child process and returns the result. ``Child`` describes ``hidden``."""
     with Child(hidden=hidden) as child:
         return child.call(target, timeout=timeout, **arguments)
 
 
 def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
-    """Runs a program in ``folder`` and returns its output, followed by its errors.
+    """Runs a program in ``folder`` and returns the program's stdout, followed by its stderr.
 
-    The program dies with this process, also on Ctrl-C. The program is killed if the work is canceled
+    The program is killed when this process ends, also after a Ctrl-C. The program is killed if the work is canceled
     (``accel.cancel``). After ``timeout`` seconds, kills the program and raises ``TimeoutError``.
     """
     deadline = time.monotonic() + timeout
@@ -244,7 +247,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
 
 
 def _wait(deadline: float | None) -> float | None:
-    """Returns the seconds to wait for an answer before the next ``_check_time``, or None for no limit."""
+    """Returns how many seconds to wait for an answer before the next ``_check_time``. None means no limit."""
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not cancellable():
         return left
@@ -252,19 +255,21 @@ def _wait(deadline: float | None) -> float | None:
 
 
 def _check_time(deadline: float | None, late: str) -> None:
-    """Raises the error of ``check_cancelled``. After ``deadline``, raises a TimeoutError with the message ``late``."""
+    """Raises the error of ``check_cancelled`` if the work was canceled. After ``deadline``, raises a TimeoutError with
+    the message ``late``."""
     check_cancelled()
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(late)
 
 
 def _import_path() -> str:
-    """Returns this interpreter's import path with absolute folders, for a child with another working directory."""
+    """Returns the import path of this interpreter with absolute folders, because the child may have another working
+    directory."""
     return os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes this process end when ``parent`` ends. Exits at once if ``parent`` is gone already."""
+    """Makes this process end when ``parent`` ends. Exits at once if ``parent`` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent may have died before the prctl call
@@ -272,7 +277,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Returns ``error`` if its class survives pickling, else a ``ChildCrashed`` with its text."""
+    """Returns ``error`` if instances of its class can be pickled. Otherwise returns a ``ChildCrashed`` with the text of
+    ``error``."""
     if isinstance(error, AccelError | OSError):
         return error
     return ChildCrashed(f"{type(error).__name__}: {error}")
@@ -305,9 +311,9 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    if sys.argv[1] == _PROGRAM:  # exec keeps the parent-death signal
+    if sys.argv[1] == _PROGRAM:  # the parent-death signal stays set after exec
         os.execv(sys.argv[3], sys.argv[3:])
     sys.modules.update(dict.fromkeys(sys.argv[3:]))  # type: ignore[arg-type]  # None makes an import fail
     serve(Connection(int(sys.argv[1])))
-    # Native libraries that crash while they unload must not turn a good answer into a failure.
+    # Skips the unloading of native libraries, because a crash while unloading would turn a good answer into a failure.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Exports the user's model or the parts of a pipeline to ONNX, and keeps the source for comparisons."""
+"""Exports the user's model or the parts of a pipeline to ONNX, and keeps the original model for comparisons."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .export import DEFAULT_OPSET, TO_ONNX, to_onnx_config, usual_limit
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An ONNX model, or a pipeline of ONNX models. ``source`` is the model that ``artifact`` was exported from, or None
-    if the user gave an ONNX model. ``limit`` is the largest allowed relative error of the export."""
+    """Holds an ONNX model, or a pipeline of ONNX models. ``source`` is the model that ``artifact`` was exported from,
+    or None if the user gave an ONNX model. ``limit`` is the largest allowed relative error of the export."""
 
     artifact: Artifact
     source: Artifact | None = None
@@ -54,7 +54,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
-    if src.source.get("kind") == "torch" or source.inputs:  # a range derived from another graph is a guess
+    if src.source.get("kind") == "torch" or source.inputs:  # the range is a guess if it was derived from another graph
         for path in data:
             check_values(path, src.signature)
     if "pipeline" in src.source and src.kind == "torch":
@@ -70,7 +70,9 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         made = run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
-        raise UsageError(f"{src.path} is {src.kind} already; give the ONNX file or the source it was made from")
+        raise UsageError(
+            f"{src.path} is of kind {src.kind} already; give the ONNX file or the source that it was made from"
+        )
     if not src.history:
         check_runs(src)
     return Exported(artifact=src)

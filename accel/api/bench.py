@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from accel.signature import Signature
 
-# A benchmark uses at most this many batches of the user's data, in turn. The reported times are averages over the
-# batches.
+# A benchmark uses at most ``_DATA_BATCHES`` batches of the user's data, in turn. The reported times are averages over
+# the batches.
 _DATA_BATCHES = 8
-# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, TensorFlow and
-# TFLite models run in a separate TensorFlow process.
+# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Outside benchmarks, TensorFlow
+# and TFLite models run in a separate TensorFlow process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -56,18 +56,18 @@ def bench(
     seed: int = 0,
     **about: Unpack[SourceOptions],
 ) -> BenchReport:
-    """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
+    """Times ``candidates`` beside ``against`` (default: the first candidate). Each model runs in its own process.
 
-    A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as
-    ``torch-compile``. ``sizes`` gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is
-    an .npz file whose first batches are the inputs. By default the inputs are random.
+    A candidate is an artifact, an artifact's folder, an ONNX file or a source. An artifact runs on the runtime it was
+    optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as ``torch-compile``.
+    ``sizes`` gives sizes of the dynamic dims (default: the usual sizes of ``against``). ``data`` is an .npz file whose
+    first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
     candidate uses the threads and streams that its manifest records. Without this record, a candidate uses one stream,
-    and one thread for each core of this process. With several streams the report compares throughputs.
-    ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure`` describes ``rounds``,
-    ``block_seconds``, ``budget_seconds`` and ``seed``.
+    and one thread for each core of this process. With several streams, the report compares throughputs. With
+    ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of ``accel.timing.paired.measure``
+    describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
@@ -125,7 +125,7 @@ def sweep(
     each pair, ordered by batch.
 
     The length is the size of the only dynamic dim other than the batch. Samples of ``data`` are cut or repeated to each
-    shape. ``budget_seconds`` applies to each shape separately. All other arguments are those of ``bench``. Raises
+    shape. ``budget_seconds`` applies to each shape separately. All other arguments are the same as in ``bench``. Raises
     ``UsageError`` if the model doesn't have the dims to vary.
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
@@ -184,17 +184,17 @@ def _shapes(
 
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:
-    """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
-    engine was built for. A default range that accel assumed doesn't limit the sizes.
+    """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range that
+    an engine was built for. A default range that accel assumed doesn't limit the sizes.
 
-    If a source has its range from an artifact among the candidates, the error names the artifact. A wider range of the
-    source would not help, because the artifact would still lack the size.
+    If a source got its range from an artifact among the candidates, the error names the artifact. A wider range of the
+    source would not help, because the artifact still could not run at the size.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():
         artifact = ready[0].artifact
         known = artifact.signature.dims.get(dim)
-        if known is None or known.min <= size <= known.max:  # later code refuses an unknown dim
+        if known is None or known.min <= size <= known.max:  # later code raises an error for an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue
@@ -247,7 +247,7 @@ def _candidates(
 
 def _expand(model: Model) -> list[Model]:
     """If ``model`` is a folder without a main file, returns a source for each artifact in the folder. Returns any other
-    model as it is."""
+    model unchanged."""
     if is_live(model):
         return [model]
     source = Source.of(model)
@@ -258,7 +258,7 @@ def _expand(model: Model) -> list[Model]:
     return [replace(source, spec=file) for file in files] or [source]
 
 
-# Files that mark a folder as a source of transformers, of sentence-transformers and of accel train.
+# A folder with one of these files is a source from transformers, sentence-transformers or accel train.
 _SOURCES = ("config.json", "modules.json", "final/config.json")
 
 
@@ -317,7 +317,7 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
 
 
 def _in_one(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Flattens and concatenates the batches of each input, because their shapes may differ."""
+    """Flattens and concatenates the batches of each input, because the shapes of the batches may differ."""
     import numpy as np
 
     return {name: np.concatenate([one[name].ravel() for one in feeds]) for name in feeds[0]}

@@ -28,15 +28,15 @@ _BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BisectReport:
-    """The result of a bisection.
+    """Holds the result of a bisection.
 
     ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors. ``by_structure`` is the number of pairs with different names, which were paired by their operators
-    and inputs. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ
-    without an effect on the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of
-    the graph, and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or
-    an IR. ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate itself differs
-    from this ONNX file. The value of ``as_run`` is the output with the largest difference.
+    paired tensors. ``by_structure`` counts the pairs whose names differ, and which were found by their operators and
+    inputs. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ, but
+    don't change the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of the graph,
+    and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or an IR.
+    ``as_run`` is the output with the largest difference if the candidate's ONNX file agrees with the reference, but the
+    candidate itself differs from this ONNX file. Otherwise ``as_run`` is None.
     """
 
     divergence: Divergence | None
@@ -80,7 +80,7 @@ def bisect(
 ) -> BisectReport:
     """Finds the first node at which ``candidate`` differs from ``reference``. ``candidate`` and ``reference`` are ONNX
     models with the same inputs and outputs. Either model may come from stages such as simplification, a cast or
-    quantization. A source of PyTorch or TensorFlow is exported first.
+    quantization. A PyTorch or TensorFlow source is exported first.
 
     For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
     its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with the outputs of this ONNX
@@ -88,13 +88,13 @@ def bisect(
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
-    ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0 asks
-    for equal bits. Takes O(log n) runs. Only the tensors that cross one cut of the graph are in memory at a time.
-    ``scan`` also compares every tensor before the first difference. The other arguments set the fields of
+    ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0
+    requires bitwise equality. Takes O(log n) runs. The memory holds only the tensors that cross one cut of the graph at
+    a time. With ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
     ``accel.Source``.
 
-    Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed,
-    ``UsageError`` if the inputs or outputs differ, ``BadData`` if the data doesn't fit.
+    Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed. Raises
+    ``UsageError`` if the inputs or outputs differ, and ``BadData`` if the data doesn't fit.
     """
     from accel.proof.bisect import Bisection
     from accel.proof.data import widened
@@ -170,7 +170,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is {artifact.kind}, but bisect looks into ONNX files; give the ONNX file it was made from"
+            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that it "
+            "was made from"
         )
     notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from

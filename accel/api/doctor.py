@@ -16,9 +16,9 @@ from accel.timing.environment import environment
 
 # TensorFlow's CPU-only package exists for x86 only.
 _TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
-# NVIDIA's images install these distributions under other names.
+# NVIDIA's container images install these distributions under other names.
 _ALSO = {"tensorrt-cu13": "tensorrt"}
-# Each row has the distribution, its import name, its extra, and what it adds.
+# Each row has a distribution's name, its import name, its extra, and a description of what the distribution adds.
 _PARTS = (
     ("torch", "torch", None, "sources, and the baseline of every benchmark"),
     ("onnx", "onnx", None, "the format between all stages"),
@@ -66,7 +66,7 @@ _PARTS = (
     ("tensorboard", "tensorboard", "train", "the event files of accel train"),
     ("torchdata", "torchdata", "train", "the data loader of accel train"),
 )
-# Parts of onnx2tf. onnx2tf is in no extra of accel, and has its own install command.
+# The packages that onnx2tf needs. No extra of accel contains onnx2tf, which has its own install command.
 _BESIDE = (
     ("onnx2tf", "onnx2tf", "what accel export --to saved_model and --to tflite are made with"),
     ("ai-edge-litert", "ai_edge_litert", "a part of onnx2tf"),
@@ -80,8 +80,8 @@ _BESIDE = (
 
 def doctor() -> dict[str, Any]:
     """Returns ``python``, ``parts``, ``targets``, ``machine`` and ``cache``. ``parts`` lists the packages, with an
-    install command for each missing package. ``targets`` tells for each target whether this machine can build models
-    for the target and run them."""
+    install command for each missing package. ``targets`` has two flags for each target: whether this machine can build
+    models for the target, and whether it can run them."""
     return {
         "python": platform.python_version(),
         "parts": [
@@ -143,7 +143,7 @@ def _target(name: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Describes the CPU, the cores this process may use, memory, GPU and compilers."""
+    """Describes the CPU, the cores that this process may use, the memory, the GPU and the compilers."""
     found = environment(available_cores(), date=False)
     return {
         "system": f"{platform.system()} {platform.machine()}",

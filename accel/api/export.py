@@ -1,4 +1,4 @@
-"""Exports a source to ONNX, and ONNX to other formats."""
+"""Exports a source to ONNX, and converts ONNX to other formats."""
 
 from __future__ import annotations
 
@@ -46,21 +46,22 @@ def export(
     limit: float | None = None,
     **about: Unpack[SourceOptions],
 ) -> Artifact:
-    """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
-    same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An ``accel.Pipeline`` becomes
-    the folder ``out``, which has a folder for each part, and is proven end to end.
+    """Exports ``source`` to the ONNX file ``out``, writes the file's manifest beside the file, and proves that the file
+    computes the same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An
+    ``accel.Pipeline`` is exported to the folder ``out``, with a subfolder for each part, and is verified end to end.
 
     ``to`` is the format of the result (``onnx``, ``saved_model``, ``tflite``, ``ncnn``, ``openvino`` or ``torch``).
     Formats other than ``onnx`` are converted from the ONNX model and written to the folder ``out``.
 
     ``accel.Source`` describes ``source`` and the arguments that aren't listed here (``inputs``, ``example``,
-    ``dims``...). The source may also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With
-    a ``preprocess`` that resizes images, the dims ``height`` and ``width`` are the sizes of the images before resizing.
-    ``opset`` is the opset of the file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is
-    pre- and postprocessing to put into the graph. ``channels`` is the position of the channels (``first``, ``last`` or
-    ``auto``) inside the graph of a TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position
-    with fewer transposes. ``limit`` is the largest allowed relative error of an output after each stage. A model whose
-    float32 rounding exceeds the usual 1e-4 needs a larger limit.
+    ``dims``...). The source may also be an ONNX file, to change its opset, shapes, preprocessing or postprocessing.
+    With a ``preprocess`` that resizes images, the dims ``height`` and ``width`` are the sizes of the images before
+    resizing. ``opset`` is the opset of the file (default: 20, or the opset of a source that is ONNX already).
+    ``preprocess`` describes the preprocessing and postprocessing that are added to the graph. ``channels`` is the
+    position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow model. The inputs keep
+    TensorFlow's layout. ``auto`` chooses the position that needs fewer transposes. ``limit`` is the largest allowed
+    relative error of an output after each stage. A model whose float32 rounding exceeds the usual 1e-4 needs a larger
+    limit.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -75,7 +76,7 @@ def export(
     is_onnx = (named.path if named.hub_model else Path(named.text)).suffix == ".onnx"
     if is_onnx and not (to != "onnx" or opset or inputs or dims or preprocess):
         raise UsageError(
-            f"{named.text} is ONNX already; use accel optimize to make it faster, or pass a change: "
+            f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
@@ -94,7 +95,8 @@ def export(
             )
     if src.kind not in (*TO_ONNX, "onnx"):
         raise UnsupportedHere(
-            f"{named.text} is {src.kind}, which can't be converted back to ONNX; export the source it was made from"
+            f"{named.text} is of kind {src.kind}, which can't be converted back to ONNX; export the source that it was "
+            "made from"
         )
     if out is None:
         folder = StageCache().result_folder()
@@ -135,8 +137,8 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
 
 
 def _check_out(out: Path, to: str, main_file: str) -> None:
-    """Raises an error for a path that can't be written. Without a suffix, ``out`` may be the folder of a pipeline,
-    which only the opened source tells."""
+    """Raises an error for a path that can't be written. A path without a suffix may be the folder of a pipeline. Only
+    the opened source shows whether the model is a pipeline."""
     if to == "onnx" and (out.suffix not in (".onnx", "") or (not out.suffix and out.is_file())):
         raise UsageError(f"{out} has to end in .onnx; rename it")
     if to != "onnx" and (out.is_file() or out.suffix):
@@ -160,7 +162,7 @@ def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConf
 def _dims_of_each(
     dims: Dims | None, preprocess: PreprocessConfig | None
 ) -> tuple[Dims | None, PreprocessConfig | None]:
-    """Returns the ranges of the model's dims, and ``preprocess`` with the ranges of the images before resizing."""
+    """Returns the ranges of the model's dims, and ``preprocess`` with the size ranges of the images before resizing."""
     if not dims or preprocess is None or preprocess.resize is None:
         return dims, preprocess
     from accel.sources.declare import parse_dims
@@ -172,8 +174,8 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """Adds the advice to raise the limit to a gate's error, if the error exceeds the usual limit only slightly. The
-    float32 rounding of a deep recurrent net alone may exceed the usual limit.
+    """Adds advice to the message of a failed gate if the outputs exceed the usual limit only slightly. The advice is to
+    raise the limit. The float32 rounding of a deep recurrent net alone may exceed the usual limit.
     """
     try:
         yield
@@ -249,7 +251,7 @@ def to_onnx(
     out: Path | None = None,
     gates: Sequence[Gate] = (),
 ) -> Artifact:
-    """Returns the source ``src`` as an ONNX artifact. ``gates`` are checked after the usual gate."""
+    """Converts the source ``src`` to an ONNX artifact. ``gates`` are checked after the usual gate."""
     from accel.converters.graph.simplify import SimplifyConfig
     from accel.proof.gates import OutputGate
 
@@ -258,7 +260,7 @@ def to_onnx(
     if not simplify:
         return run_stage(stage, src, config, gates=first, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=first, cache=cache)
-    if src.properties.get("precision") == "int8":  # the next gate compares two ONNX files
+    if src.properties.get("precision") == "int8":  # the next gate compares the exported with the simplified file
         first = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=first, out=out, cache=cache)
 
@@ -271,8 +273,8 @@ def usual_limit(src: Artifact) -> float:
 
 
 def to_onnx_config(kind: str, **fields: Any) -> StageConfig:
-    """Returns the config of the stage that exports a source of this ``kind`` to ONNX. ``fields`` are the config's
-    fields."""
+    """Returns the config of the stage that exports a source of this ``kind`` to ONNX. ``fields`` are the fields of the
+    config."""
     from accel.converters.from_tensorflow.onnx_from_tensorflow import OnnxFromTensorFlowConfig
     from accel.converters.from_tensorflow.onnx_from_tflite import OnnxFromTfliteConfig
     from accel.converters.from_torch.onnx_from_torch import OnnxFromTorchConfig
@@ -294,7 +296,7 @@ def to_onnx_unjudged(src: Artifact) -> Artifact:
 
 
 def _from_onnx(src: Artifact, kind: Kind, limit: float | None, cache: StageCache, folder: Path) -> Artifact:
-    """Returns the ONNX artifact ``src`` as a model of ``kind``. Only the last stage writes to ``folder``."""
+    """Converts the ONNX artifact ``src`` to a model of ``kind``. Only the last stage writes to ``folder``."""
     from accel.proof.gates import OutputGate
 
     precision = src.properties.get("precision", "fp32")
@@ -307,14 +309,15 @@ def _from_onnx(src: Artifact, kind: Kind, limit: float | None, cache: StageCache
 
 
 def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:
-    """Returns the user's cache, or an empty cache that ``stack`` deletes when it closes."""
+    """Returns the user's cache, or an empty cache that is deleted when ``stack`` closes."""
     if use_cache:
         return StageCache()
     return StageCache(Path(stack.enter_context(TemporaryDirectory(prefix="accel-"))))
 
 
 def check_writable(out: Path) -> None:
-    """Raises the system's ``OSError`` if ``out`` can't be written. Called before any work starts."""
+    """Raises the system's ``OSError`` if ``out`` can't be written. Callers call this function before any work
+    starts."""
     from tempfile import NamedTemporaryFile
 
     check_name(out)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The result of an inspection.
+    """Holds the result of an inspection.
 
-    ``chain`` holds the checked hashes, and is empty without ``check``. ``intact`` is False if a hash differs, and None
-    without ``check``. ``kernels`` lists the name, type, dtypes and ONNX nodes of each kernel of an engine, in the order
-    in which the kernels run. ``problem`` is the toolkit's reason to refuse the engine, or "" if the toolkit accepts the
-    engine or is missing.
+    ``chain`` holds the checked hashes, and is empty without ``check``. ``intact`` tells whether all hashes are
+    unchanged, and is None without ``check``. ``kernels`` lists the name, type, dtypes and ONNX nodes of each kernel of
+    an engine, in the order in which the kernels run. ``problem`` is the TensorRT toolkit's reason to refuse the engine,
+    or "" if the toolkit accepts the engine or is missing.
     """
 
     artifact: Artifact
@@ -71,14 +71,14 @@ def inspect(
     """Returns the signature, properties and history of ``model``.
 
     For any model except an engine or a pipeline, also counts operators, parameters and FLOPs at ``sizes`` (default: the
-    usual sizes) and lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With
-    ``check`` and without ``page``, a TensorFlow, TFLite or PyTorch model isn't counted. ``check`` computes every hash
-    of the model's chain again, from the file back to the weights. ``check`` also loads an engine with its toolkit, if
-    the toolkit is installed.
+    usual sizes) and lists warnings. To count the operators of a TensorFlow, TFLite or PyTorch model, exports the model
+    to ONNX. With ``check`` and without ``page``, skips the counts of a TensorFlow, TFLite or PyTorch model. With
+    ``check``, computes every hash in the model's history again, from the file back to the weights. For an engine,
+    ``check`` also loads the engine with its toolkit, if the toolkit is installed.
 
-    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
-    the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
-    likely inputs and outputs.
+    ``page`` is the path of an HTML file that shows the graph. If ``against`` is given, the HTML file shows both graphs
+    side by side. The other arguments set the fields of ``accel.Source``. For a ``.pb`` or ``.meta`` file,
+    ``graph_inputs`` and ``graph_outputs`` default to the likely inputs and outputs.
 
     Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
     ``UnsupportedHere`` if ``page`` is given for an engine.
@@ -131,7 +131,7 @@ def _first_part(pipeline: Artifact) -> Path:
 
 
 def _engine_problem(engine: Artifact) -> str:
-    """Returns the toolkit's reason to refuse the engine, or "" if the toolkit accepts the engine or is not
+    """Returns the TensorRT toolkit's reason to refuse the engine, or "" if the toolkit accepts the engine or is not
     installed."""
     from accel.converters.to_tensorrt.engine_from_onnx import check_engine
     from accel.runtimes.tensorrt_toolkit import toolkit_runtime
@@ -142,8 +142,8 @@ def _engine_problem(engine: Artifact) -> str:
 
 
 def _open(source: Source, warnings: list[str]) -> Artifact:
-    """Opens any model that can be shown. Unlike ``Source.open``, ``_open`` takes an OpenVINO or ncnn model without a
-    manifest, a frozen graph without named inputs and outputs, and a graph with dropout."""
+    """Opens any model that ``inspect`` can describe. Unlike ``Source.open``, ``_open`` takes an OpenVINO or ncnn model
+    without a manifest, a frozen graph without named inputs and outputs, and a graph with dropout."""
     if isinstance(source.spec, Artifact):
         return source.spec
     path = source.path
@@ -162,8 +162,8 @@ def _open(source: Source, warnings: list[str]) -> Artifact:
 
 
 def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifact:
-    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs. Takes the likely inputs if the user
-    names no inputs, and the likely outputs if the user names no outputs."""
+    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs. If the user names no inputs or no
+    outputs, uses the likely inputs or outputs."""
     from accel.sources.tensorflow.process import in_tensorflow
     from accel.sources.tensorflow.source import TensorFlowSpec, form_of
 
@@ -176,7 +176,7 @@ def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifac
 
 
 def _open_stripped(source: Source, warnings: list[str]) -> Artifact:
-    """Opens the source. If the model still holds random ops, strips its dropout and adds a warning."""
+    """Opens the source. If the model contains random operators, removes the dropout and adds a warning."""
     try:
         return source.open()
     except RandomOps as error:

@@ -19,13 +19,13 @@ def load(
     call: Callable[..., Any] | str | None = None,
     **about: Unpack[SourceOptions],
 ) -> BaseSession:
-    """Opens a session for ``model``: an artifact, the folder of an artifact, an ONNX file or any other source.
+    """Opens a session for ``model``, which is an artifact, an artifact's folder, an ONNX file or any other source.
 
-    ``runtime`` defaults to the runtime that the artifact was optimized for, else to the first installed runtime for
-    this kind of model. ``options`` sets fields of ``SessionOptions``, such as ``threads``, and overrides the options
-    recorded with the artifact. ``call`` is the function of a pipeline, or its ``module:function``. Leave out ``call``
-    for a pipeline that was exported on this machine, because the cache has its function. The other arguments set the
-    fields of ``accel.Source``.
+    ``runtime`` defaults to the runtime that the artifact was optimized for. Otherwise, ``runtime`` defaults to the
+    first installed runtime for this kind of model. ``options`` sets fields of ``SessionOptions``, such as ``threads``,
+    and overrides the options recorded with the artifact. ``call`` is the function of a pipeline, or the function's name
+    as ``module:function``. Leave out ``call`` for a pipeline that was exported on this machine, because the cache still
+    has the pipeline's function. The other arguments set the fields of ``accel.Source``.
 
     Raises ``BadSource`` if the model can't be opened, or if the function of a pipeline is neither given nor in the
     cache. Raises ``UnsupportedHere`` if no runtime on this machine can run the model.

@@ -1,4 +1,4 @@
-"""``accel.optimize`` turns a model into the fastest candidate whose outputs are still right."""
+"""Turns a model into the fastest candidate whose outputs are still correct."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .as_onnx import Exported, as_onnx
 from .export import check_writable, open_cache
 from .optimized import Optimized
 
-# Samples: the path of an .npz file or of a folder of them, a batch, or an iterable of batches such as a DataLoader. A
-# batch is an array, a dict of arrays, or a tuple of arrays in the order of the inputs.
+# Samples are given as the path of an .npz file, the path of a folder of .npz files, a batch, or an iterable of batches
+# such as a DataLoader. A batch is an array, a dict of arrays, or a tuple of arrays in the order of the inputs.
 Data: TypeAlias = "str | PathLike[str] | Mapping[str, Any] | Iterable[Any]"
 
 __all__ = ["CastOptions", "Optimized", "QuantizeOptions", "optimize"]
@@ -64,17 +64,18 @@ def optimize(
     use_cache: bool = True,
     **about: Unpack[SourceOptions],
 ) -> Optimized:
-    """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
+    """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest candidate that
+    passes.
 
     The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
     ``report.html`` if the extra ``report`` is installed.
 
     The model:
 
-    - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes, which is exported first.
-    - an ``accel.Pipeline``, or the folder of an exported pipeline. Each part is optimized on the inputs that it gets
-      when the function runs on ``data``. The metric, the sizes and the speed apply to the whole call. A part stays as
-      it was if the pipeline's outputs aren't right with the optimized part.
+    - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes. A source is exported first.
+    - an ``accel.Pipeline``, or the folder of an exported pipeline. Each part is optimized on the inputs that the part
+      gets when the pipeline's function runs on ``data``. The metric, the sizes and the speed apply to a call of the
+      whole pipeline. If the pipeline's outputs aren't correct with an optimized part, the original part is kept.
     - the fields of ``accel.Source``, such as ``example``, ``inputs``, ``weights`` and ``dims``.
 
     The candidates:
@@ -84,47 +85,48 @@ def optimize(
     - ``profiles``: optimization profiles of an engine, such as ``input_ids=1x8,8x128,64x512``.
     - ``compute_capabilities``: the GPUs to build an engine for, such as ``8.6``.
     - ``engine``: options of an engine's build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
-    - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line, such as
+    - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or strings as on the command line, such as
       ``calibration=entropy`` and ``keep-fp32=Softmax``.
-    - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest
-      fused candidate, with a note if this candidate isn't measurably faster than the source.
+    - ``kernels``: if True, tries only candidates whose matrix products are fused into accel's operators. Publishes the
+      fastest fused candidate, with a note if this candidate isn't measurably faster than the source.
 
     Quality:
 
-    - ``data``: samples for calibration and comparison, an .npz file or a folder of them.
-    - ``metric``: a function ``f(outputs, data) -> float``, or its ``module:function``. Higher is better. The metric is
-      computed on ``eval_data``, by default ``data``.
+    - ``data``: samples for calibration and comparison, in an .npz file or a folder of .npz files.
+    - ``metric``: a function ``f(outputs, data) -> float``, or the function's name as ``module:function``. Higher is
+      better. The metric is computed on ``eval_data`` (default: ``data``).
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
-    - ``label_metric``: the metric that compares outputs with labels, see ``read_labels``.
-    - ``max_drop``: the largest allowed relative loss of the metric, or without a metric the largest allowed distance of
-      the outputs (``accel.proof.concordance.discordance``).
+    - ``label_metric``: the metric that compares outputs with labels (see ``read_labels``).
+    - ``max_drop``: the largest allowed relative loss of the metric. Without a metric, ``max_drop`` is the largest
+      allowed distance between the outputs (``accel.proof.concordance.discordance``).
 
     Speed:
 
     - ``sizes``: the sizes of the dims to measure at. By default the dims have the sizes of a sample of the data.
       Without data, the batch is 1 and the other dims have their usual sizes.
     - ``batch``: the batch to measure at.
-    - ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole numbers, or ``data`` for the lengths of
-      the samples.
+    - ``lengths``: a mix of lengths to measure (``8,16,128``), a file of integers, or ``data`` for the lengths of the
+      samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
       takes at once).
-    - ``vary_session``: also try the best candidates with other numbers of threads and streams, with other graph levels,
-      and without spinning threads. The manifest records the chosen options for ``accel.load``, ``accel bench`` and
-      ``accel serve``.
-    - ``threads``: measure with this number of threads only. 0 means one thread for each core, or fewer threads if these
-      are faster.
-    - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. The candidates are measured by successive halving,
-      the likely fastest first. The result lists each candidate that is skipped or abandoned to save time. Only a
-      measured candidate can be chosen. The budget doesn't stop an export.
+    - ``vary_session``: if True, also tries the best candidates with other numbers of threads and streams, with other
+      graph optimization levels, and without spinning threads. The manifest records the chosen options for
+      ``accel.load``, ``accel bench`` and ``accel serve``.
+    - ``threads``: the only number of threads to measure with. 0 means one thread for each core, or fewer threads if
+      fewer are faster.
+    - ``rounds``: the number of measurement rounds, at least 5.
+    - ``budget_seconds``: the time for the whole call, including the builds. The candidates are measured by successive
+      halving, and the candidate that is probably the fastest is measured first. The result lists each candidate that is
+      skipped or abandoned to save time. Only a measured candidate can be chosen. An export isn't stopped when the
+      budget is used up.
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
-    nothing is measured, and the first candidate with right outputs is chosen. The precisions are then tried in this
-    order: fp16, int8, fp8, bf16, fp32.
+    nothing is measured, and the first candidate with correct outputs is chosen. For such a target, the precisions are
+    tried in the order fp16, int8, fp8, bf16, fp32.
 
-    Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
-    ``NothingPassed`` if the target can't run here and no candidate is right.
+    Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or the capabilities of this
+    machine. Raises ``NothingPassed`` if the target can't run here and no candidate has correct outputs.
     """
     named = Source.of(model, **about)
     with ExitStack() as stack:
@@ -172,7 +174,7 @@ def optimize(
 
 
 def _as_files(data: Data | None, source: Source, folder: Path) -> Path | None:
-    """Returns the path of the samples. Writes samples in memory to ``folder``."""
+    """Returns the path of the samples. If the samples are in memory, first writes them to ``folder``."""
     if data is None or isinstance(data, str | PathLike):
         return Path(data) if data else None
     return write_batches(data, [spec.name for spec in source.open().signature.inputs], folder)

@@ -1,4 +1,4 @@
-"""The result of ``accel.optimize``: the published model, ready to be called, saved and compared."""
+"""Defines the result of ``accel.optimize``, with methods that call, save and time the published model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .bench import bench
 if TYPE_CHECKING:
     import numpy as np
 
-# The seconds for the comparison with the source in its own framework.
+# The time limit, in seconds, of the comparison with the source in its own framework.
 _SECONDS = 10.0
 # Styles for the report's plot in a notebook, where the report's own styles are missing.
 _PLOT_STYLE = (
@@ -38,24 +38,25 @@ _PLOT_STYLE = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Optimized(Optimization):
-    """What ``accel.optimize`` returns. The result is called like the source. ``fast(x)`` takes and returns tensors in
-    the source's own structure. ``source`` is the model in its own framework, or None if the user gave an ONNX model.
+    """Holds the result of ``accel.optimize``. The result is callable with the arguments of the source model. The result
+    takes and returns tensors in the same structure as the source model. ``source`` is the model in its own framework,
+    or None if the user gave an ONNX model.
     """
 
     source: Artifact | None = None
 
     @classmethod
     def of(cls, result: Optimization, source: Artifact | None) -> Optimized:
-        """Returns ``result`` together with ``source``."""
+        """Returns an ``Optimized`` with the fields of ``result`` and ``source``."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(Optimization)}, source=source)
 
     @cached_property
     def session(self) -> BaseSession:
-        """Returns the session of the published model, which is opened at the first use."""
+        """Returns the session of the published model. The session is opened at the first use."""
         return open_session(self.artifact)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model like the source, and returns the result in the source's own structure."""
+        """Runs the model with the arguments of the source, and returns the outputs in the source's own structure."""
         return self.session(*args, **kwargs)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -64,8 +65,8 @@ class Optimized(Optimization):
 
     @cached_property
     def comparison(self) -> BenchReport | None:
-        """Times the published model beside the source in its own framework, at the first use. Returns None if the user
-        gave an ONNX model, or this machine can't run the published model."""
+        """At the first use, times the published model and the source in its own framework. Returns None if the user
+        gave an ONNX model, or if this machine can't run the published model."""
         if self.source is None or not self.environment:
             return None
         sizes = self.environment.get("sizes") or {}

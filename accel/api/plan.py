@@ -1,4 +1,4 @@
-"""Plans the memory, traffic and time of a training config, a model, or a ``ModelSpec``."""
+"""Estimates the memory, the communication and the time of a training run, from a training config or a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from accel.train.config.schema import OptimizerConfig, ShapeConfig, TrainConfig
 
 
 def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Plan:
-    """Returns memory, traffic and time of one layout. Raises ``BadConfig`` if the layout doesn't fit the model."""
+    """Returns the memory, the communication and the time of one layout. Raises ``BadConfig`` if the layout doesn't fit
+    the model."""
     return Plan.of(spec, layout, machine or Machine())
 
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
-    """Returns the ``ModelSpec`` of the config's model. If the ``[shape]`` table is complete, uses the table.
-    Otherwise calls the config's factories and measures the model.
+    """Returns the ``ModelSpec`` of the config's model. If the config's ``[shape]`` table is complete, reads the spec
+    from the table. Otherwise builds the model with the config's factories and measures the model.
 
-    Raises ``BadConfig`` if the config has no complete table and names no model.
+    Raises ``BadConfig`` if the ``[shape]`` table isn't complete and the config names no model.
     """
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}
@@ -43,7 +44,8 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
 
 
 def layout_of_config(config: TrainConfig, world: int) -> Layout:
-    """Returns the layout of ``config`` on ``world`` ranks. Raises ``BadConfig`` if the layout doesn't fit the ranks."""
+    """Returns the layout of ``config`` on ``world`` ranks. Raises ``BadConfig`` if the layout doesn't fit the number of
+    ranks."""
     check(config, world)
     p = config.parallel
     return Layout(
@@ -72,9 +74,9 @@ def search_for_config(
 ) -> list[Plan]:
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
-    ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's settings of replicas,
-    ZeRO++ and offload. If the config turns sequence parallelism off, every layout is without sequence parallelism.
-    Raises ``BadConfig`` if no layout fits.
+    ``fixed`` maps fields of ``Layout`` to required values. Every layout keeps the config's settings for replicas,
+    ZeRO++ and offload. If the config turns off sequence parallelism, no layout uses sequence parallelism. Raises
+    ``BadConfig`` if no layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()
     kept = {

@@ -1,4 +1,4 @@
-"""Lists the nodes of an ONNX model that an engine build refuses."""
+"""Lists the nodes of an ONNX model that the build of a TensorRT engine refuses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .export import check_writable, open_cache
 if TYPE_CHECKING:
     from accel.converters.to_tensorrt.preflight import Refusal
 
-# The largest relative error that rewriting a graph may cause, by the graph's precision. A quantized graph has a large
-# limit, because requantizing uint8 as symmetric int8 loses up to one of eight bits. The lost bit may round a value to
-# the next step.
+# The largest relative error that rewriting a graph may cause, by the graph's precision. The limit of a quantized graph
+# is large, because requantization from uint8 to symmetric int8 loses up to one of eight bits. The lost bit may change a
+# value by one quantization step.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The result of a preflight.
+    """Holds the result of a preflight.
 
     ``refusals`` lists the refused nodes of the given model. ``fixed`` is the rewritten model, or None without ``fix``.
     ``left`` lists the refused nodes of the rewritten model. ``asked_parser`` is True if the installed toolkit's parser
@@ -68,17 +68,18 @@ def preflight(
     use_cache: bool = True,
     **about: Unpack[SourceOptions],
 ) -> PreflightReport:
-    """Lists every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses,
-    with the cause and the fix.
+    """Lists every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses.
+    Each node is listed with the cause and the fix.
 
-    ``fix`` rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate compares the
-    new model with ``model``, on ``data`` if given. The gate allows a relative error of 1e-3 for float32 and 0.1 for a
-    quantized graph, as in ``accel.optimize``. The other arguments set the fields of
-    ``accel.Source``; only ``inputs`` and ``dims`` apply to an ONNX file.
+    With ``fix``, rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate
+    compares the outputs of the rewritten model and of ``model``, on ``data`` or on random inputs. The gate allows a
+    relative error of 1e-3 for float32 and 0.1 for a quantized graph, as in ``accel.optimize``. The other arguments set
+    the fields of ``accel.Source``. Of these fields, only ``inputs`` and ``dims`` apply to an ONNX file.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
-    ``UnsupportedHere`` if the model isn't an ONNX model, or the target doesn't build for a compute capability. Raises
-    ``UnknownName`` if the target builds no engines, ``GateFailed`` if the rewritten model computes other outputs.
+    ``UnsupportedHere`` if the model isn't an ONNX model, or if the target doesn't build for a compute capability.
+    Raises ``UnknownName`` if the target builds no engines, and ``GateFailed`` if the outputs of the rewritten model
+    differ too much.
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
     from accel.converters.to_tensorrt.preflight import parser_says
@@ -110,7 +111,7 @@ def preflight(
             f"{source.text} is no ONNX file; export it with accel export and give the exported file"
         ) from error
     if src.kind != "onnx":
-        raise UnsupportedHere(f"{src.path} is {src.kind}; give the ONNX file from which to build the engine")
+        raise UnsupportedHere(f"{src.path} is of kind {src.kind}; give the ONNX file from which to build the engine")
     supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:

@@ -1,4 +1,4 @@
-"""Makes an artifact again from its source and compares the results."""
+"""Makes an artifact again from its source, and compares the result of each stage with the recorded result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """The result of a reproduction.
+    """Holds the result of ``reproduce``.
 
     ``stages`` holds the result of each stage. ``artifact`` is the new artifact, or None without ``out``. ``intact``
     is True if the files of the given artifact still have their recorded hashes.
@@ -52,12 +52,12 @@ class Reproduction:
 
 
 def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Path | None = None) -> Reproduction:
-    """Makes ``artifact`` again from its source by the stages in its manifest, without the cache.
+    """Makes ``artifact`` again from its source. Runs the stages in the manifest again, without the cache.
 
     Compares the result of each stage with the recorded sha256. If the bytes of a result differ, runs the recorded gate
     of the stage again. ``data`` lists the files that the stages read, such as calibration data. Each file of ``data``
     is recognized by its sha256. ``out`` is the path of the new artifact. Raises ``ChainBroken`` if the source is gone
-    or has changed, ``UsageError`` if ``data`` lacks a file.
+    or has changed, and ``UsageError`` if ``data`` lacks a file.
     """
     from accel.proof.reproduce import remake
 

@@ -1,7 +1,7 @@
-"""``torch.compile(model, backend="accel")``: parts of a model run as accel exports or optimizes them.
+"""Implements ``torch.compile(model, backend="accel")``, which runs exported or optimized parts of a model.
 
-TorchDynamo cuts a function into graphs and hands each to ``accel_backend``. A graph that can't be taken stays in eager
-mode, with a warning that gives the reason.
+TorchDynamo cuts a function into graphs and passes each graph to ``accel_backend``. A graph that accel can't run stays
+in eager mode, with a warning that gives the reason.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from .as_onnx import as_onnx
 from .optimize import optimize
 
 # The largest relative error of a part on the inputs of its first call. This limit only catches gross errors, because
-# the gates of the export compare more closely.
+# the gates of the export have lower limits.
 _LIMIT = 1e-2
-# A part is compiled again if its weights or sizes change. After this many compilations, the part stays in eager mode.
+# A part is compiled again if its weights or sizes change. After ``_MOST_COMPILED`` compilations, the part stays in
+# eager mode.
 _MOST_COMPILED = 4
 
 
 def accel_backend(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
-    """Returns a function that computes ``graph`` on a runtime of accel, or ``graph`` itself in eager mode.
+    """Returns a function that runs ``graph`` on one of accel's runtimes. If ``graph`` has to stay in eager mode,
+    returns the function of ``graph``.
 
-    ``options`` are keywords of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``. Without
-    ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager mode in
-    each of these cases:
+    ``options`` are keyword arguments of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``.
+    Without ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager
+    mode in each of these cases:
 
     - Gradients are on.
     - An input isn't on the CPU.
@@ -51,14 +53,14 @@ def accel_backend(
 
 
 def _eager(graph: torch.fx.GraphModule, reason: str) -> Callable[..., Any]:
-    """Warns that ``graph`` stays in eager mode, and returns the function of ``graph``."""
+    """Warns that ``graph`` stays in eager mode, and returns the function that runs ``graph``."""
     count = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
     warnings.warn(f"accel: a part of {count} operators stays in eager mode: {reason}", stacklevel=2)
     return graph.forward
 
 
 class _Part:
-    """One graph with its session. The weights are part of the session, which is made at the first call."""
+    """Runs one graph in a session. The session is made at the first call, and contains the weights."""
 
     def __init__(self, graph: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         self._graph = graph
@@ -67,15 +69,16 @@ class _Part:
         self._sizes = [i for i, node in enumerate(nodes) if not isinstance(_value(node), torch.Tensor)]
         self._weights = [i for i, node in enumerate(nodes) if "_dynamo_static_input_type" in _about(node)]
         self._inputs = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
-        # The symbol of each dynamic dim, by input and axis.
+        # Maps (input, axis) to the symbol of each dynamic dim. A size that torch.compile fixed is a number.
         self._symbols = {
             (i, axis): str(size)
             for i in self._inputs
             for axis, size in enumerate(_value(nodes[i]).shape)
-            if isinstance(size, torch.SymInt) and not str(size).isdigit()  # a number if torch.compile fixed the size
+            if isinstance(size, torch.SymInt) and not str(size).isdigit()
         }
         self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
-        # The only size that the session takes for each axis that is dynamic in the graph but fixed in the session.
+        # Maps each (input, axis) that is dynamic in the graph but fixed in the session to the only size that the
+        # session takes.
         self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
@@ -86,13 +89,13 @@ class _Part:
         return self._run(*args)
 
     def _compiled(self, *args: Any) -> Any:
-        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to. If
-        the session takes only one size, makes a new session for any other size."""
+        """Runs the session. Makes a session at the first call, and makes a new session if a weight was replaced or
+        overwritten. If the session takes only one size, also makes a new session for every other size."""
         changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors don't count writes
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors count no writes
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)
@@ -104,8 +107,8 @@ class _Part:
         return list(zip(self._weights, self._seen, strict=False))
 
     def _compile(self, args: Sequence[Any]) -> str:
-        """Makes the session and compares it with the graph. Returns the reason if the graph has to stay in eager mode,
-        else ""."""
+        """Makes the session and compares the session's outputs with the graph's outputs. If the graph has to stay in
+        eager mode, returns the reason. Otherwise returns ""."""
         if not self._inputs:
             return "it has no inputs"
         inputs = [args[i].detach().clone() for i in self._inputs]
@@ -119,9 +122,9 @@ class _Part:
         if any(one.untyped_storage().data_ptr() in held for one in wanted):
             return "it returns a view of an input or a weight"
         reason = ""
-        # torch.compile makes an axis dynamic if its size differed between models with the same code. The part may fail
-        # at other sizes of this axis. The export is tried with all dynamic axes, then with the first axis only, and
-        # then with fixed sizes.
+        # torch.compile makes an axis dynamic if its size differed between models with the same code. The exported part
+        # may fail at other sizes of this axis. The export is tried with all dynamic axes, then with the first axis
+        # only, and then with fixed sizes.
         for dynamic in dict.fromkeys(
             (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
         ):
@@ -151,7 +154,7 @@ class _Part:
     def _made(
         self, args: Sequence[Any], inputs: Sequence[torch.Tensor], dynamic: Collection[tuple[int, int]]
     ) -> BaseSession:
-        """Returns a session of the graph. The axes ``dynamic``, given as (input, axis), may change their size."""
+        """Returns a session that runs the graph. ``dynamic`` lists the axes with dynamic sizes, as (input, axis)."""
         module = _Bound(self, self._graph, args)
         dims = dict.fromkeys(self._symbols.values(), torch.export.Dim.DYNAMIC)
         shapes = tuple(
@@ -165,7 +168,8 @@ class _Part:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns the number of writes to ``tensor``, or -1 for an inference tensor, which doesn't count writes."""
+    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because inference tensors don't
+    count writes."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -179,7 +183,7 @@ def _about(node: torch.fx.Node) -> Mapping[str, Any]:
 
 
 class _Bound(torch.nn.Module):
-    """A graph that holds its weights as buffers and reads its sizes from its inputs."""
+    """Wraps a graph in a module that holds the weights as buffers and reads the dynamic sizes from the inputs."""
 
     def __init__(self, part: _Part, graph: torch.fx.GraphModule, args: Sequence[Any]) -> None:
         super().__init__()

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Verification:
-    """The result of a comparison.
+    """Holds the result of a comparison.
 
-    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` holds the median of
-    the samples' relative errors (rel_l2) for each output. The samples lie on axis 0. Unlike the error of a whole
-    output, the median doesn't depend on a few samples with large values. ``problems`` has a sentence for each output
-    that differs by more than ``limit``. ``notes`` says what the comparison didn't cover.
+    ``outputs`` maps each output to its largest differences over all ``cases``. ``middle_sample`` maps each output to
+    the median of the samples' relative errors (rel_l2). Axis 0 is the axis of the samples. A few samples with large
+    values change the error of a whole output, but not the median. ``problems`` has a sentence for each output that
+    differs by more than ``limit``. ``notes`` says what the comparison didn't cover.
     """
 
     passed: bool
@@ -97,19 +97,20 @@ def verify(
 ) -> Verification:
     """Runs both models on the same inputs and compares every output by name.
 
-    Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
-    with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
-    allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for its median sample. The default
-    limit depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last of
-    the ``problems`` advises to pass ``data``.
+    The models run on ``samples`` samples of ``data``, which is an .npz file or a folder of .npz files. Without data,
+    the models run on random inputs. The batch sizes of the random inputs are 1, 2 and the largest batch, and every
+    other dim has the smallest or the largest size in its range. ``limit`` is the largest allowed ||candidate -
+    reference||₂ / ||reference||₂, both for a whole output and for the median over its samples. The default limit
+    depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last entry of
+    ``problems`` advises the user to pass ``data``.
 
     The other arguments set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
-    also apply to the reference if it is a file. A source that doesn't declare its inputs gets the inputs of the other
-    model.
+    also apply to the reference if the reference is a file. A source that doesn't declare its inputs gets the inputs of
+    the other model.
 
-    Raises ``UnsupportedHere`` if a model can't run on this machine, ``BadData`` if the data doesn't fit or holds an
-    integer that a model fails on.
+    Raises ``UnsupportedHere`` if a model can't run on this machine. Raises ``BadData`` if the data doesn't fit, or if a
+    model fails on an integer in the data.
     """
     if limit is not None and not limit >= 0:
         raise UsageError(f"{limit:g} is not a valid limit; give a relative error such as 1e-3")
@@ -179,8 +180,8 @@ def verify(
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
-    """Returns advice to pass weights, or "". Advises if one model is a PyTorch source without weights and the other
-    model was made from a source with weights."""
+    """Returns advice to pass weights if one model is a PyTorch source without weights and the other model was made from
+    a source with weights. Otherwise returns ""."""
     for bare, other in ((first, second), (second, first)):
         weights = other.source.get("weights")
         if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
@@ -214,7 +215,7 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
     one, two = shared((reference, candidate), about)
     one = with_declared(one, about)
     if not one.native and not two.native:
-        one = Source.of(one, weights=about.get("weights"))  # raises an error, because neither model takes weights
+        one = Source.of(one, weights=about.get("weights"))  # raises an error if weights were given
     if two.native:
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))
@@ -223,7 +224,8 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
 
 
 def effective_precision(artifact: Artifact) -> str:
-    """Returns the precision that a model computes in. A recorded session may lower the precision of an fp32 file."""
+    """Returns the precision that a model computes in. The session options in the manifest may lower the precision of an
+    fp32 file."""
     own = str(artifact.properties.get("precision", "fp32"))
     asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own
@@ -273,8 +275,9 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 
 def _both(one: TensorSpec, other: TensorSpec) -> tuple[Bound, Bound] | None:
-    """Returns the integers that both inputs take, or None for all integers. If the ranges don't overlap, returns the
-    range of ``other``. A range that names dims takes precedence over a range of numbers."""
+    """Returns the range of the integers that both inputs take, or None if both inputs take all integers. If the ranges
+    don't overlap, returns the range of ``other``. A range with bounds that name dims takes precedence over a range of
+    numbers."""
     first, second = one.range_at({}), other.range_at({})
     if first is None or second is None:
         return (one.values if one.bound_dims or other.values is None else other.values) or one.values

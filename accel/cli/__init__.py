@@ -1,7 +1,8 @@
-"""The command line, with a file for each click command. ``__init__.py`` loads a command when the command is used, shows
-progress and prints errors.
+"""Implements the command line, with a file for each click command. ``__init__.py`` loads a command's module when the
+command runs, shows progress and prints errors.
 
-Takes the command-line arguments. Prints text, or with ``--json`` one JSON object on stdout, and ends with an exit code.
+A command reads the command-line arguments, prints text (or one JSON object with ``--json``) on stdout, and ends with an
+exit code.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are listed without importing them."""
+    """Lists the commands without importing the modules of the commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -68,13 +69,13 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
-    """Turn a trained model into the fastest correct form for the machine you name, with the proof."""
+    """Turn a trained model into the fastest correct form for the machine that you name, and prove the result."""
 
 
 def main() -> None:
     """The ``accel`` command."""
-    # On SIGTERM a run ends like on Ctrl-C, and removes its child processes and half-written files. SIGINT stays ignored
-    # if a shell started accel as a background job.
+    # A SIGTERM ends a run in the same way as Ctrl-C, and the run ends its child processes and removes half-written
+    # files. SIGINT stays ignored if a shell started accel as a background job.
     signal.signal(signal.SIGTERM, on_interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
@@ -82,8 +83,8 @@ def main() -> None:
 
 
 def run(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 (failed) or 2 (usage). Prints an error as one line on stderr,
-    never as a traceback."""
+    """Runs a command and returns the exit code, which is 0 for success, 1 for a failure and 2 for wrong usage. Prints
+    an error as one line on stderr, never as a traceback."""
     try:
         with on_command_line():
             command.main(args=arguments, prog_name="accel", standalone_mode=False)
@@ -95,7 +96,7 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
         return _say(str(error.__cause__ or error) or said)
     except AccelError as error:
         return _say(str(error), error.exit_code)
-    except BrokenPipeError:  # the reader of the pipe is gone
+    except BrokenPipeError:  # the reader closed the pipe
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 1
@@ -135,7 +136,7 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
         say = Output(as_json=as_json, quiet=quiet)
-        # The user's factory or metric may print, and its text must not mix with the JSON object on stdout.
+        # The user's factory or metric may print text, which must not mix with the JSON object on stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with aside, say.progress():
             return function(*args, say=say, **kwargs)
@@ -143,12 +144,12 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# The width of a table in columns: without --wide, and with --wide.
+# The width of a table in characters, without --wide and with --wide.
 TABLE_WIDTH, ANY_WIDTH = 100, 4000
 
 
 class Output:
-    """Prints the output of a command: results to stdout, progress to stderr."""
+    """Prints the results of a command to stdout, and the progress to stderr."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -175,7 +176,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
-        """Shows progress: a bar on a terminal, plain lines in a pipe, nothing with ``--quiet``."""
+        """Shows progress as a bar on a terminal, or as plain lines in a pipe. With ``--quiet``, shows no progress."""
         from accel.progress import watched_by
 
         if self.quiet:
@@ -212,7 +213,7 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 class PlainLines:
-    """Progress for a log: one line for each new step, and none for percentages, batches or rounds."""
+    """Prints progress for a log. Prints one line for each new step, and no lines for percentages, batches or rounds."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
-    """Reads ``1,8,32`` into numbers."""
+    """Converts a text such as ``1,8,32`` to a tuple of numbers."""
     parts = [part.strip() for part in (text or "").split(",")] if text is not None else []
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"can't read {text!r}; write numbers from 1 up, e.g. 1,8,32", param=option)
@@ -95,8 +95,8 @@ def command(
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source (PyTorch, TensorFlow). Each
     candidate runs in its own process while all other processes are paused. "faster" and "slower" mean a difference
-    beyond the noise of the same run. With --batch and --length the measurement repeats at each shape. Exit code 1 if no
-    candidate could be compared.
+    beyond the noise of the same run. With --batch or --length, the measurement is repeated at each shape. The exit code
+    is 1 if no candidate could be compared.
     """
     from accel.api.bench import bench, sweep
     from accel.api.export import check_writable
@@ -113,7 +113,7 @@ def command(
             found = sweep(candidates, batches=batches, lengths=lengths, **options)
         else:
             found = bench(candidates, **options)
-    except KeyboardInterrupt as error:  # figures of two runs can't be combined
+    except KeyboardInterrupt as error:  # measurements of two runs can't be combined
         said = "interrupted, no report was written; run the same command again, with fewer --rounds to end sooner"
         raise KeyboardInterrupt(said) from error
     for out in outs:

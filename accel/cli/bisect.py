@@ -44,9 +44,10 @@ def command(
     source: SourceOptions,
     say: Output,
 ) -> None:
-    """Find the first node at which CANDIDATE differs from REFERENCE. Both are ONNX files of one model.
+    """Find the first node at which CANDIDATE differs from REFERENCE. REFERENCE and CANDIDATE are ONNX files of one
+    model.
 
-    Exit code 1 if the outputs differ, 0 if they agree.
+    The exit code is 1 if the outputs differ, and 0 if the outputs agree.
     """
     from accel.api.bisect import bisect
 

@@ -11,7 +11,7 @@ from . import output_options
 if TYPE_CHECKING:
     from . import Output
 
-# If an install command has more characters than this, the table shows it only once.
+# The table shows an install command only once if the command has more than ``_LONG`` characters.
 _LONG = 80
 
 
@@ -30,7 +30,7 @@ def command(say: Output) -> None:
         parts = Table(title="parts", title_justify="left")
         for column in ("part", "version", "brings", "install"):
             parts.add_column(column)
-        told: dict[str, str] = {}  # the first part with each install command
+        told: dict[str, str] = {}  # maps an install command to the first part that needs it
         for part in found["parts"]:
             version = part["version"] or "[red]missing[/red]"
             if part["version"] and not part["installed"]:

@@ -60,7 +60,7 @@ def command(
     say: Output,
     **options: Any,
 ) -> None:
-    """Export SOURCE to ONNX and prove that the ONNX model computes the same.
+    """Export SOURCE to ONNX and prove that the ONNX model computes the same outputs.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, a folder written
     by transformers' save_pretrained, or a model of the Hugging Face Hub (org/name, org/name@revision). A TensorFlow

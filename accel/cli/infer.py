@@ -1,4 +1,4 @@
-"""``accel infer``: sends arrays or images to a served model and shows the outputs."""
+"""Implements ``accel infer``, which sends arrays or images to a served model and shows the outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the connection options. ``function`` gets the connection options as keywords of ``InferenceClient``."""
+    """Adds the connection options. ``function`` gets the connection options as keyword arguments for
+    ``InferenceClient``."""
     pem = click.Path(path_type=Path)
     for option in (
         click.option("--tls-key", "key", type=pem, help="PEM file with the key of that certificate."),

@@ -103,7 +103,8 @@ def _human(found: Inspection) -> Any:
 
 
 def _graph(graph: dict[str, Any]) -> list[Any]:
-    """Returns operators, weights, FLOPs by operator, the most expensive nodes and warnings for printing."""
+    """Formats the operators, the weights, the FLOPs by operator, the most expensive nodes and the warnings for
+    printing."""
     from rich.markup import escape
 
     counts = ", ".join(f"{op} {n}" for op, n in list(graph.get("operators", {}).items())[:12])
@@ -143,7 +144,7 @@ def _plain(value: Any) -> str:
 
 
 def _kernels(rows: list[dict[str, Any]]) -> list[Any]:
-    """Returns a table with the ONNX nodes of each kernel, and a line that counts fused and single nodes."""
+    """Returns a table of the ONNX nodes in each kernel, and a line with the numbers of fused and single nodes."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -27,7 +27,7 @@ def command() -> None:
 @command.command("list")
 @output_options
 def list_(say: Output) -> None:
-    """List every shipped configuration: op, dtypes, tile, architectures, implementation."""
+    """List the op, dtypes, tile, architectures and implementation of every shipped kernel configuration."""
     from accel.kernels.catalogue.configs import rows
 
     found = rows()
@@ -43,7 +43,7 @@ def list_(say: Output) -> None:
 @click.option("--all", "every", is_flag=True, help="Compile every shipped configuration (minutes).")
 @output_options
 def check_(every: bool, say: Output) -> None:
-    """Run the checks of the kernels that this machine can run."""
+    """Check the kernels, with all checks that this machine can run."""
     from accel.kernels.proof.check import check
     from accel.progress import report
 
@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    # Wrong folders of headers are reported before the slow run of nvcc.
+    # Reports wrong header folders before nvcc starts, because nvcc is slow.
     check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)
     body: dict[str, Any] = {}
     kernels: Path | None = None
@@ -166,7 +166,8 @@ def tune_(
     added: tuple[str, ...],
     say: Output,
 ) -> None:
-    """Time products and convolutions on this machine's GPU and remember the fastest correct kernel of each problem.
+    """Time matrix products and convolutions on this machine's GPU, and store the fastest correct kernel for each
+    problem.
 
     With --dtype int8 or fp8, each problem is tuned for fp16 outputs and for bf16 outputs.
     """
@@ -231,8 +232,8 @@ def _convolution(text: str) -> ConvSpec:
         sizes = {"images": images, "height": height, "width": width, "c_in": channels, "c_out": int(out)}
     except ValueError:
         raise UnknownName(
-            f"{text!r} is no convolution; write images, height, width and channels, the output's channels, and kernel, "
-            "stride, padding and dilation, as 8x56x56x64,64,3x3,1,1"
+            f"{text!r} is no convolution; write NxHxWxC,OUT,KERNEL,STRIDE,PADDING,DILATION, e.g. "
+            "8x56x56x64,64,3x3,1,1"
         ) from None
     names = ("kernel", "stride", "padding", "dilation")
     geometry = {name: (pair[0], pair[-1]) for name, pair in zip(names, pairs, strict=False)}

@@ -1,4 +1,4 @@
-"""The command ``accel optimize``."""
+"""Implements the command ``accel optimize``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and functions that read their values."""
+"""Defines options that several commands share, and functions that read the values of these options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _dim = click.option(
 
 
 def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
-    """Reads ``("sequence=8:128:512",)`` into ranges by dim."""
+    """Converts texts such as ``"sequence=8:128:512"`` to a dict from dims to ranges."""
     found: dict[str, DimRange] = {}
     for text in dims:
         name, equals, rest = text.partition("=")
@@ -74,7 +74,7 @@ _placeholder = click.option(
 
 
 def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
-    """Reads ``("keep_prob=1.0",)`` into values by name."""
+    """Converts texts such as ``"keep_prob=1.0"`` to a dict from names to values."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -85,7 +85,7 @@ def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of ``accel.Source``. The function gets the options in one mapping, ``source``, whose keys are
+    """Adds the options of ``accel.Source``. ``function`` gets one mapping with the options, ``source``, whose keys are
     the names of the Python arguments."""
 
     @_input
@@ -140,7 +140,7 @@ wide_option = click.option("--wide", is_flag=True, help="Print all columns and r
 
 
 def read_sizes(text: str | None) -> dict[str, int]:
-    """Reads ``"batch=1,sequence=128"`` into sizes by dim."""
+    """Converts a text such as ``"batch=1,sequence=128"`` to a dict from dims to sizes."""
     found: dict[str, int] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, size = part.partition("=")
@@ -151,8 +151,8 @@ def read_sizes(text: str | None) -> dict[str, int]:
 
 
 def read_normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Reads mean and standard deviation from ``"0.5,0.5"``. Mean and deviation may have one number per channel, as in
-    ``"0.4:0.5:0.4,0.2"``."""
+    """Reads the mean and the standard deviation from a text such as ``"0.5,0.5"``. The mean and the deviation may have
+    one number per channel, as in ``"0.4:0.5:0.4,0.2"``."""
     try:
         mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
     except ValueError:

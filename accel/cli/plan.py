@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]
-    """A number with an optional unit: 80G, 80GiB, 7.5e9, 7.5B."""
+    """Parses a number with an optional unit, such as 80G, 80GiB, 7.5e9 or 7.5B."""
 
     name = "quantity"
 
@@ -72,14 +72,14 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the training config of the layout (TOML).")
 @output_options
 def command(config: Path | None, world: int, out: Path | None, choose: int, say: Output, **given: Any) -> None:
-    """Show the memory, the bytes sent and the time of a training run before it is launched.
+    """Show the memory, the bytes sent and the time of a training run before the launch.
 
     CONFIG is a training config (TOML). Without CONFIG, describe the model with --params, or with --layers, --hidden,
     --heads, --vocab and --seq.
 
-    --hbm lists every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict the list
-    to layouts with the given values. Layouts that send int8 (ZeRO++) are listed only with --qwz or --qgz. Equally fast
-    layouts are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
+    With --hbm, list every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict the
+    list to layouts with the given values. Layouts that send int8 (ZeRO++) are listed only with --qwz or --qgz. Equally
+    fast layouts are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
     """
     machine = _machine(given)
     base = _config(config, given)
@@ -228,7 +228,7 @@ def _size(value: float | None) -> str:
 
 
 def _more(layout: Layout, before: str = "") -> str:
-    """Describes the options of a layout, except its mesh axes and its ZeRO stage."""
+    """Describes the options of a layout, except the mesh axes and the ZeRO stage."""
     said = [
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),

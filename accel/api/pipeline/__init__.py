@@ -1,4 +1,5 @@
-"""Pipelines of several parts: the export and the optimization of each part, and the verification of the whole.
+"""Exports or optimizes each part of a pipeline, and verifies the whole pipeline.
 
-Takes an opened pipeline. Returns an artifact of kind ``pipeline``, or the result of ``accel.optimize``.
+Each function takes an opened pipeline, and returns an artifact of kind ``pipeline``, or the result of
+``accel.optimize``.
 """

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from accel.signature import Feeds
     from accel.sources.pipeline import Record
 
-# A loop may call a part any number of times. The sizes of all calls are recorded, but the values of at most this many
-# calls.
+# A loop may call a part any number of times. accel records the sizes of all calls, but the values of at most
+# ``_MOST_KEPT`` calls.
 _MOST_KEPT = 128
 
 
 @dataclass(kw_only=True)
 class Calls:
-    """The calls of one part. ``sizes`` holds the size of each axis of each input in every call, and ``runs`` the sizes
-    of the pipeline's own dims in the run that made the call. ``largest`` holds the arguments of the part in the
-    largest call of the first run."""
+    """Holds the calls of one part. ``sizes`` holds the size of each axis of each input in every call. For every call,
+    ``runs`` holds the sizes of the pipeline's own dims in the run that made the call. ``largest`` holds the arguments
+    of the part in the largest call of the first run."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
     sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -41,7 +41,8 @@ class Calls:
     _stride: int = 1
 
     def keep(self, feeds: Callable[[], dict[str, np.ndarray]]) -> None:
-        """Keeps the values of every call, or of every second, fourth, eighth... call if there are too many calls."""
+        """Keeps the values of every call. If there are too many calls, keeps the values of every second call, then of
+        every fourth call, and so on."""
         if (len(self.runs) - 1) % self._stride == 0:
             self.kept.append(feeds())
         if len(self.kept) > _MOST_KEPT:
@@ -49,7 +50,8 @@ class Calls:
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Returns the name of each axis whose size differs between calls. Axes with equal sizes in every call share one
-        name. This name is the pipeline's dim with the same sizes, or else the first of these inputs with its axis."""
+        name. The shared name is the name of the pipeline's dim with the same sizes. Without such a dim, the shared name
+        is made of the first input with these sizes and the number of its axis."""
         names: dict[tuple[int, ...], str] = {}
         for dim in self.runs[0]:
             names.setdefault(tuple(sizes.get(dim, 0) for sizes in self.runs), dim)
@@ -69,7 +71,7 @@ def record_calls(
     """Runs a pipeline on the feeds of ``runs``, and returns the calls of each part. ``runs`` also gives the sizes of
     the pipeline's dims.
 
-    Raises ``BadSource`` if a part is never called, or is called in several ways.
+    Raises ``BadSource`` if a part is never called, or is called with different kinds of arguments.
     """
     found = {name: Calls() for name in parts}
     for number, (sizes, feeds) in enumerate(runs):
@@ -92,8 +94,8 @@ def record_calls(
     for name, calls in found.items():
         if not calls.runs:
             raise BadSource(
-                f"the function never calls the part {name!r} on the example; call parts.{name}(...) there, give an "
-                "example that reaches the call, or leave the part out"
+                f"the function never calls the part {name!r} on the example; call parts.{name}(...) in the "
+                "function, give an example that reaches the call, or leave the part out"
             )
     return found
 
@@ -128,7 +130,7 @@ def _as_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _copied(value: Any) -> Any:
-    """Returns ``value`` with copies of its tensors, which the function may write to after the call."""
+    """Returns ``value`` with copies of its tensors, because the function may overwrite the tensors after the call."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

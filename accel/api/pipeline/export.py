@@ -1,4 +1,4 @@
-"""Exports the parts of a pipeline and verifies the whole."""
+"""Exports the parts of a pipeline and verifies the whole pipeline."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def export_pipeline(
     cache: StageCache,
     folder: Path | None = None,
 ) -> Artifact:
-    """Exports each part of the pipeline ``src``, and verifies the function on the exported parts against ``src``.
-    Writes the whole to ``folder`` (None: leaves it in the cache).
+    """Exports each part of the pipeline ``src``. Compares the pipeline of the exported parts with ``src``. Writes the
+    exported pipeline to ``folder``, or leaves the pipeline in the cache if ``folder`` is None.
 
-    Raises ``BadSource`` if the function never calls a part, calls a part in several ways, or changes a part. Raises the
-    errors of ``accel.export`` with the name of the part.
+    Raises ``BadSource`` if the function never calls a part, calls a part with different kinds of arguments, or changes
+    a part. Raises the errors of ``accel.export`` with the name of the part.
     """
     from accel.sources.pipeline import pipeline_in
     from accel.sources.torch.arguments import class_name
@@ -57,7 +57,7 @@ def export_pipeline(
     if state_sha256(module) != before:
         raise BadSource(
             f"{class_name(pipeline)} changes the weights or buffers of a part when it runs; an exported part "
-            "stays as it is, so return the new values and pass them to the next call"
+            "is constant, so return the new values and pass them to the next call"
         )
     with TemporaryDirectory(prefix="accel-") as temporary:
         parts: dict[str, Artifact] = {}
@@ -86,7 +86,8 @@ def joined(
     folder: Path | None = None,
     example: Path | None = None,
 ) -> Artifact:
-    """Returns ``parts`` with the function of ``src`` as one artifact, and verifies it against ``src`` end to end."""
+    """Joins ``parts`` and the function of ``src`` to one artifact, and verifies the artifact against ``src`` end to
+    end."""
     from accel.converters.to_others.pipeline_from_parts import PipelineFromPartsConfig
 
     about: Mapping[str, Any] = src.source["pipeline"]
@@ -98,7 +99,7 @@ def joined(
 
 
 def _runs(src: Artifact) -> Iterator[tuple[Mapping[str, int], Feeds]]:
-    """Yields the example, and random inputs at each shape of the pipeline's gate."""
+    """Yields the example, and random inputs at each shape that the pipeline's gate checks."""
     if example := _example(src):
         yield src.signature.check_feeds(example), example
     for seed, sizes in enumerate(src.signature.cases()):
@@ -106,7 +107,8 @@ def _runs(src: Artifact) -> Iterator[tuple[Mapping[str, int], Feeds]]:
 
 
 def _example(src: Artifact) -> dict[str, Any]:
-    """Returns the example of the user by input, or an empty dict if it doesn't fit the declared inputs."""
+    """Returns a dict of the user's example by input name, or an empty dict if the example doesn't fit the declared
+    inputs."""
     from accel.sources.torch.call import to_array
     from accel.sources.torch.live import kept_example
 

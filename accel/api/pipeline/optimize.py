@@ -1,4 +1,4 @@
-"""Optimizes the parts of a pipeline, and judges and measures the whole."""
+"""Optimizes the parts of a pipeline, and judges and measures the whole pipeline."""
 
 from __future__ import annotations
 
@@ -39,24 +39,26 @@ from .calls import Calls, named
 from .export import check_folders, joined
 
 _BATCH = 8
-# The name of the row in which every part is optimized.
+# The name of the table's row in which every part is optimized.
 _ALL = "all parts"
 
 
 def optimize_pipeline(
     request: OptimizeRequest, src: Artifact, metric: str | Metric | None, cache: StageCache, budget: Budget
 ) -> Optimization:
-    """Optimizes each part of the exported pipeline ``src``, and publishes the optimized parts if the whole is right and
-    faster. Until the whole is right, puts back one original part after another, beginning with the part whose own
-    outputs changed most.
+    """Optimizes each part of the exported pipeline ``src``, and publishes the optimized parts if the whole pipeline is
+    correct and faster. If the pipeline is not correct, restores the original parts one by one until the pipeline is
+    correct. The part whose outputs changed most is restored first.
 
     Raises ``UsageError`` for options that name the inputs of a single model.
     """
     if request.profiles:
-        raise UsageError(f"{option('profiles')} names the inputs of a single model; optimize the parts alone with it")
+        raise UsageError(
+            f"{option('profiles')} names the inputs of a single model; leave it out, or optimize each part with it"
+        )
     check_folders(request.out, parts_of(src))
     stream = SampleStream(request.data, src.signature) if request.data else None
-    # The judge reads the samples that did not calibrate the parts.
+    # The judge reads only samples that were not used to calibrate the parts.
     calibrating = (len(stream) if request.eval_data else (len(stream) + 1) // 2) if stream else 0
     work = timed_workload(request, src, stream)
     judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else calibrating)
@@ -96,7 +98,7 @@ def _optimized_parts(
     cache: StageCache,
     budget: Budget,
 ) -> tuple[dict[str, Optimization], list[str]]:
-    """Optimizes each part alone. Returns the results by part, and a note about each part."""
+    """Optimizes each part alone. Returns a dict of the results by part name, and a note about each part."""
     parts = parts_of(src)
     calls = _recorded(src, parts, stream, calibrating) if stream else {}
     made: dict[str, Optimization] = {}
@@ -104,7 +106,7 @@ def _optimized_parts(
     for number, (name, part) in enumerate(parts.items()):
         report(f"pipeline: part {name}", number / len(parts))
         data, note = _samples(calls[name], part, folder / "data" / name) if calls else (None, "")
-        # Divides the remaining time evenly among the remaining parts and the measurement of the whole.
+        # Divides the remaining time evenly among the remaining parts and the measurement of the whole pipeline.
         seconds = budget.left / (len(parts) - number + 1) if budget.limited else None
         own = replace(
             request,
@@ -147,8 +149,8 @@ def _recorded(src: Artifact, parts: Mapping[str, Artifact], stream: SampleStream
 
 
 def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, str]:
-    """Writes the recorded calls of a part as samples. Returns the folder of the samples. If the calls can't be samples,
-    because the inputs don't share axis 0, returns None and a note."""
+    """Writes the recorded calls of a part as samples. Returns the folder of the samples. If the inputs differ in the
+    size of axis 0, the calls can't be used as samples, and the function returns None and a note."""
     # Shuffles the calls, because calibration reads the first samples and the judge reads the rest.
     order = np.random.default_rng(0).permutation(len(calls.kept))
     data = write_recorded([calls.kept[index] for index in order], folder, "call")
@@ -165,8 +167,9 @@ def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, s
 def _rows(
     src: Artifact, made: Mapping[str, Optimization], judge: Judge, max_drop: float, cache: StageCache
 ) -> list[CandidateResult]:
-    """Joins the optimized parts, and judges the whole. Returns a row for each attempt. The first attempt has all
-    optimized parts, and each later attempt has one optimized part fewer, until the whole is right."""
+    """Joins the optimized parts, and judges the whole pipeline. Returns a row of the table for each attempt. The first
+    attempt uses all optimized parts. Each later attempt uses one optimized part fewer, until the pipeline is
+    correct."""
     changed = {name: result for name, result in made.items() if result.chosen != result.candidates[0].name}
     before = parts_of(src)
     rows: list[CandidateResult] = []
@@ -181,7 +184,7 @@ def _rows(
 
 
 def _drop(result: Optimization) -> float:
-    """Returns how much a part's outputs changed with its chosen candidate."""
+    """Returns the distance between a part's original outputs and the outputs of the part's chosen candidate."""
     judgement = next(row for row in result.candidates if row.name == result.chosen).judgement
     return judgement.drop if judgement else 0.0
 

@@ -206,7 +206,7 @@ def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (never, "never calls the part 'two' on the example; call parts.two(...) there"),
+        (never, "never calls the part 'two' on the example; call parts.two(...) in the function"),
         (two_ways, "the part 'one': its argument 'more' differs in kind between two calls"),
         (numbers, "the part 'two': its argument 'more' is 1 in one call and 2 in another"),
         (reads, "uses 'weight' of the part 'one', and an exported part can only be called; read 'weight' before"),
