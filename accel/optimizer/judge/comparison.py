@@ -196,8 +196,9 @@ class Judge:
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Returns every array of the data, as an argument of the metric. Returns no arrays for a ``LabelMetric``,
-        because a ``LabelMetric`` holds its own labels.
+        """Returns every array of the data, as an argument of the metric.
+
+        Returns no arrays for a ``LabelMetric``, because a ``LabelMetric`` holds its own labels.
         """
         import numpy as np
 

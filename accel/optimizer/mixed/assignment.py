@@ -35,7 +35,7 @@ class Upgrade:
     worth: float
 
 
-# The (node, precision) of each layer that isn't int8, the most sensitive layer first.
+# A pair (node, precision) for each layer that isn't int8, ordered from the most to the least sensitive layer.
 Assignment = tuple[tuple[str, str], ...]
 
 
@@ -43,7 +43,7 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
     """Returns the steps that raise every layer from int8 to float, the step with the largest ``worth`` first.
 
     A step raises a layer to ``base``. With ``beyond``, a second step raises the layer from ``base`` to float32. If the
-    second step is worth more than the first, a single step raises the layer from int8 to float32.
+    second step has a larger ``worth`` than the first step, a single step raises the layer from int8 to float32.
     """
     found: list[Upgrade] = []
     for layer in layers:
@@ -67,8 +67,9 @@ def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignm
 
 
 def assigned_after(before: Mapping[str, str], steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """Returns the assignment after ``steps`` were applied. ``before`` holds the precision of each layer that was
-    already wider than int8.
+    """Returns the assignment after ``steps`` were applied.
+
+    ``before`` holds the precision of each layer that was already wider than int8.
     """
     chosen = {**before, **{step.node: step.precision for step in steps}}
     return tuple((layer.node, chosen[layer.node]) for layer in layers if layer.node in chosen)

@@ -32,8 +32,8 @@ class Trajectory:
     """The record of the search that found an assignment.
 
     ``base`` is the precision of the layers in ``kept``, except for those in ``in_fp32``. ``layers`` holds the error of
-    quantizing each layer alone, the most sensitive first. ``confirmed`` is True if the held-out half of the data
-    confirmed the assignment. ``not_confirmed`` is the reason if there was no held-out half.
+    each layer if only this layer is quantized, the most sensitive layer first. ``confirmed`` is True if the assignment
+    was confirmed on the held-out half of the data. If there was no held-out half, ``not_confirmed`` is the reason.
     """
 
     base: str
