@@ -63,9 +63,9 @@ class OptimizeRequest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1:
-            raise UsageError(f"the drop {self.max_drop} is not from 0 to 1; give a fraction, 0.01 for one percent")
+            raise UsageError(f"the drop {self.max_drop} is not at least 0 and below 1; give e.g. 0.01 for one percent")
         if self.labels is None and self.label_metric is not None:
-            raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
+            raise UsageError(f"{self.label_metric} compares outputs with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
             raise UsageError(f"labels have a metric of their own; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
