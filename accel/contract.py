@@ -1,4 +1,4 @@
-"""The contract of a stage: its output has to keep the names, dtypes, dims, opset and IR version of its input.
+"""Checks that a stage's output keeps the names, dtypes, dims, opset and IR version of the stage's input.
 
 In the stage table, ``may_change`` lists the parts of the contract that a stage may change.
 """
@@ -42,7 +42,8 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
             raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
-    # A stage may narrow the ranges of dims, for example to an engine's profile. The file doesn't record these ranges.
+    # A stage may narrow the ranges of dims, for example to an engine's profile. The model file doesn't record these
+    # ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     inputs = with_values_of(found.inputs, known.inputs)
@@ -88,7 +89,7 @@ def _compare_specs(
         if len(spec.shape) != len(other.shape):
             raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
         for dim, now in zip(spec.shape, other.shape, strict=True):
-            # A dynamic output dim may get another name (a formula), but it has to stay dynamic.
+            # A dynamic output dim may get another name, such as a formula, but has to stay dynamic.
             if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
                 raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
             if role == "input" and dim != now:

@@ -1,32 +1,32 @@
 """The errors that accel raises on purpose.
 
-    AccelError                      exit code 1: the work was started and failed
-    ├── UsageError                  exit code 2: the request has to change first
-    │   ├── BadSource               the source can't be found, read or understood
-    │   │   ├── InvalidModel        the file is no valid model (empty, truncated, corrupt, hostile)
-    │   │   ├── FailsOnInputs       a source that its framework can't run on inputs of these shapes
-    │   │   └── RandomOps           a TensorFlow graph that still holds random ops, such as dropout
-    │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model
-    │   ├── BadData                 calibration or verification data that doesn't fit the model
-    │   ├── BadFeeds                inputs to Session.run that don't fit its signature
-    │   ├── BadConfig               a training or planning config that can't be read or can't run as it is
-    │   ├── BadRepository           a model repository, or a model or config.pbtxt in it, that can't be served
-    │   ├── UnknownName             a target, stage, runtime or precision that doesn't exist
-    │   ├── UnsupportedHere         a valid request that this machine, target or version can't fulfill
-    │   └── MissingExtra            a library that is not installed; names the extra
-    ├── StageFailed                 a stage could not make its artifact
-    │   ├── ExportFailed            no rung of the export ladder gave a right model
-    │   ├── BuildFailed             an engine or IR could not be built
-    │   └── SignatureDrift          a stage changed names, dtypes, dynamic dims, opset or IR
-    ├── GateFailed                  a stage's output differs from its input by more than the limit
-    ├── NothingPassed               accel optimize: no candidate passed its gates
-    ├── RunFailed                   a loaded model failed on inputs that fit its signature
-    │   └── ValuesOutOfRange        an integer input is out of its range; a BadFeeds, too
-    ├── ChainBroken                 accel inspect --check: a hash differs from the recorded one
-    ├── TrainingFailed              a run stopped: the loss is not finite, or a rank died or hung
-    ├── BadCheckpoint               a checkpoint that is damaged, unfinished or of another model
-    ├── ChildCrashed                a native library crashed in its child process
-    └── CannotWrite                 no permission, no space, or no such folder
+    AccelError (exit code 1)
+    ├── UsageError (exit code 2)
+    │   ├── BadSource
+    │   │   ├── InvalidModel
+    │   │   ├── FailsOnInputs
+    │   │   └── RandomOps
+    │   ├── BadInputSpec
+    │   ├── BadData
+    │   ├── BadFeeds
+    │   ├── BadConfig
+    │   ├── BadRepository
+    │   ├── UnknownName
+    │   ├── UnsupportedHere
+    │   └── MissingExtra
+    ├── StageFailed
+    │   ├── ExportFailed
+    │   ├── BuildFailed
+    │   └── SignatureDrift
+    ├── GateFailed
+    ├── NothingPassed
+    ├── RunFailed
+    │   └── ValuesOutOfRange
+    ├── ChainBroken
+    ├── TrainingFailed
+    ├── BadCheckpoint
+    ├── ChildCrashed
+    └── CannotWrite
 
 Each message is one sentence that says what is wrong and how to fix it.
 ``accel.spelling.option`` spells options in messages, as ``opset=18`` in Python and ``--opset 18`` on the command line.
@@ -53,7 +53,7 @@ def no_space(error: BaseException | None) -> OSError | None:
 
 
 def one_line(error: object, most: int | None = 300) -> str:
-    """Returns an error's text in one line, cut to ``most`` characters (None: not cut)."""
+    """Returns an error's text in one line, cut to ``most`` characters, or uncut if ``most`` is None."""
     return " ".join(str(error).split())[:most]
 
 
@@ -76,7 +76,7 @@ def whole_sentences(error: object, most: int = 240) -> str:
 
 
 class AccelError(Exception):
-    """The root of the tree. ``exit_code`` is the exit code of the command line."""
+    """The base class of accel's errors. ``exit_code`` is the exit code of the command line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -103,7 +103,7 @@ class FailsOnInputs(BadSource):
 
 
 class RandomOps(BadSource):
-    """A TensorFlow graph still holds ops of training. ``strip_training_ops`` removes dropout and sets placeholders."""
+    """A TensorFlow graph still holds random ops, such as dropout. The option ``strip_training_ops`` removes dropout."""
 
 
 class BadInputSpec(UsageError):
@@ -159,7 +159,7 @@ class BuildFailed(StageFailed):
 
 
 class SignatureDrift(StageFailed):
-    """A stage changed names, dtypes, dynamic dims, opset or IR that it had to keep."""
+    """A stage changed a name, a dtype, a dynamic dim, the opset or the IR version."""
 
 
 class GateFailed(AccelError):
@@ -178,7 +178,7 @@ class NothingPassed(AccelError):
 
 
 class RunFailed(AccelError):
-    """A loaded model failed on inputs that fit its signature: an index out of range, no memory left."""
+    """A loaded model failed on inputs that fit its signature, for example because memory ran out."""
 
 
 class ValuesOutOfRange(RunFailed, BadFeeds):
@@ -189,15 +189,15 @@ class ValuesOutOfRange(RunFailed, BadFeeds):
 
 
 class ChainBroken(AccelError):
-    """A file's sha256 is not the one its manifest records."""
+    """A file's sha256 differs from the sha256 in its manifest."""
 
 
 class TrainingFailed(AccelError):
-    """A training run stopped: the loss is not finite, or a rank died or hung."""
+    """A training run stopped because the loss is not finite, or because a rank died or hung."""
 
 
 class BadCheckpoint(AccelError):
-    """A checkpoint that is damaged, unfinished or of another model."""
+    """A checkpoint is damaged, is unfinished or belongs to another model."""
 
 
 class ChildCrashed(AccelError):
@@ -207,4 +207,4 @@ class ChildCrashed(AccelError):
 
 
 class CannotWrite(AccelError):
-    """No permission, no space, or no such folder."""
+    """A file can't be written, because the permission, the disk space or the folder is missing."""

@@ -1,4 +1,4 @@
-"""Parsing of ``KEY=VALUE`` options by a table of the known keys."""
+"""Parses ``KEY=VALUE`` options with a table of the known keys."""
 
 from __future__ import annotations
 

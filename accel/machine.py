@@ -1,4 +1,4 @@
-"""The machine: its CPU's instruction sets, and the cores and memory that this process may use."""
+"""Reads the CPU's instruction sets, and the cores and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def cpu_flags() -> frozenset[str]:
 
 def int8_saturates() -> bool:
     """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
-    16 bits, and the largest sums need more bits (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns
-    True for an x86 CPU whose instruction sets are unknown.
+    16 bits, which are too few for the largest sums (see ``reduce_range`` in ONNX Runtime's page "Quantize ONNX
+    models"). Returns True for an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 
@@ -77,9 +77,9 @@ def available_memory() -> int | None:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
+    """Returns freed memory to the system, if the C library has ``malloc_trim`` (as glibc does).
 
-    glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps most
+    By itself, glibc does not return small freed blocks, such as most weights. Without this call, the process keeps most
     of the memory that closed models took.
     """
     if (function := _malloc_trim()) is not None:
@@ -108,5 +108,5 @@ def _number(file: Path, pattern: str) -> int | None:
 def _malloc_trim() -> Any:
     try:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # a platform whose C library can't be opened this way
+    except (OSError, TypeError):  # the C library of this platform can't be opened like this
         return None

@@ -38,7 +38,8 @@ def command(
 ) -> None:
     """List each node of an ONNX MODEL that an engine build refuses, with the cause and the fix.
 
-    Builds nothing. Exit code 1 if a node is refused, or with --fix if a node is still refused.
+    Builds nothing. The exit code is 1 if a node is refused. With --fix, the exit code
+    is 1 only if a node is still refused.
     """
     from accel.api.preflight import preflight
 
@@ -75,7 +76,7 @@ def _nodes(count: int) -> str:
     return f"{count} node" if count == 1 else f"{count} nodes"
 
 
-# The plural and singular names of the counts in the stage's notes.
+# Maps the name of each count in the stage's notes to its singular.
 _COUNTED = {"biases": "bias", "weights": "weight", "activations": "activation"}
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep the new artifact under this name.")
 @output_options
 def command(artifact: str, data: tuple[Path, ...], out: Path | None, say: Output) -> None:
-    """Make ARTIFACT again from its source, by the stages in its manifest, and compare the result of each stage.
+    """Make ARTIFACT again from its source with the stages in its manifest, and compare the result of each stage.
 
-    Exit code 1 if a stage gives another result, or if the files of the artifact were changed.
+    The exit code is 1 if a stage gives another result, or if the files of the artifact were changed.
     """
     from accel.api.reproduce import reproduce
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 
-# Options of Triton's server, each with the advice for users of that option.
+# Maps each option of Triton's server to advice for its users.
 _TRITON = {
     **dict.fromkeys(("--model-repository", "--model-store"), "write the folder itself: accel serve FOLDER"),
     "--model-control-mode": "write --mode none, poll or explicit",
@@ -49,7 +49,7 @@ _TRITON = {
 
 
 class _Serve(click.Command):
-    """Answers an option of Triton's server with the name of the equivalent accel option."""
+    """Rejects each option of Triton's server with advice, such as the equivalent accel option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -210,14 +210,14 @@ def command(
         end()
 
 
-# Options that are fields of a manifest, or that the server in the container must not get.
+# The options that a manifest doesn't pass on to the server in the container.
 _OWN = (
     "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
 )  # fmt: skip
 
 
 def _words(context: click.Context) -> tuple[str, ...]:
-    """Returns the given options as words for the command line of the server in the container."""
+    """Returns the given options as command-line arguments for the server in the container."""
     words: list[str] = []
     for option in context.command.params:
         name = option.name or ""
@@ -233,7 +233,7 @@ def _words(context: click.Context) -> tuple[str, ...]:
 
 
 def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
-    """Returns fields of ``Deployment`` from texts ``KEY=VALUE``. Raises ``UsageError`` if a text is malformed."""
+    """Parses ``KEY=VALUE`` texts into fields of ``Deployment``. Raises ``UsageError`` if a text is malformed."""
     numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent")
     found: dict[str, Any] = {}
     secrets: list[tuple[str, str]] = []

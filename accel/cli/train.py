@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from . import Output
 
 
-# The config key that each of these options sets.
+# Maps the name of an option to the config key that the option sets.
 _KEYS = {
     "zero": "parallel.zero",
     "tp": "parallel.tp",
@@ -55,7 +55,8 @@ def command(
     say: Output,
     **given: int | str | None,
 ) -> None:
-    """Train the model of CONFIG (TOML) into the folder --out, or go on from the newest checkpoint there.
+    """Train the model that the TOML file CONFIG describes. Checkpoints are written to the folder --out, and a new run
+    continues from the newest checkpoint.
 
     --key=value or --table.key=value overrides a key of the config, e.g. --optimizer.lr=0.01. The trained model is in
     OUT/final. The command accel export OUT reads this model.

@@ -38,7 +38,8 @@ def command(
     source: SourceOptions,
     say: Output,
 ) -> None:
-    """Compare every output of CANDIDATE with REFERENCE. Exit code 1 if an output differs by more than the limit."""
+    """Compare every output of CANDIDATE with REFERENCE. The exit code is 1 if an output differs by more than the
+    limit."""
     from accel.api.verify import verify
 
     found = verify(

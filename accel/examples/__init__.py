@@ -1,5 +1,5 @@
 """Example models: a digits CNN, a small GPT and all-MiniLM-L6-v2, with their data, metrics, and the demo.
 
-Reads datasets and weights from installed packages, and downloads nothing. Gives factories of models, which declare
-their inputs.
+Reads datasets and weights from installed packages, and downloads nothing. Has factory functions that make the models
+and declare their inputs.
 """

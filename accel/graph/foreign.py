@@ -1,4 +1,4 @@
-"""The common representation of graphs in formats other than ONNX, for counting and drawing."""
+"""Represents graphs of formats other than ONNX in one form that can be counted and drawn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation. ``kind`` is the operator's name in its format. ``inputs`` and ``outputs`` name values and
+    """An operation. ``kind`` is the operator's name in its format. ``inputs`` and ``outputs`` are names of values and
     constants.
 
     ``shape`` is the shape of the first output. ``product`` and ``quantized`` mean the same as in ``NodeCost``.
@@ -42,7 +42,7 @@ class ForeignGraph:
     """The operations of a graph in the order in which they run.
 
     ``inputs`` and ``outputs`` map names of values in the graph to specs. ``constants`` holds the dtype and shape of
-    each weight, ``weight_bytes`` the bytes of the weights by dtype.
+    each weight. ``weight_bytes`` holds the bytes of the weights by dtype.
     """
 
     operations: tuple[Operation, ...]
@@ -103,5 +103,5 @@ def _element(dtype: str) -> int:
 
     try:
         return int(helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype))))
-    except (KeyError, TypeError, ValueError):  # ONNX has no number for some dtypes
+    except (KeyError, TypeError, ValueError):  # ONNX has no type number for some dtypes
         return int(TensorProto.UNDEFINED)

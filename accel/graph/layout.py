@@ -1,4 +1,4 @@
-"""The layout of a graph's drawing: layers from top to bottom with few crossings."""
+"""Lays out a graph's nodes in layers from top to bottom, with few crossings of edges."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PASSES = 4
 def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
     """Returns the center of each of ``count`` nodes, and the width and the height of the drawing, in pixels.
 
-    ``edges`` lead from lower to higher node numbers, as in topological order. A node's layer is the length of its
-    longest path from an input (Sugiyama's method). Within a layer, nodes move to the mean position of the neighbors
-    above in one pass, and of the neighbors below in the next pass.
+    The nodes are numbered in topological order, so each edge leads from a lower to a higher number. A node's layer is
+    the length of its longest path from an input (Sugiyama's method). Alternate passes move each node to the mean
+    position of its neighbors in the layers above, or in the layers below.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]
@@ -24,7 +24,7 @@ def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int
     layer = [0] * count
     for node in range(count):
         layer[node] = max((layer[other] + 1 for other in above[node]), default=0)
-    # An input goes right above its first reader instead of into the top layer.
+    # An input is drawn right above the first node that reads it, instead of in the top layer.
     for node in range(count):
         if not above[node] and below[node]:
             layer[node] = min(layer[other] for other in below[node]) - 1

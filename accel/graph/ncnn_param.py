@@ -1,4 +1,5 @@
-"""The graph of an ncnn net. The layers come from the text of the ``.param`` file, the shapes from a run in ncnn."""
+"""Reads the graph of an ncnn net. The layers are read from the ``.param`` file, and the shapes come from a run in
+ncnn."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _ARRAY = -23300  # the key of option i is _ARRAY - i if the option's value is a 
 
 @dataclass(frozen=True)
 class Layer:
-    """A line of the file. ``options`` maps each key to a number or a list of numbers."""
+    """A layer of the net. ``options`` maps each key to a number or a list of numbers."""
 
     kind: str
     name: str
@@ -73,7 +74,7 @@ def _option(word: str) -> tuple[int, float | list[float]]:
 
 
 def bare_signature(path: Path) -> Signature:
-    """Returns the signature of a net without a manifest, with a batch dim added to the shapes that the net records."""
+    """Returns the signature of a net without a manifest. Adds a batch dim to the shapes that the net records."""
     layers = read_layers(path)
     read = {name for layer in layers for name in layer.inputs}
     inputs = [layer for layer in layers if layer.kind == "Input"]
@@ -150,7 +151,7 @@ def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dic
 
 
 def parameters(layer: Layer) -> int:
-    """Returns the number of weights of a layer, computed from its options as ncnn's documentation says."""
+    """Returns the number of weights of a layer, computed from its options by the rules in ncnn's documentation."""
     kind, n = layer.kind, layer.number
     if kind.startswith(("Convolution", "Deconvolution")):
         return n(6) + (n(0) if n(5) else 0)

@@ -23,13 +23,13 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# How many leading axes of a kernel ``_flops`` leaves out, by operation. The number of positions already counts these
-# axes.
+# For each operation, the number of leading kernel axes that ``_flops`` leaves out. These axes, such as the output
+# channels, are already in the shape of the operation's output or input.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
 _GATES = {"LSTMSequence": 4, "GRUSequence": 3, "RNNSequence": 1}
-# The operations that may lie between integer weights and their matrix product.
+# The operations that may come between integer weights and the matrix product that uses these weights.
 _BETWEEN = frozenset({"Convert", "Multiply", "Subtract", "Reshape", "Transpose"})
 _INTEGERS = ("int8", "uint8", "int4", "uint4")
 
@@ -122,7 +122,7 @@ def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any
 
 
 def _dtype(name: str) -> str:
-    """Returns the dtype that OpenVINO's name means, such as ``float32`` for ``f32`` and ``int8`` for ``i8``."""
+    """Returns the dtype for OpenVINO's name of a type, such as ``float32`` for ``f32`` and ``int8`` for ``i8``."""
     prefix = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
     letters = name.rstrip("0123456789")
     return prefix[letters] + name[len(letters) :] if letters in prefix and letters != name else name
@@ -141,8 +141,8 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Maps the names of values in the graph to ``specs``. If the name of a spec is not in the IR, matches the spec by
-    its position."""
+    """Maps the names of values in the graph to ``specs``. A spec whose name is not in the IR is matched by its
+    position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}

@@ -1,4 +1,4 @@
-"""One HTML file that shows a graph, or two graphs and their differences. The page loads no external resources."""
+"""Writes an HTML file that shows a graph, or two graphs and their differences. The page loads no external resources."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str,
 
 
 def mark_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Set the ``change`` of each node of two models to ``same``, ``changed``, ``removed`` or ``added``. Returns their
-    counts.
+    """Sets ``change`` of each node of two models to ``same``, ``changed``, ``removed`` or ``added``, and returns the
+    count of each.
 
     Two nodes match if their first outputs have the same name. Nodes without outputs match by their own names. A matched
     node has changed if its operator, attributes, shape or parameters differ.
@@ -112,7 +112,7 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def write_page(models: Sequence[dict[str, Any]], out: Path) -> None:
-    """Write one or two models (from ``graph_data``) to ``out``. Raises ``MissingExtra`` without jinja2."""
+    """Writes the page of one or two models (from ``graph_data``) to ``out``. Raises ``MissingExtra`` without jinja2."""
     try:
         import jinja2
     except ImportError:

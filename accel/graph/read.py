@@ -24,7 +24,7 @@ class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
     ``counted_as`` is the format in which FLOPs were counted, if the file has a different format. ``known`` holds the
     operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
-    lists the warnings that ``cost`` doesn't have. If there is no graph, ``problem`` is the reason.
+    lists further warnings, which aren't in ``cost``. If there is no graph, ``problem`` is the reason.
     """
 
     model: onnx.ModelProto | None = None
@@ -53,9 +53,10 @@ class ReadGraph:
 def read_graph(
     artifact: Artifact, sizes: Mapping[str, int] | None, as_onnx: Callable[[Artifact], Artifact]
 ) -> ReadGraph:
-    """Returns the graph of ``artifact`` at ``sizes`` (default: the usual sizes).
+    """Returns the graph of ``artifact`` at ``sizes``, by default the usual sizes of the dynamic dims.
 
-    ``as_onnx`` exports a model whose file can't be read directly. If the export fails, the result has the reason.
+    ``as_onnx`` exports a model whose file can't be read directly. If the export fails, ``problem`` of the result is the
+    reason.
 
     Raises ``UnsupportedHere`` for an engine, and ``InvalidModel`` if a file can't be read.
     """

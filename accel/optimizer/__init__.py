@@ -1,5 +1,6 @@
-"""Optimization of one model for a target: recipes, judge, measurement, search, choice and publication (`run.py`).
+"""Optimizes a model for a target: makes candidates from recipes, judges and measures them, and publishes the best
+(`run.py`).
 
 Takes an `OptimizeRequest` and the opened model as ONNX. Returns an `Optimization`. Writes a folder with the fastest
-candidate that is right, its manifest, `optimize.json` and `report.html`.
+candidate that passed, its manifest, `optimize.json` and `report.html`.
 """

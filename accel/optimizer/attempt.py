@@ -21,9 +21,8 @@ from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
 
-# Once the share ``_BUILDING`` of the budget is spent, no new step begins. Once the share ``_GIVING_UP`` is spent, the
-# running step is stopped. If measuring needs the time, ``Budget.over`` forbids new steps and stops the running step
-# earlier.
+# No new step begins once the share ``_BUILDING`` of the time budget is spent. The running step is stopped once the
+# share ``_GIVING_UP`` is spent. ``Budget.over`` lowers both limits if the measurement needs more time.
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -59,7 +58,7 @@ def attempt(
         row.skip(budget.reason(work.unfinished or "it was begun"), out_of_time=True)
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
-    except UnsupportedHere as error:  # other candidates may still be possible
+    except UnsupportedHere as error:  # other candidates may still be supported
         row.reject(str(error))
         row.unsupported = True
     except (UsageError, CannotWrite):
@@ -75,8 +74,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the clause after "before" in a
-    message, such as "it was judged"."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the clause that follows "before" in
+    the message about a stopped step, such as "it was judged"."""
 
     row: CandidateResult
     src: Artifact
@@ -168,7 +167,7 @@ def judged(
 
 
 def _judgement(judge: Judge, artifact: Artifact, options: Mapping[str, Any], cache: StageCache) -> Judgement:
-    """Returns the judgement from the cache, or judges now."""
+    """Returns the judgement of ``artifact``, from the cache if possible."""
     key = judge.key(artifact, options)
     found = cache.get_record("judgement", key)
     if found is not None:

@@ -14,7 +14,7 @@ from accel.spelling import option
 
 # A note names at most this many steps, and at most this many candidates.
 _NAMED = 4
-# The seconds that a short measurement takes for each process: loading, warm-up and five short blocks.
+# The seconds that each process of a short measurement takes, with loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
 # The number of processes that run the source in a measurement.
 SOURCES = 2
@@ -41,9 +41,9 @@ class Budget:
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
-        """Stops making candidates, and leaves time for a short measurement of the candidates that are built.
+        """Ends the building of candidates, and leaves time for a short measurement of those that are built.
 
-        Raises ``error`` if no candidate is built, at the second interrupt, and for SIGTERM.
+        Raises ``error`` if no candidate is built, if this is the second interrupt, or if the signal was SIGTERM.
         """
         if self.interrupted or not self._built or isinstance(error, Terminated):
             raise error
@@ -59,7 +59,7 @@ class Budget:
 
     @property
     def limited(self) -> bool:
-        """Tells whether there is a limit."""
+        """Tells whether the budget has a time limit."""
         return self.seconds is not None
 
     @property
@@ -69,12 +69,12 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Returns the seconds that are left: at least 0, infinity without a limit."""
+        """Returns the seconds that are left, at least 0. Returns infinity if the budget has no limit."""
         return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)
 
     def over(self, share: float) -> bool:
-        """Tells whether ``share`` of the budget is spent, or whether measuring needs the rest. Measuring needs time for
-        the source, for the candidates that are built, and for one more candidate.
+        """Tells whether ``share`` of the budget is spent, or whether the measurement needs the rest of the time. The
+        measurement needs time for the source, for the candidates that are built, and for one more candidate.
         """
         if self.seconds is None or self.interrupted:
             return self.interrupted
@@ -83,7 +83,7 @@ class Budget:
 
     @contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """Stops the work inside the block with ``OutOfTime`` as soon as ``over(share)`` is true. See
+        """Raises ``OutOfTime`` inside the ``with`` block as soon as ``over(share)`` is true. See
         ``accel.cancel``."""
         if not self.limited:
             yield
@@ -97,15 +97,15 @@ class Budget:
             yield
 
     def reason(self, what: str) -> str:
-        """Returns the reason why a step was skipped or stopped. ``what`` is the clause after "before", such as "it was
-        measured"."""
+        """Returns the reason why a step was skipped or stopped. ``what`` is the clause that follows "before" in the
+        reason, such as "it was measured"."""
         if self.interrupted:
             return f"Ctrl-C came before {what}"
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager
     def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
-        """Adds the time of the work inside the block to the step ``what``, even if the work fails.
+        """Adds the time that the ``with`` block takes to the step ``what``, even if the block fails.
 
         ``quantizing`` marks work that fewer calibration samples would shorten.
         """

@@ -1,4 +1,4 @@
-"""Splits the samples into those for calibration and those for judging."""
+"""Splits the samples into calibration samples and samples for judging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_AT_ONCE = 64
 def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -> int:
     """Reads every sample once, and returns the number of calibration samples (0 without data).
 
-    Raises ``BadData`` with the sample that can't be used, before any other work is done.
+    Raises ``BadData``, which names the sample, if a sample can't be used.
     """
     if stream is None:
         return 0
@@ -25,8 +25,8 @@ def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -
 
 
 def samples_to_calibrate(count: int, asked: int | None, *, apart: bool) -> int:
-    """Returns the number of calibration samples: at most half of ``count``, so that the other half can judge. With
-    separate samples for judging (``apart``), the number that the user requests (``asked``) is limited only by
-    ``count``.
+    """Returns the number of calibration samples, at most half of ``count``, so that candidates can be judged on the
+    other half. ``asked`` is the number that the user requests. If there are separate samples for judging (``apart``),
+    ``asked`` may be up to ``count``.
     """
     return min(asked or _USUAL_SAMPLES, count if asked and apart else max(1, count // 2))

@@ -1,4 +1,4 @@
-"""A candidate of ``accel optimize``: a row of the table of results."""
+"""Represents a candidate of ``accel optimize`` as a row of the table of results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Status(StrEnum):
 class CandidateResult:
     """One row of the table.
 
-    ``reason`` tells why the candidate isn't chosen. ``options`` holds the session options. ``base`` is the name of the
-    same candidate with the default session options, and is empty if ``options`` are the default. ``trajectory`` is the
-    search for the layers that stay float, if there was one. ``missed_final`` is set if a short measurement eliminated
-    the candidate. ``hidden_by_noise`` is set if the candidate may be faster than the chosen one. ``unsupported`` is set
-    if the attempt raised ``UnsupportedHere``. ``over_budget`` is set if the candidate's outputs are too far off.
-    ``out_of_time`` is set if the time did not suffice to try or measure the candidate.
+    ``reason`` is the reason why the candidate isn't chosen. ``options`` holds the session options. ``base`` is the name
+    of the same candidate with the default session options. ``base`` is empty if ``options`` are the default options.
+    ``trajectory`` is the record of the search for the layers that stay float, or None without a search.
+    ``missed_final`` is set if the candidate was eliminated after a short measurement. ``hidden_by_noise`` is set if the
+    candidate may be faster than the chosen one. ``unsupported`` is set if the attempt raised ``UnsupportedHere``.
+    ``over_budget`` is set if the candidate's outputs differ too much from the source's outputs. ``out_of_time`` is set
+    if there was too little time to try or measure the candidate.
     """
 
     name: str
@@ -73,7 +74,8 @@ class CandidateResult:
         }
 
     def bench_row(self) -> dict[str, Any]:
-        """Returns the figures as a row for ``accel.timing.columns``, with status and reason as the verdict."""
+        """Returns the measured figures as a row for ``accel.timing.columns``. The verdict of the row is the status and
+        the reason."""
         judged, measured = self.judgement, self.measured or {}
         return {
             **measured,
@@ -98,7 +100,7 @@ class CandidateResult:
         return self.measured is not None and self.measured["verdict"] == "faster"
 
     def reject(self, reason: str) -> None:
-        """Marks the candidate as wrong or impossible."""
+        """Marks the candidate as rejected, because it is wrong or can't be made."""
         self.status, self.reason = Status.REJECTED, reason
 
     def skip(self, reason: str, *, out_of_time: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The rules that choose a candidate from measured rows."""
+"""Chooses a candidate from the measured rows."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]
 
 
 def likeliest(rows: list[CandidateResult]) -> CandidateResult:
-    """For a target that can't run here, returns the passed candidate whose precision is usually the fastest. Raises
-    ``UnsupportedHere`` if no candidate supports the request, and ``NothingPassed`` if no candidate passed.
+    """Returns the passed candidate whose precision is usually the fastest, for a target that can't run on this machine.
+    Raises ``UnsupportedHere`` if no candidate supports the request, and ``NothingPassed`` if no candidate passed.
     """
     passed = [row for row in rows if row.passed]
     if rows and all(row.unsupported for row in rows):
@@ -58,8 +58,7 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         late = f"give more {option('budget_seconds')}, " if any(row.out_of_time for row in rows) else ""
-        # A larger ``max_drop`` only helps candidates that passed their gates, because the gates have limits of their
-        # own.
+        # A larger ``max_drop`` only helps candidates that passed their gates, because the gates have separate limits.
         over = (
             f"raise {option('max_drop')} or "
             if any(row.over_budget and row.judgement is not None for row in rows)

@@ -1,4 +1,4 @@
-"""Notes for the user about unexpected decisions and possible improvements."""
+"""Writes notes for the user about unexpected decisions and possible improvements."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from accel.tables.precision import PRECISIONS
 from .candidate import CandidateResult
 from .judge.comparison import Judge
 
-# A model with at least this share of its FLOPs in int8 is called int8 without a note.
+# A note is written for an int8 candidate with less than this share of its FLOPs in int8.
 _MOSTLY = 0.5
 
 
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
-    """Returns notes on how the candidates were made: on samples, on plugins, on int8 models that are mostly float, and
-    on float layers that were not confirmed on held-out data.
-
-    ``samples`` is the number of calibration samples, ``asked`` the number that the user requested.
+    """Returns notes on how the candidates were made. The notes are about missing samples, plugins, int8 models that are
+    mostly float, and float layers that were not confirmed on held-out data.
     """
     found = []
     if asked is not None and samples < asked:
@@ -36,9 +34,10 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
 
 
 def partly_quantized(artifact: Artifact) -> str:
-    """Returns which shares of a model's FLOPs and weights are in int8, or "" if most FLOPs of the products are in int8.
+    """Returns a text with the shares of a model's FLOPs and weights in int8. Returns "" if most FLOPs of the matrix
+    products are in int8.
 
-    A model with few products in int8 may still be smaller or faster, for example if its embedding is in int8.
+    A model with few matrix products in int8 may still be smaller or faster, for example if its embedding is in int8.
     """
     if artifact.kind not in ("onnx", "openvino"):
         return ""
@@ -77,7 +76,7 @@ def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
 
 
 def _plugin_note(row: CandidateResult) -> str:
-    """Returns a note on accel's operators that the engine doesn't run as plugins."""
+    """Returns a note that lists the accel operators that the engine doesn't run as plugins."""
     from accel.converters.to_tensorrt.plugins import bodies_note
 
     last = row.artifact.history[-1] if row.artifact is not None and row.artifact.history else {}

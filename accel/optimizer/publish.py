@@ -1,4 +1,5 @@
-"""The folder that ``accel optimize`` writes: the chosen model with its manifest, ``optimize.json`` and the report."""
+"""Writes the output folder of ``accel optimize``, with the chosen model, its manifest, ``optimize.json`` and the
+report."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .report.page import PAGE
 
 
 def check_out(folder: Path, source: str) -> None:
-    """Raises ``CannotWrite`` if ``source``, or a file in ``folder`` that accel did not make, would be overwritten."""
+    """Raises ``CannotWrite`` if the output would overwrite ``source``, or a file in ``folder`` that accel did not
+    make."""
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
     for name in main_files():
@@ -42,7 +44,8 @@ def publish(
 ) -> Artifact:
     """Copies ``artifact`` into ``folder`` and returns the copy. Removes the model of an earlier run afterwards.
     ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
-    ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path. A ``page`` of None writes no page.
+    ``optimize.json`` for the copy. ``page`` writes the report page for the copy to a path. If ``page`` is None, no page
+    is written.
     """
     if artifact.manifest is None:  # the chosen model is a source that accel did not make
         artifact = _recorded(artifact)

@@ -1,4 +1,4 @@
-"""The request for one run of ``accel optimize``, built and checked once."""
+"""Holds and checks the arguments of one run of ``accel optimize``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptimizeRequest:
     """The arguments of ``accel.optimize``, with the same names and defaults. ``accel.optimize`` documents each
     argument. ``source`` holds the model and the arguments that describe it.
 
-    Files are paths, and repeatable options are tuples.
+    Files are given as ``Path`` objects, and repeatable options as tuples.
 
     Raises these errors:
 
@@ -63,9 +63,9 @@ class OptimizeRequest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1:
-            raise UsageError(f"the drop {self.max_drop} is not from 0 to 1; give a fraction, 0.01 for one percent")
+            raise UsageError(f"the drop {self.max_drop} is not at least 0 and below 1; give e.g. 0.01 for one percent")
         if self.labels is None and self.label_metric is not None:
-            raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
+            raise UsageError(f"{self.label_metric} compares outputs with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
             raise UsageError(f"labels have a metric of their own; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
@@ -99,16 +99,18 @@ class OptimizeRequest:
 
     @property
     def judged_on(self) -> Path | None:
-        """Returns the samples that the judge reads: ``eval_data`` if given, else ``data``. None means random inputs."""
+        """Returns the path of the samples that the judge reads, which is ``eval_data`` if given, else ``data``. None
+        means random inputs."""
         return self.eval_data or self.data
 
     def loaded_metric(self) -> str | Metric | None:
-        """Returns the metric to judge by, which is the user's function or the metric for ``labels``. Raises the
-        errors of ``read_labels``."""
+        """Returns the metric to judge by, which is the user's function or the metric for ``labels``. Raises the same
+        errors as ``read_labels``."""
         return self.metric if self.labels is None else read_labels(self.labels, self.label_metric)
 
     def recipe_request(self, samples: int) -> RecipeRequest:
-        """Returns the request for recipes. ``samples`` is the number of calibration samples in ``data``."""
+        """Returns the part of the request that recipes need. ``samples`` is the number of calibration samples in
+        ``data``."""
         return RecipeRequest(
             targets=targets_for(self.target),
             precisions=precisions_for(self.precision),

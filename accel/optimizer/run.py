@@ -1,4 +1,4 @@
-"""One run of ``accel optimize``, step by step, from the opened model to the published folder."""
+"""Runs ``accel optimize``, from the opened model to the published folder."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from .stage_options import without_effect
 
 SOURCE_NAME = "source"
 
-# The number of samples for comparing the exported model with its source if there are no calibration samples.
+# The number of samples on which the exported model is compared with its source, if there are no calibration samples.
 _COMPARED_SAMPLES = 64
 
 
 class Opened(Protocol):
-    """The model to optimize, in ONNX form, and its source if it was exported."""
+    """The model to optimize as ONNX, and the source that it was exported from, if any."""
 
     @property
     def artifact(self) -> Artifact:
@@ -53,13 +53,13 @@ class Opened(Protocol):
 
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Runs the source and the exported model on ``samples`` samples of ``data``. Returns a warning if the outputs
-        differ, and a warning if an output has NaN."""
+        differ, and a warning if an output has NaN. Each warning may be empty."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The chosen candidate and the results that led to it. ``varied`` holds the rows of candidates that were measured
-    again with different session options."""
+    """The chosen candidate and the results that led to it. ``varied`` holds the results of candidates that were
+    measured again with different session options."""
 
     chosen: CandidateResult
     varied: list[CandidateResult] = field(default_factory=list)
@@ -72,7 +72,7 @@ def run(
 ) -> Optimization:
     """Makes, judges and measures the candidates for ``request``, and publishes the fastest one that passes.
 
-    Raises ``NothingPassed`` if the target can't run here and no candidate is right.
+    Raises ``NothingPassed`` if the target can't run on this machine and no candidate passes.
     """
     src = opened.artifact
     stream = SampleStream(request.data, src.signature) if request.data else None
@@ -135,8 +135,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
-    # Without ``data``, an exported model is checked on ``eval_data``, and an ONNX file isn't checked here. For every
-    # model, ``judge.check`` below runs the source on ``eval_data``.
+    # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file has no such source.
+    # For every model, ``judge.check`` below also runs the source on ``eval_data``.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
@@ -153,8 +153,8 @@ def _attempts(
     cache: StageCache,
     budget: Budget,
 ) -> list[CandidateResult]:
-    """Makes and judges every candidate. Starts a mixed-precision search for each int8 candidate that is over the
-    budget."""
+    """Makes and judges every candidate. Starts a mixed-precision search for each int8 candidate whose outputs differ
+    too much (``over_budget``)."""
 
     def tried(recipe: Recipe) -> CandidateResult:
         return attempt(recipe, src, request.data, judge, request.max_drop, cache, budget)
@@ -165,7 +165,7 @@ def _attempts(
 
 
 def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
-    """Returns the row of the source, the baseline of every candidate."""
+    """Returns the row of the source, which is the baseline for every candidate."""
     row = CandidateResult(
         name=SOURCE_NAME,
         target="ort-cpu" if src.kind == "onnx" else "",
@@ -184,7 +184,7 @@ def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
 def _choose(
     request: OptimizeRequest, search: Search, rows: list[CandidateResult], judge: Judge, target: str
 ) -> Outcome:
-    """Chooses by measurement, or by precision if this machine can't run ``target``."""
+    """Chooses a candidate by measurement, or by its precision if this machine can't run ``target``."""
     runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
     if rows and not runnable:
         return Outcome(chosen=likeliest(rows), notes=[f"{target} can't run on this machine: built, not measured"])
@@ -196,7 +196,8 @@ def _choose(
 def _choose_measured(
     request: OptimizeRequest, search: Search, runnable: list[CandidateResult], judge: Judge
 ) -> Outcome:
-    """Measures the candidates that this machine can run, then other session options for the best candidates."""
+    """Measures the candidates that this machine can run. Then measures the best candidates with other session
+    options."""
     source = search.source
     outcome = Outcome(chosen=search.best(runnable))
     if request.vary_session and search.environment and not (request.kernels and outcome.chosen is source):

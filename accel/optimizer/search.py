@@ -1,7 +1,7 @@
 """Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. The search
-then varies session options. Successive halving measures all candidates for a short time, the faster half for a longer
-time, and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS
-2016).
+then varies session options. Successive halving measures all candidates for a short time, then the faster half for a
+longer time, and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization,
+AISTATS 2016).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SECONDS_TO_LOAD = 2.0
 _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# The seconds for further rounds while a confidence interval is wide. Without further rounds, no candidate would seem
-# faster on a noisy machine.
+# The seconds for further rounds, which are run while a confidence interval is wide. Without further rounds, no
+# candidate would be measurably faster on a noisy machine.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
 # The memory of a process consists of the runtime, the model as read, and the runtime's packed copy of the model.
@@ -42,7 +42,7 @@ _COPIES = 2
 @dataclass(kw_only=True)
 class Search:
     """The measurements of one run. ``environment`` describes the machine of the last measurement, and is empty before
-    the first."""
+    the first measurement."""
 
     source: CandidateResult
     workload: Workload
@@ -71,7 +71,7 @@ class Search:
     ) -> tuple[CandidateResult, list[CandidateResult]]:
         """Tries other session options for ``best``, and only the most promising options for the second best.
 
-        Returns the new best, and a row for each combination of candidate and options.
+        Returns the new best candidate, and a row for each combination of candidate and options.
         """
         others = [r for r in rows if r is not best and r.passed and r.measured is not None]
         faster = [r for r in others if r.is_faster and not r.missed_final]
@@ -106,8 +106,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A row is compared with its base if the base is the source, or a candidate that is faster than the source.
-            # ``fastest`` compares every row with the source.
+            # A row is compared with its base if the base is the source or is faster than the source. ``fastest``
+            # compares every row with the source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
@@ -116,8 +116,8 @@ class Search:
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns as many of ``rows`` as fit into memory at once.
 
-        If the candidates don't fit at once, they are timed in groups, each beside the source. The faster half remains,
-        and the timing is repeated until the remaining candidates fit.
+        If the candidates don't all fit, they are timed in groups together with the source. Only the faster half is
+        kept, and the timing is repeated until the remaining candidates fit.
         """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None
@@ -131,7 +131,8 @@ class Search:
         return rows
 
     def _groups(self, rows: Sequence[CandidateResult]) -> list[list[CandidateResult]]:
-        """Returns ``rows`` in groups that fit into memory beside the source. A group has at least one row."""
+        """Returns ``rows`` in groups, each of which fits into memory together with the source. A group has at least one
+        row."""
         room = available_memory()
         groups: list[list[CandidateResult]] = [[]]
         left = first = math.inf if room is None else room / 1e6 - SOURCES * _megabytes(self.source)
@@ -164,7 +165,7 @@ class Search:
         return left
 
     def _long(self, count: int, seconds: float) -> Effort:
-        """Returns the requested effort, reduced to fit the budget."""
+        """Returns the requested effort, reduced if necessary to fit the time budget."""
         effort = Effort(rounds=self.rounds, block_seconds=_BLOCK_SECONDS, seconds=seconds)
         if not self.budget.limited:
             return effort
@@ -172,7 +173,7 @@ class Search:
         timing = max(0.0, left - (count + SOURCES) * _SECONDS_TO_LOAD)
         a_round = (count + SOURCES) * 2 * effort.block_seconds  # warm-up adds half a block to each block
         fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
-        # If not even the minimum of rounds fits, the blocks get shorter.
+        # If not even the minimum number of rounds fits the time budget, the blocks get shorter.
         share = min(1.0, timing / (MIN_ROUNDS * a_round))
         block = max(_SHORT_BLOCK_SECONDS, share * effort.block_seconds)
         return Effort(rounds=fitting, block_seconds=block, seconds=min(seconds, timing), limit=left)
@@ -182,8 +183,8 @@ class Search:
         return (count + SOURCES) * SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
-        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement, or measures briefly if
-        there are none."""
+        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement. If there are no earlier
+        figures, measures briefly."""
         with self.budget.spending("measuring"):
             try:
                 self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
@@ -198,7 +199,7 @@ class Search:
 
 
 def _megabytes(row: CandidateResult) -> float:
-    """Returns about how many MB the process of a candidate takes."""
+    """Returns an estimate of the memory in MB that the process of a candidate takes."""
     return _RUNTIME_MB + _COPIES * (row.megabytes or 0.0)
 
 
@@ -209,8 +210,8 @@ def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bo
 
 
 def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
-    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes whether noise may have hidden a
-    speedup."""
+    """Sets the ``reason`` of ``row`` if ``row`` isn't measurably faster than ``base``. Also sets ``hidden_by_noise`` if
+    noise may have hidden a speedup."""
     if faster_than(row, base, floor):
         return
     row.reason = f"not measurably faster than {base.name}"
@@ -222,7 +223,7 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
 
 
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
-    """Returns the speedup of ``row`` over ``base``, or None if they weren't timed in the same rounds."""
+    """Returns the speedup of ``row`` over ``base``, or None if the rows weren't timed in the same rounds."""
     import numpy as np
 
     if row.measured is None or base.measured is None:

@@ -1,6 +1,6 @@
-"""The options of quantization and casts that a user may choose. The options in Python are ``QuantizeOptions`` and
-``CastOptions``. The command line has ``--quantize`` and ``--cast``, as in ``--quantize calibration=entropy`` and
-``--cast keep-fp32=Softmax``."""
+"""Defines the options of quantization and casts that a user may choose. In Python, the classes ``QuantizeOptions`` and
+``CastOptions`` hold the options. The command line has the options ``--quantize`` and ``--cast``, for example
+``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of ``QuantizeConfig`` that each quantization mode reads. A mode gets the user's options only for the fields
-# that it reads.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. A user's option is passed only to the modes that
+# read the field.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {
@@ -82,15 +82,15 @@ class CastOptions:
 
 
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated,
-    and their values add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``.
-    Raises ``BadInputSpec`` if a text can't be read."""
+    """Returns the fields of ``QuantizeConfig`` that are set by ``KEY=VALUE`` texts. ``keep`` and ``ops`` may be
+    repeated, and all their values count. A ``percentile`` without a ``calibration`` chooses the calibration called
+    ``percentile``. Raises ``BadInputSpec`` if a text can't be read."""
     return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated, and its
-    values add up. Raises ``BadInputSpec`` if a text can't be read."""
+    """Returns the fields of ``CastConfig`` that are set by ``KEY=VALUE`` texts. ``keep-fp32`` may be repeated, and all
+    its values count. Raises ``BadInputSpec`` if a text can't be read."""
     return _parse(option("cast").removesuffix("="), texts, _CAST)
 
 

@@ -1,4 +1,5 @@
-"""Measures a model of unknown shape by counting its parameters and running it on fake tensors without memory."""
+"""Measures a model of unknown shape. Counts its parameters, and runs the model on fake tensors, which take no
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# The names that the configs of transformers have for the sizes of a decoder.
+# The names that configs of transformer models have for the sizes of a decoder.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -26,9 +27,9 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """Returns the ``ModelSpec`` of ``module``: its parameters, its largest block, and the shape in its ``config``.
-    Shared parameters are counted once. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run
-    that measures activations and FLOPs.
+    """Returns the ``ModelSpec`` of ``module``, with its number of parameters, its largest block, and the shape from its
+    ``config``. Shared parameters are counted once. ``sample`` holds the inputs of one sample, without a batch dim. A
+    trial run on ``sample`` measures activations and FLOPs.
     """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
@@ -47,8 +48,8 @@ def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns the blocks of ``module``. Each block is a submodule that is gathered, compiled or recomputed as a whole.
-    Blocks are the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list
-    inside a block belongs to the block.
+    The blocks are the entries of each ``ModuleList``, and those entries of each ``Sequential`` that contain modules. A
+    ``ModuleList`` inside a block belongs to the block.
     """
     found: list[torch.nn.Module] = []
     for child in module.children():
@@ -62,7 +63,8 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def sample_of(inputs: Any) -> Sample:
-    """Returns the ``inputs`` of a training sample as a tuple or dict. A single tensor becomes a tuple of one."""
+    """Returns the ``inputs`` of a training sample as a tuple or dict. A single tensor becomes a tuple with one
+    element."""
     if isinstance(inputs, Mapping):
         return inputs
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -70,8 +72,8 @@ def sample_of(inputs: Any) -> Sample:
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
     """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
-    Subtracts the costs of a batch of two from those of a batch of four, which cancels all costs that don't grow with
-    the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
+    Computes both from the difference between a batch of four and a batch of two, which leaves out the costs that don't
+    grow with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
@@ -98,8 +100,7 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Returns torch's FLOP counter, extended by the CPU's attention operator. Torch's own counter leaves out the CPU's
-    attention operator."""
+    """Returns torch's FLOP counter, extended to count the CPU's attention operator, which torch leaves out."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
 
@@ -109,7 +110,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """A context that counts the bytes that autograd saves for the backward pass.
+    """A context manager that counts the bytes that autograd saves for the backward pass.
 
     Counts each storage once, except for the storages of the tensors ``leave_out``.
     """
@@ -138,7 +139,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """Returns the plain tensor inside a DTensor or an asynchronous collective's result, else ``value`` itself."""
+    """Returns the plain tensor inside a DTensor or inside the result of an asynchronous collective. Returns any other
+    ``value`` unchanged."""
     while (inner := getattr(value, "_local_tensor", getattr(value, "elem", None))) is not None:
         value = inner
     found: torch.Tensor = value

@@ -1,4 +1,5 @@
-"""Judges how much worse a candidate is than its source, by the user's metric or by the distance of the outputs."""
+"""Judges how much less accurate a candidate is than its source, by the user's metric or by the distance of the
+outputs."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# Names the way in which the drop is computed without a metric. Cache keys contain the name, so a changed computation
-# needs a new name.
+# The name of the computation of the drop without a metric. Cache keys contain this name, so a changed computation needs
+# a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -45,10 +46,10 @@ MOST_BATCHES = 16
 class Judgement:
     """The judgement of one candidate.
 
-    With a metric, ``drop`` is (reference - candidate) / |reference|, where a higher metric is better. Without a metric,
-    ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest difference of any output value.
-    ``judged_on`` names the batches and the runtime. ``problem`` is the reason if the outputs can't be compared, else
-    empty.
+    With a metric, ``drop`` is (reference - candidate) / |reference|, computed from the metric of the source and of the
+    candidate. Without a metric, ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest
+    difference of any output value. ``judged_on`` names the batches and the runtime. ``problem`` is the reason why the
+    outputs can't be compared, or empty.
     """
 
     drop: float
@@ -66,11 +67,11 @@ class Judgement:
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. ``outputs`` maps names to the outputs
-    of all samples (axis 0). ``data`` holds every array of the data, such as inputs and labels. If ``data`` is None,
-    outputs are compared on random inputs. The first ``skip`` samples of the data calibrated the candidates. Without a
-    metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if all samples were
-    calibration samples, so that the judge has to use the calibration samples again.
+    ``metric`` is a function ``f(outputs, data) -> float`` whose value is higher for better outputs. ``outputs`` maps
+    names to the outputs of all samples (axis 0). ``data`` holds every array of the data, such as inputs and labels. If
+    ``data`` is None, outputs are compared on random inputs. The candidates were calibrated on the first ``skip``
+    samples of the data. Without a metric, the judge only uses the samples after the calibration samples. If all samples
+    are calibration samples, the judge uses the calibration samples and ``saw_all`` is set.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -90,7 +91,7 @@ class Judge:
         self._reference_metric: float | None = None
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
-        """Returns a hash over everything that a judgement depends on."""
+        """Returns a hash of everything that a judgement depends on."""
         code = _DROP
         if self.metric is not None:
             code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
@@ -144,7 +145,8 @@ class Judge:
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
 
     def nan_note(self) -> str:
-        """Returns a warning if the source itself outputs NaN on the samples for judging, else an empty text."""
+        """Returns a warning if the source itself outputs NaN on the samples for judging. Otherwise returns an empty
+        text."""
         reference = self._reference_outputs()
         count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
         return nan_words(sum(map(nan_samples, reference)), count, self.data)
@@ -152,7 +154,8 @@ class Judge:
     def check(self) -> None:
         """Runs the source and the metric on the data, before any candidate is made.
 
-        Raises ``BadData`` with the sample that the source can't run on, and ``UsageError`` if the metric fails.
+        Raises ``BadData``, which names the sample, if the source can't run on a sample. Raises ``UsageError`` if the
+        metric fails.
         """
         self._reference_outputs()
         if self.metric is not None:
@@ -187,15 +190,15 @@ class Judge:
             raise told from error
         try:
             value = float(found)
-        except (TypeError, ValueError) as error:  # the metric returned several numbers, or none
+        except (TypeError, ValueError) as error:  # the metric returned several numbers, or no number
             kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Returns every array of the data for the metric.
+        """Returns every array of the data, as an argument of the metric.
 
-        Returns no arrays for a ``LabelMetric``, because a ``LabelMetric`` holds its labels itself.
+        Returns no arrays for a ``LabelMetric``, because a ``LabelMetric`` holds its own labels.
         """
         import numpy as np
 
@@ -217,14 +220,14 @@ class Judge:
                     self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
                 except RunFailed:
                     if self.data is not None:
-                        check_samples(self.source, self.data)  # raises an error that names the sample
+                        check_samples(self.source, self.data)  # raises an error that names the failing sample
                     raise
         return self._reference
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
-        """Returns the batch size, the number of batches to skip at the front, and the number of batches to judge on.
-        Calibration reads the first ``skip`` samples. Without a metric, the judge skips the calibration samples if any
-        samples are left after them. A metric gets all samples, because a metric may depend on their number and order.
+        """Returns the batch size, the number of leading batches to skip, and the number of batches to judge on. The
+        first ``skip`` samples are calibration samples. Without a metric, the judge skips the calibration samples if
+        other samples are left. A metric gets all samples, because a metric may depend on their number and order.
         """
         if self._stream is None:
             return BATCH, 0, len(self.source.signature.cases())

@@ -1,4 +1,4 @@
-"""Metrics that compare outputs with labels, for ``accel optimize --labels``."""
+"""Provides metrics that compare outputs with labels, for ``accel optimize --labels``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ KINDS = ("top1", "top5", "spearman", "iou")
 
 @dataclass(frozen=True)
 class LabelMetric:
-    """A metric ``f(outputs, data) -> float`` of the only output whose shape fits the labels. Higher is better.
+    """A metric ``f(outputs, data) -> float`` that compares the labels with the only output whose shape fits. Higher is
+    better.
 
     ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is among the K largest
-    values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output of one
-    number per sample. ``iou`` is the mean intersection over union of the classes, for an output [samples, classes, ...]
-    or [samples, ..., classes] and labels with a class number for each pixel. ``where`` names the labels' file and
-    array.
+    values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output that has
+    one number per sample. ``iou`` is the mean intersection over union of the classes. For ``iou``, the output is
+    [samples, classes, ...] or [samples, ..., classes], and the labels hold a class number for each pixel. ``where``
+    names the labels' file and array.
 
-    The repr is part of the cache key of a judgement, and includes the sha256 of the labels.
+    The ``repr`` of the metric is part of the cache key of a judgement, and includes the sha256 of the labels.
     """
 
     kind: str
@@ -60,7 +61,8 @@ class LabelMetric:
         return float((best == labels[:, None]).any(axis=1).mean())
 
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
+        """Returns the only output whose shape fits, transposed to have its classes on axis 1. Also returns the labels
+        in a matching shape.
 
         Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` unless exactly one output fits.
         """
@@ -80,8 +82,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label does not decide which output fits. Otherwise one wrong label could select an output that
-            # holds features instead of classes.
+            # The largest label has no influence on which output fits. Otherwise one wrong label could select an
+            # output that holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -104,9 +106,9 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output that fits both layouts counts as [samples, classes, ...]. An output that fits only [samples, ..., n]
-        # may hold features of each pixel. Outputs of this kind are left out if another output fits only [samples,
-        # classes, ...].
+        # An output that fits both layouts counts as [samples, classes, ...]. An output with the last axis as classes
+        # may in fact hold features of each pixel. If another output fits only [samples, classes, ...], outputs with
+        # classes last are left out.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -162,8 +164,8 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
 
     The file is an .npz with one array, or with an array called ``label`` or ``labels``. The array has one number per
     sample, [samples] or [samples, 1]. For ``iou`` the array has a class number for each pixel, and negative numbers are
-    ignored. A ``kind`` of None chooses ``top1`` for integers, ``spearman`` for floats, and ``iou`` for several numbers
-    per sample.
+    ignored. If ``kind`` is None, the metric is ``top1`` for integers, ``spearman`` for floats, and ``iou`` for several
+    numbers per sample.
 
     Raises ``BadData`` if the file can't be read or its labels don't suit ``kind``. Raises ``UnknownName`` for an
     unknown ``kind``.
@@ -202,9 +204,9 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
 
 
 def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """Returns the mean of |found ∩ labels| / |found ∪ labels| (the Jaccard index) over the classes that occur.
-    ``found`` and ``labels`` are class numbers of the same shape. Ignores pixels with a negative label, and returns 0 if
-    no pixel is left.
+    """Returns the mean of |found ∩ labels| / |found ∪ labels| (the Jaccard index) over all classes that occur in
+    ``found`` or ``labels``. ``found`` and ``labels`` are arrays of class numbers with the same shape. Ignores pixels
+    with a negative label, and returns 0 if no pixel is left.
     """
     import numpy as np
 
@@ -217,8 +219,8 @@ def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns Spearman's rho, which is Pearson's r of the ranks. Equal values share their mean rank. Returns 0 for
-    constants."""
+    """Returns Spearman's rho, which is Pearson's r of the ranks. Equal values all get the mean of their ranks. Returns
+    0 for constants."""
     import numpy as np
 
     def ranks(values: np.ndarray) -> np.ndarray:

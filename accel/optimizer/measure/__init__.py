@@ -1,5 +1,5 @@
-"""The measurement of candidates: the timed workload, the timing beside the source, and notes about noise.
+"""Measures candidates: defines the timed workload, times the candidates and the source together, and notes the noise.
 
-Takes the candidates that passed the judge, and the user's batch, lengths and objective. Gives each candidate its
-`measured` figures, per request.
+Takes the candidates that passed the judge, and the user's batch, lengths and objective. Sets `measured` of each
+candidate to its measured figures per request.
 """

@@ -1,4 +1,4 @@
-"""Finds the candidates that may be faster although noise hid the difference."""
+"""Finds the candidates that may be faster, but whose speedup is hidden by measurement noise."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _UNDECIDED: tuple[Verdict, ...] = ("no measurable difference", "too noisy")
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    The verdict on the candidate is then undecided, but its measured speedup is above the smallest noise floor.
+    The verdict on such a candidate is undecided, but the candidate's measured speedup is above the smallest noise
+    floor.
     """
     return bool(measured.get("verdict") in _UNDECIDED and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 
 
 def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether noise decided which of the measured ``rows`` is chosen. Noise decided if a row that only seems
-    faster (``seems_faster``) has a higher speedup than every row that is measurably faster."""
+    """Tells whether the choice among the measured ``rows`` depends on noise. The choice depends on noise if a row that
+    only seems faster (``seems_faster``) has a higher speedup than every row that is measurably faster."""
     best = max((row.get("speedup") or 0.0 for row in rows if row.get("verdict") == "faster"), default=0.0)
     return any(seems_faster(row) and row["speedup"] > best for row in rows)
 
 
 def why_not_faster(measured: Mapping[str, Any]) -> str:
-    """Returns the verdict on a row that isn't faster than the source, with the figures if noise may have hidden a
-    speedup."""
+    """Returns the verdict on a row that isn't measurably faster than the source. Adds the figures if noise may have
+    hidden a speedup."""
     if not seems_faster(measured):
         return str(measured["verdict"])
     floor, interval, said = measured.get("noise_floor"), measured.get("ci95"), str(measured["verdict"])
@@ -42,8 +43,8 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
 
 
 def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, environment: Mapping[str, Any]) -> list[str]:
-    """Returns notes, with advice, about the ``rows`` that may be faster although noise hid the speedup. If the figures
-    come from the cache, a further note gives their date."""
+    """Returns notes with advice about the ``rows`` whose speedup may be hidden by noise. If the figures come from the
+    cache, a further note gives the date of the measurement."""
     notes = []
     taken = (chosen.measured or {}).get("median_ms")
     hidden = [

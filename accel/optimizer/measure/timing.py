@@ -1,4 +1,4 @@
-"""The timing of candidates beside their source."""
+"""Times the candidates and their source in the same measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .workload import Workload
 if TYPE_CHECKING:
     from accel.timing.paired import BenchReport
 
-# The recorded percentiles over all runs, for drawing the distributions.
+# The percentiles of the run times that are recorded, for drawing the distributions.
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
@@ -27,8 +27,8 @@ class Effort:
     """The length of a measurement: at least ``rounds`` rounds of blocks of ``block_seconds`` each.
 
     ``seconds`` is the time for further rounds while a confidence interval is wide. ``limit`` is the maximum number of
-    seconds for the whole measurement, loading included. A short limit reduces the rounds. A ``limit`` of None means no
-    limit.
+    seconds for the whole measurement, including loading. A short limit reduces the number of rounds. A ``limit`` of
+    None means no limit.
     """
 
     rounds: int
@@ -45,17 +45,17 @@ def measured(
     effort: Effort,
     cache: StageCache,
 ) -> Mapping[str, Any]:
-    """Times the source and the candidates beside each other, and returns the environment of the measurement.
+    """Times the source and the candidates in alternation, and returns the environment of the measurement.
 
-    The figures of an identical run come from the cache. If noise decided which cached candidate is the fastest,
-    measures the candidates again and caches the new figures.
+    If an identical measurement is in the cache, its figures are reused. If the cached choice of the fastest candidate
+    depends on noise, the candidates are measured again and the new figures are cached.
 
-    Each row gets ``measured``, which has all fields of a row of ``accel bench``. ``measured`` has times in ms and
-    energy in J, per request. ``samples_per_second`` is the samples of all requests divided by the time of all blocks.
-    ``measured`` also has ``percentiles_ms`` (at ``PERCENTILES``) and ``noise_floor``. If a pass has several requests,
-    only whole passes are timed, and the percentiles are taken over passes. A candidate that fails is rejected with its
-    reason. The environment describes the machine, and holds ``sizes``, ``noise_floor`` and ``cached`` (True if the
-    figures come from the cache).
+    Sets ``measured`` of each row to a dict with all fields of a row of ``accel bench``. Times in ``measured`` are in ms
+    per request, and energies are in J per request. ``samples_per_second`` is the samples of all requests divided by the
+    time of all blocks. ``measured`` also holds ``percentiles_ms`` (at ``PERCENTILES``) and ``noise_floor``. If a pass
+    has several requests, only whole passes are timed, and the percentiles are taken over passes. A candidate that fails
+    is rejected with the error as the reason. The environment describes the machine. The environment also holds
+    ``sizes``, ``noise_floor`` and ``cached`` (True if the figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure
@@ -134,7 +134,7 @@ def _a_request(
     body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:
-        # Tail latencies and load times of passes can't be converted to requests.
+        # The tail latencies and load times of a pass can't be converted to times per request.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     rate = row["samples_per_second"]
     # The measured rate counts only the samples of one request in each pass.

@@ -1,4 +1,4 @@
-"""The timed workload: a batch, a mix of lengths, and sequential or concurrent requests."""
+"""Defines the timed workload by a batch, a mix of lengths, and sequential or concurrent requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
-# The largest number of lengths to measure. A runtime prepares each shape anew, so a longer list is replaced by its
-# quantiles.
+# The largest number of lengths to measure. A runtime has to prepare for each new shape, so a longer list of lengths is
+# replaced by its quantiles.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
-# The number of requests per core in one timed pass. With fewer requests, streams that end at different times would
-# distort the throughput.
+# The number of requests per core in one timed pass. With fewer requests, the throughput would depend too much on
+# streams that finish early.
 _REQUESTS_A_CORE = 4
 
 
@@ -73,7 +73,8 @@ class PassCandidate(Candidate):
 
 
 class PassSession:
-    """A session whose run is one pass over the workload, with as many requests at once as the session takes."""
+    """A session whose run is one pass over the workload. A pass runs as many requests concurrently as the wrapped
+    session allows."""
 
     def __init__(self, candidate: PassCandidate) -> None:
         self._session: BaseSession = open_session(candidate.artifact, candidate.runtime, candidate.options)
@@ -86,14 +87,14 @@ class PassSession:
         return self._session.signature
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - the requests are known beforehand
-        """Returns the outputs of each distinct request, with the request's number in the output name."""
+        """Returns the outputs of each distinct request. The name of an output contains the number of the request."""
         outputs = self._session.run_many(self._requests)[: self._distinct]
         return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
 
     @property
     def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
-        """Returns the function that times the phases of a whole pass in ms, or None if the session can't time
-        phases."""
+        """Returns a function that returns the time of each phase of a whole pass in ms, or None if the session can't
+        time phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
         if measure is None:
             return None
@@ -121,8 +122,7 @@ def workload(
     cores: int,
 ) -> Workload:
     """Returns the workload for the user's options. The default workload is one sample of the data, or random inputs of
-    the dims' usual sizes. ``lengths`` is described in ``read_lengths``. ``cores`` is the number of threads of the
-    session.
+    the dims' usual sizes. ``read_lengths`` describes ``lengths``. ``cores`` is the number of threads of the session.
 
     Raises ``UsageError`` if two options contradict each other. Raises ``BadInputSpec`` for sizes outside the model's
     ranges.
@@ -158,12 +158,13 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """Returns the name of the length dim, and the list of all lengths with repetitions.
+    """Returns the name of the length dim, and the list of all lengths, including repeated lengths.
 
     ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
-    ``data`` means the lengths of the samples (the number of ones in each row of a mask). If the model has several
-    dynamic dims besides the batch, the text begins with ``DIM=``, which names the dim of the lengths. Raises
-    ``BadInputSpec`` if the dim is ambiguous, and ``BadData`` if the file holds anything but whole numbers.
+    ``data`` selects the lengths of the samples. If the model has a mask input, a sample's length is the number of
+    nonzero values in its mask. If the model has several dynamic dims besides the batch, the text has to begin with
+    ``DIM=``, the name of the length dim. Raises ``BadInputSpec`` if the dim is ambiguous, and ``BadData`` if the file
+    holds anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -209,7 +210,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
     found: list[int] = []
     for part in data.batches(_READ_AT_ONCE):
         if masks:
-            # A sample is padded to the next length that the model takes.
+            # A sample is padded to the next length that the model accepts.
             found += [signature.dims[dim].up(int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
         else:
             found += [int(part[spec.name].shape[axis])] * len(part[spec.name])
@@ -217,7 +218,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """Returns at most ``_MOST_LENGTHS`` lengths, evenly spaced quantiles of the sorted lengths."""
+    """Returns ``lengths`` sorted, or ``_MOST_LENGTHS`` evenly spaced quantiles if there are more lengths."""
     ordered = sorted(lengths)
     if len(ordered) <= _MOST_LENGTHS:
         return ordered

@@ -1,9 +1,9 @@
-"""Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
+"""Orders the steps of the search for mixed precision by gain per cost, the largest first.
 
-The search finds how many steps from the front of the sorted list are enough. The errors of different layers are
-unrelated, so their squares add up. The gain of a step is the squared error that the step removes, and its cost is the
-additional time. Finding the fastest assignment of precisions to layers is a knapsack problem. Sorting by gain per cost
-gives the greedy solution (Dantzig 1957).
+A step raises a layer from int8 to a wider precision. The gain of a step is the squared error that the step removes, and
+its cost is the additional time. The errors of different layers are unrelated, so their squares add up. Finding the
+fastest assignment of precisions to layers is a knapsack problem. Sorting the steps by gain per cost gives the greedy
+solution (Dantzig 1957). The search finds how many steps from the front of the sorted list are enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from accel.converters.quantize.sensitivity import Sensitivity
 from accel.tables.precision import PRECISIONS
 
-# The time of a multiply-add relative to int8, assumed proportional to the number of bits.
+# The time of a multiply-add relative to int8. The time is assumed to be proportional to the number of bits.
 COSTS = {
     name: (PRECISIONS[name].weight_bytes or 0.0) / (PRECISIONS["int8"].weight_bytes or 1.0)
     for name in ("int8", "fp16", "bf16", "fp32")
@@ -25,7 +25,7 @@ _LARGEST_ERROR = 1e15  # replaces infinity, because the difference of two infini
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A step that lets the layer ``node`` compute in ``precision``.
+    """A step that raises the precision of the layer ``node`` to ``precision``.
 
     ``worth`` is the squared error that the step removes per unit of cost.
     """
@@ -35,7 +35,7 @@ class Upgrade:
     worth: float
 
 
-# The (node, precision) of each layer that isn't int8, the most sensitive layer first.
+# A pair (node, precision) for each layer that isn't int8, ordered from the most to the least sensitive layer.
 Assignment = tuple[tuple[str, str], ...]
 
 
@@ -43,7 +43,7 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
     """Returns the steps that raise every layer from int8 to float, the step with the largest ``worth`` first.
 
     A step raises a layer to ``base``. With ``beyond``, a second step raises the layer from ``base`` to float32. If the
-    second step is worth more than the first, a single step raises the layer from int8 to float32.
+    second step has a larger ``worth`` than the first step, a single step raises the layer from int8 to float32.
     """
     found: list[Upgrade] = []
     for layer in layers:
@@ -62,12 +62,12 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
 
 
 def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """Returns the assignment after applying ``steps`` to a model with all layers in int8."""
+    """Returns the assignment after ``steps`` were applied to a model with all layers in int8."""
     return assigned_after({}, steps, layers)
 
 
 def assigned_after(before: Mapping[str, str], steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """Returns the assignment after ``steps``.
+    """Returns the assignment after ``steps`` were applied.
 
     ``before`` holds the precision of each layer that was already wider than int8.
     """

@@ -1,4 +1,4 @@
-"""Splits the data into a half for the search and a held-out half that confirms its result."""
+"""Splits the data into a half for the search and a held-out half that confirms the search's result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_METRIC_BY_HALF = "accel can't split the metric's values by sample; keep labe
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A judge and the name of its samples: ``search``, ``held out`` or ``all``."""
+    """A judge and the name of its samples, which is ``search``, ``held out`` or ``all``."""
 
     name: str
     judge: Judge
@@ -62,10 +62,11 @@ def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
 
 
 def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
-    """Writes batches from the front of the data to ``first`` and from the middle to ``second``, each as an .npz file.
+    """Writes batches from the first half of the data to ``first`` and from the second half to ``second``, each batch as
+    an .npz file.
 
-    Each folder gets at most ``MOST_BATCHES`` batches, because a judge reads no more. Returns False if there is only one
-    batch.
+    Writes at most ``MOST_BATCHES`` batches to each folder, because a judge reads no more. Returns False if there is
+    only one batch.
     """
     import numpy as np
 
@@ -89,7 +90,7 @@ def _metric_by_half(metric: Metric, dataset: Dataset, half: int) -> tuple[Metric
 
 
 def _write(dataset: Dataset, folder: Path, start: int, stop: int) -> None:
-    """Writes the samples from ``start`` to ``stop`` as .npz files, one per file of the dataset and in the same
+    """Writes the samples from ``start`` to ``stop`` as .npz files. The samples keep their division into files and their
     order."""
     import numpy as np
 

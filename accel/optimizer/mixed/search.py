@@ -1,7 +1,7 @@
 """Searches for the layers that have to stay float so that all other layers can be int8.
 
-Each layer's error is measured separately and weighed against the layer's cost. The search keeps the drop within the
-budget and confirms its result on held-out samples.
+Each layer's error is measured separately and weighed against the layer's cost. The search keeps the accuracy drop
+within ``max_drop`` and confirms its result on held-out samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .assignment import Assignment, Upgrade, assigned, assigned_after, cost, upg
 from .halves import Half, halves
 from .trajectory import Trajectory, Try
 
-# The largest number of float layers that are tried in int8 again, one by one.
+# The largest number of float layers that are tried in int8 a second time, one by one.
 _SECOND_LOOKS = 8
 
 
@@ -63,7 +63,7 @@ def assign(
 
 
 class _Search:
-    """One search. Each assignment is built only once, and judged only once on each half."""
+    """One search. Each assignment is built only once, and is judged only once on each half of the data."""
 
     def __init__(
         self, recipe: Recipe, src: Artifact, max_drop: float, cache: StageCache, out_of_time: Callable[[], bool]
@@ -90,7 +90,7 @@ class _Search:
     def with_assignment(self, chosen: Assignment) -> Recipe:
         """Returns the recipe with the layers in ``chosen`` kept in float."""
         steps = list(self._recipe.stages)
-        if len(chosen) == len(self.trajectory.layers):  # every layer stays float
+        if len(chosen) == len(self.trajectory.layers):  # every layer stays in float
             del steps[self._at]
             return replace(self._recipe, stages=tuple(steps))
         patterns = (*self._quantization.keep, *(glob.escape(node) for node, _ in chosen))
@@ -112,7 +112,7 @@ class _Search:
             have = dict(chosen)
             more = [step for step in steps if have.get(step.node) not in (step.precision, "fp32")]
             if not more:
-                raise NothingPassed(f"the model is not within the budget even without int8; raise {option('max_drop')}")
+                raise NothingPassed(f"the drop is over the budget even without int8 layers; raise {option('max_drop')}")
             chosen = assigned_after(have, more[: max(1, len(chosen) // 4)], found.layers)
         found.kept = tuple(node for node, _ in chosen)
         found.in_fp32 = self._in_fp32(chosen)
@@ -120,16 +120,17 @@ class _Search:
         return chosen
 
     def _in_fp32(self, chosen: Assignment) -> tuple[str, ...]:
-        """Returns the layers that the cast has to leave in float32 although the base is a 16-bit format.
+        """Returns the layers that the cast has to leave in float32 although the base precision has 16 bits.
 
-        Returns no layers if every layer is float, because the cast then finds the nodes that need float32.
+        Returns no layers if every layer is float, because the cast itself then finds the nodes that need float32.
         """
         if len(chosen) == len(self.trajectory.layers):
             return ()
         return tuple(node for node, precision in chosen if precision != self.trajectory.base)
 
     def _ranked(self) -> list[Sensitivity]:
-        """Returns the layers with their errors, from the cache if the same options were measured before."""
+        """Returns the layers with their measured errors. The errors come from the cache if they were measured with the
+        same options before."""
         ready = self._through(self._src, self._recipe.stages[: self._at])
         config = self._quantization
         base = self.trajectory.base if self._beyond else "fp32"
@@ -147,7 +148,8 @@ class _Search:
         return [Sensitivity(**row) for row in rows]
 
     def _shortest(self, half: Half, steps: list[Upgrade]) -> Assignment:
-        """Returns the assignment after the shortest prefix of ``steps`` that meets the budget, or after all steps."""
+        """Returns the assignment after the shortest prefix of ``steps`` that keeps the drop within ``max_drop``.
+        Returns the assignment after all steps if no shorter prefix is enough."""
         layers = self.trajectory.layers
         if self._within(half, ()):
             return ()
@@ -160,7 +162,7 @@ class _Search:
         return assigned(steps[:high], layers)
 
     def _thinned(self, half: Half, chosen: Assignment) -> Assignment:
-        """Returns ``chosen`` without the layers that can be int8 after all. Tries the costliest layers first."""
+        """Returns ``chosen`` without those layers that turn out to work in int8. Tries the costliest layers first."""
         layers = {layer.node: layer for layer in self.trajectory.layers}
         by_cost = sorted(chosen, key=lambda one: -cost(layers[one[0]], one[1]))
         for one in by_cost[:_SECOND_LOOKS]:
@@ -176,7 +178,7 @@ class _Search:
             raise OutOfTime(f"the layers that stay float were not found in time; give more {option('budget_seconds')}")
 
     def _within(self, half: Half, chosen: Assignment) -> bool:
-        """Tells whether the assignment is within the budget on this half of the data."""
+        """Tells whether the drop of the assignment is within ``max_drop`` on this half of the data."""
         known = self._known.get((half.name, chosen))
         if known is not None:
             return known
@@ -209,7 +211,7 @@ class _Search:
         artifact = runnable = src
         for stage, config, limit in steps:
             if stage == "engine_from_onnx":
-                break  # a build takes minutes, so the ONNX file that the engine is built from is judged instead
+                break  # building an engine takes minutes, so the engine's ONNX file is judged instead
             gates = [OutputGate(limit=limit, data=self._data)]
             artifact = run_stage(stage, artifact, config, gates=gates, cache=self._cache)
             if gate_runtime(artifact) is not None:
@@ -218,6 +220,7 @@ class _Search:
 
 
 def base_precision(recipe: Recipe) -> str:
-    """Returns the precision of the layers that aren't int8, set by the cast or else by the session."""
+    """Returns the precision of the layers that aren't int8. The cast sets this precision, or the session if there is no
+    cast."""
     cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
     return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

@@ -1,4 +1,4 @@
-"""The record of a search for mixed precision, with each tried assignment and the chosen one."""
+"""Records a search for mixed precision, with each assignment that was tried and the chosen assignment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Try:
 
     ``kept`` lists the layers that aren't int8. ``in_fp32`` lists the layers of ``kept`` that are float32 although the
     base is a 16-bit precision. ``drop`` means the same as in ``Judgement``. ``within`` is True if the drop is within
-    the budget. ``judged_on`` is ``search`` (the first half of the data), ``held out`` (the second half) or ``all`` (the
-    data could not be split).
+    ``max_drop``. ``judged_on`` is ``search`` (the first half of the data), ``held out`` (the second half) or ``all``
+    (the data could not be split).
     """
 
     kept: tuple[str, ...]
@@ -32,8 +32,8 @@ class Trajectory:
     """The record of the search that found an assignment.
 
     ``base`` is the precision of the layers in ``kept``, except for those in ``in_fp32``. ``layers`` holds the error of
-    quantizing each layer alone, the most sensitive first. ``confirmed`` is True if the held-out half of the data
-    confirmed the assignment. ``not_confirmed`` is the reason if there was no held-out half.
+    each layer if only this layer is quantized, the most sensitive layer first. ``confirmed`` is True if the assignment
+    was confirmed on the held-out half of the data. If there was no held-out half, ``not_confirmed`` is the reason.
     """
 
     base: str

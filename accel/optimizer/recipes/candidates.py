@@ -1,4 +1,4 @@
-"""Lists the recipes to try for a request, and the precisions that are impossible, with the reasons."""
+"""Lists the recipes to try for a request. Lists the impossible precisions with their reasons, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
-    """Returns a sort key that puts the likely fastest candidates first."""
+    """Returns a sort key that puts those candidates first that are probably the fastest."""
     row = PRECISIONS[recipe.precision]
     return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
 
@@ -37,7 +37,8 @@ def likelihood(recipe: Recipe) -> tuple[int, int]:
 def targets_for(name: str) -> tuple[Target, ...]:
     """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
 
-    Raises ``UnknownName`` if no target is called ``name``, and ``MissingExtra`` if its toolkit isn't installed.
+    Raises ``UnknownName`` if no target is called ``name``, and ``MissingExtra`` if the target's toolkit isn't
+    installed.
     """
     if name != "auto":
         target = Target.get(name)
@@ -57,7 +58,7 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[NotTried]]:
-    """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made, with the reason.
+    """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made with their reasons.
 
     Raises ``UsageError`` if the request has options for a stage that no recipe contains. Raises ``UnsupportedHere`` in
     each of these cases:
@@ -96,9 +97,9 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
-    """Returns the mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a search is
-    impossible, or if the user names precisions. A user who names precisions also decides whether ``mixed`` is a
-    candidate.
+    """Returns the recipe of a mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a
+    search is impossible, or if the user names precisions. In the second case, ``mixed`` is a candidate only if the user
+    names ``mixed``.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None
@@ -114,7 +115,8 @@ def _usual(src: Artifact, target: Target, request: RecipeRequest) -> tuple[str, 
 
 
 def _made(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the recipes for one target and precision. Mixed precision starts from the calibrated int8 recipes."""
+    """Returns the recipes for one target and precision. The recipes for ``mixed`` are made from the calibrated int8
+    recipes."""
     make = _RECIPES[target.name]
     if precision != "mixed":
         return make(src, target, precision, request)
@@ -129,7 +131,7 @@ def _uncalibrated(
     calibrate on."""
     if precision != "int8" or request.data is not None:
         return []
-    calibrated = replace(request, data=Path("samples.npz"))  # only the recipes' names are used; nothing reads this file
+    calibrated = replace(request, data=Path("samples.npz"))  # only the recipes' names are used, and no file is read
     if _lacking(target, precision) or _impossible(src, target, precision, calibrated):
         return []
     return [
@@ -144,7 +146,7 @@ def _needs_data(precision: str) -> str:
 
 
 def _lacking(target: Target, precision: str) -> str | None:
-    """Returns a message if ``target`` lacks ``precision``, else None."""
+    """Returns a message if ``target`` doesn't support ``precision``, else None."""
     if precision == "int4":
         has = target.kind == "engine" or not target.needs_gpu
     else:
@@ -153,7 +155,7 @@ def _lacking(target: Target, precision: str) -> str | None:
 
 
 def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> str | None:
-    """Returns the reason if ``src`` can't be made in ``precision`` for ``target``, else None."""
+    """Returns the reason if ``src`` can't be converted to ``precision`` for ``target``, else None."""
     own = precision_of(src)
     if own != precision and own in PRECISIONS and PRECISIONS[own].quantized:
         return f"the source is {own} already"

@@ -1,4 +1,4 @@
-"""Recipes for the target openvino: an OpenVINO IR on x86 CPUs."""
+"""Makes recipes for the target openvino, which is an OpenVINO IR on x86 CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .steps import cpu_has_bf16, prepared, quantized, weights_only
 
 
 def obstacle(precision: str, request: RecipeRequest) -> str | None:
-    """Returns the reason if ``precision`` is impossible for OpenVINO here, else None."""
+    """Returns the reason if OpenVINO can't use ``precision`` on this machine, else None."""
     if precision == "bf16" and not cpu_has_bf16():
         return "this CPU has no bf16 instructions"
     if request.kernels:

@@ -1,4 +1,4 @@
-"""Recipes for the target ort-cpu, which is ONNX Runtime on any CPU."""
+"""Makes recipes for the target ort-cpu, which is ONNX Runtime on any CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .steps import fused, has_large_products, prepared, quantized, weights_only,
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the recipes for ``precision``. int8 has up to three recipes, because each recipe is the fastest for some
-    models."""
+    """Returns the recipes for ``precision``. The precision int8 has up to three recipes, because each of these recipes
+    is the fastest for some models."""
     head = prepared(src, target)
     found = [
         recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)

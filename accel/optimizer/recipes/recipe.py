@@ -1,4 +1,4 @@
-"""The recipe of a candidate: its chain of stages and its session options."""
+"""Defines the recipe of a candidate, with its stages and session options."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Step(NamedTuple):
 class Recipe:
     """The recipe of one candidate.
 
-    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` is a suffix that
-    distinguishes recipes of one target and precision, with its separator (`` static``, ``+bf16``). If ``search`` is
-    True, ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float. ``gate_advice``
-    maps stages to the advice that the user gets if the gate of the stage fails. ``gate_advice`` lists only the stages
-    for which a larger ``max_drop`` doesn't help.
+    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` is a suffix of
+    the name, such as `` static`` or ``+bf16``, that distinguishes recipes with the same target and precision. If
+    ``search`` is True, ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float.
+    ``gate_advice`` maps a stage to advice for the user if the stage's gate fails. ``gate_advice`` has only
+    stages for which a larger ``max_drop`` doesn't help.
     """
 
     name: str
@@ -54,7 +54,7 @@ def recipe(
     variant: str = "",
     gate_advice: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """Returns a recipe, named by target, precision and variant."""
+    """Returns a recipe whose name consists of target, precision and variant."""
     return Recipe(
         name=f"{target.name} {precision}{variant}",
         target=target,
@@ -83,7 +83,7 @@ STATIC = " static"
 
 @dataclass(frozen=True, kw_only=True)
 class NotTried:
-    """A precision that was left out for a target, and why. ``variant`` distinguishes recipes, as in ``Recipe``."""
+    """A precision that was left out for a target, with the reason. ``variant`` means the same as in ``Recipe``."""
 
     target: str
     precision: str
@@ -100,8 +100,9 @@ class NotTried:
 class RecipeRequest:
     """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
     precisions to try, or is None to try each target's usual precisions. ``samples`` is the number of calibration
-    samples in ``data``. ``kernels`` keeps only candidates whose products are fused into accel's operators. ``engine``,
-    ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
+    samples in ``data``. If ``kernels`` is True, only candidates with matrix products that are fused into accel's
+    operators are made. ``engine``, ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``,
+    ``QuantizeConfig`` and ``CastConfig``.
     """
 
     targets: tuple[Target, ...]

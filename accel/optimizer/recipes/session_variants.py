@@ -1,4 +1,4 @@
-"""The few alternative session options that are tried for a candidate."""
+"""Lists the alternative session options that are tried for a candidate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..measure.workload import Objective
 
 
 def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
-    """Returns copies of ``row`` with different session options, the likely faster copies first. Returns no copies if
-    the runtime has no options to vary. For latency the options are fewer threads, graph optimizations that keep the
-    layout, and idle threads that sleep. A small model spends most of its time on distributing work to threads. A layout
-    change slows some convolutions. For throughput the options are several streams, which distribute work by request
-    instead of by operator.
+    """Returns copies of ``row`` with different session options. The copies that are probably faster come first. Returns
+    no copies if the runtime has no options to vary. For latency, the options are fewer threads, graph optimizations
+    that keep the tensor layout, and idle threads that sleep. Fewer threads help small models, which spend most of their
+    time on distributing work to threads. Keeping the layout helps convolutions that another layout makes slower. For
+    throughput, the option is several streams, each of which runs whole requests.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
     if options is None:
@@ -50,7 +50,7 @@ def _streams(cores: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _onnxruntime(objective: Objective, cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
     if objective == "throughput":
-        # Idle threads that spin would take cores from the streams that compute.
+        # Idle threads that spin would take CPU time from the streams that compute.
         return _streams(cores, spinning=False)
     found = [*_fewer_threads(cores, vary_threads), ("extended graph level", {"graph_level": "extended"})]
     return found + ([("no spinning", {"spinning": False})] if cores > 1 else [])

@@ -1,4 +1,4 @@
-"""The steps that recipes of several targets share."""
+"""Makes the steps that recipes of several targets share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# A product with at least this many weights reads the weights from memory at every run, because the caches are too
-# small.
+# With at least this many weights in its matrix products, a model reads the weights from memory at every run, because
+# the caches are too small.
 _LARGE_WEIGHTS = 25_000_000
 
 
@@ -26,7 +26,7 @@ def precision_of(src: Artifact) -> str:
 
 
 def has_large_products(src: Artifact) -> bool:
-    """Tells whether products have enough weights to gain from 4-bit or 8-bit weights."""
+    """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights."""
     from accel.converters.quantize.products import product_weights
     from accel.sources.onnx.file import read_proto
 
@@ -39,9 +39,9 @@ def cpu_has_bf16() -> bool:
 
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
-    """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
-    ``min_opset`` is the first opset that supports the candidate's precision, or 0 if every opset supports the
-    precision.
+    """Returns the step that changes the opset and IR version to values that ``target`` supports. Returns no step if
+    ``target`` supports the values of ``src``. ``min_opset`` is the first opset that supports the candidate's precision,
+    or 0 if every opset supports the precision.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 
@@ -74,7 +74,7 @@ def with_options(config: QuantizeConfig, request: RecipeRequest) -> QuantizeConf
 def weights_only(
     src: Artifact, target: Target, precision: str, request: RecipeRequest, block_size: int | None = None
 ) -> list[Step]:
-    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if the
+    """Returns the step that quantizes only the weights of large matrix products, to 8 or 4 bits. Returns no step if the
     weights of ``src`` are int8 or int4 already.
     """
     if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
@@ -95,10 +95,10 @@ def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequ
 
 
 def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequence[Step] = ()) -> list[Step]:
-    """Returns the given steps (``after``) and then a cast to ``base``.
+    """Returns the steps ``after``, followed by a cast to ``base``.
 
-    Adds no cast if ``base`` is None or the source isn't fp32. A cast beside QDQ changes the outputs more than a cast
-    alone, because a rounded value may fall into the next int8 step.
+    Adds no cast if ``base`` is None or the source isn't fp32. A cast in a graph with QDQ nodes gets a larger limit,
+    because a rounded value may fall into the next int8 step.
     """
     from accel.converters.cast.stage import CastConfig
 
@@ -109,8 +109,8 @@ def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequ
 
 
 def fused(src: Artifact, precision: str, request: RecipeRequest) -> list[Step]:
-    """Returns the step that fuses products into accel's operators if the user requests kernels. Fusion keeps the
-    operations and only changes where an activation is rounded.
+    """Returns the step that fuses matrix products into accel's operators, if the user requests kernels. Fusion keeps
+    the operations and only changes where activations are rounded.
     """
     from accel.converters.graph.fuse_kernels import FuseKernelsConfig
 

@@ -1,4 +1,4 @@
-"""Recipes for the targets tensorrt and tensorrt-rtx: strongly typed engines for NVIDIA GPUs."""
+"""Makes recipes for the targets tensorrt and tensorrt-rtx, which are strongly typed engines for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .recipe import Recipe, RecipeRequest, Step, recipe
 from .steps import cast_to, fused, prepared, quantized, weights_only
 
 # The number of 4-bit weights in a block. TensorRT for RTX dequantizes blocks of 4-bit weights inside the kernel of the
-# product. There is no candidate with only 8-bit weights, because TensorRT for RTX dequantizes such weights in a
-# separate kernel.
+# matrix product. Engines with int8 weights and float activations are not tried, because TensorRT for RTX dequantizes
+# int8 weights in a separate kernel.
 _BLOCK_SIZE = 128
 
 
 def without_fp8(target: Target, request: RecipeRequest) -> str | None:
-    """Returns the reason if ``target`` can't use fp8, because a requested GPU lacks fp8 or no GPU is named. Returns
-    None if every requested GPU has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
+    """Returns the reason if ``target`` can't use fp8. The reason is that a requested GPU lacks fp8, or that no GPU is
+    named. Returns None if every requested GPU has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
     """
     capabilities = request.compute_capabilities
     if not capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
@@ -59,13 +59,13 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
 
 
 def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
-    """Returns the steps that write ``precision`` into the graph. Models with 8-bit and 4-bit layers compute all other
-    layers in fp16."""
+    """Returns the steps that set the types of the graph's tensors for ``precision``. Models with 8-bit or 4-bit layers
+    compute all other layers in fp16."""
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
 
     steps = weights_only(src, target, precision, request, _BLOCK_SIZE) if precision == "int4" else []
     steps = steps or quantized(src, target, precision, request)
-    if src.properties.get("precision") == "int8":  # refits the scales of a source that another toolkit quantized
+    if src.properties.get("precision") == "int8":  # adapts the scales of a source that another toolkit quantized
         steps = [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
     base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
     return cast_to(src, base, request, steps)
@@ -73,7 +73,7 @@ def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest
 
 def _without_float64(src: Artifact) -> Sequence[Step]:
     """Returns the step that rewrites float64 as float32, or no step for a graph without float64. An engine computes
-    float64 in float32, so the graph that is judged has to do the same.
+    float64 operations in float32, so the graph that is judged has to compute in float32, too.
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
     from accel.converters.to_tensorrt.preflight import computes_in_float64

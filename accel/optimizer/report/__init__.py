@@ -1,4 +1,4 @@
-"""The report of a run: the page `report.html` from its template, and the command line that repeats the run.
+"""Writes the report of a run, which is the page `report.html`, and the command line that repeats the run.
 
 Takes the candidates, with their judgements and figures, and the request. Writes one HTML file, which opens offline.
 """

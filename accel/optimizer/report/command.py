@@ -1,4 +1,4 @@
-"""The command line that repeats a request, for the report."""
+"""Writes the command line that repeats a request, for the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT_OUT = ("source", "spec", "use_cache")
 
 
 def command_line(request: OptimizeRequest) -> str:
-    """Returns the ``accel optimize`` command for ``request``, without the options that have their default.
+    """Returns the ``accel optimize`` command for ``request``, without the options that have their default values.
 
     A metric that is a function is written as its module and name.
     """
@@ -29,7 +29,7 @@ def command_line(request: OptimizeRequest) -> str:
         if isinstance(value, bool):
             words.append(SWITCHES.get((one.name, value), flag(one.name)))
             continue
-        # accel bench has the same Python argument, and spells it --length.
+        # accel bench has an argument of the same name in Python, but its option is --length.
         spelled = "--lengths" if one.name == "lengths" else flag(one.name)
         for text in _texts(one.name, value):
             words += [spelled, text]
@@ -37,7 +37,7 @@ def command_line(request: OptimizeRequest) -> str:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    """Returns the texts of an option's value, one for each time that the option is written."""
+    """Returns the texts of an option's value. An option with several texts is written several times."""
     if name == "inputs":
         return [str(spec) for spec in parse_inputs(value)]
     if name == "dims":

@@ -1,4 +1,4 @@
-"""The page ``report.html`` with the results of all candidates. The page loads no external resources."""
+"""Writes the page ``report.html`` with the results of all candidates. The page loads no external resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The smallest divergence on the logarithmic axis, at which 0 and smaller values are drawn.
+# The smallest divergence on the logarithmic axis. Smaller values, such as 0, are drawn at this value.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # the largest number of rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
@@ -39,7 +39,7 @@ def write_page(
     objective: str,
 ) -> None:
     """Writes the page to a temporary file and renames it to ``path``. ``artifact`` is the published model. The template
-    escapes every name, because models and manifests may be hostile. Raises ``MissingExtra`` without jinja2.
+    escapes every name, because names in models and manifests may be hostile. Raises ``MissingExtra`` without jinja2.
     """
     try:
         import jinja2
@@ -79,7 +79,7 @@ def write_page(
 
 
 def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
-    """Returns the table of figures.
+    """Returns the table with the measured figures.
 
     ``columns`` lists the columns that have figures. ``rows`` pairs each candidate with the texts of its cells.
     """
@@ -90,9 +90,9 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
-    """Returns the plot of time against metric or divergence, with the ticks and the limit. The plot has a point for
-    each candidate that has a time and a metric or divergence. A line joins the Pareto-optimal points. Returns None if
-    there are fewer than two points.
+    """Returns the data of the plot of time against metric or divergence, with the ticks and the limit. The plot has a
+    point for each candidate that has a time and a metric or divergence. A line joins the Pareto-optimal points. Returns
+    None if there are fewer than two points.
     """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
@@ -109,7 +109,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
         limit = reference - max_drop * (abs(reference) or 1.0)
     times = Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
     values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
-    # A higher metric or a lower divergence is drawn higher up.
+    # Better candidates, with a higher metric or a lower divergence, are drawn higher up.
     ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
     quality = Axis(values, *ends, log=not by_metric)
     best = [
@@ -142,10 +142,10 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 
 
 def _place_names(points: list[dict[str, Any]]) -> None:
-    """Sets ``label_y``, the height of each point's name, so that names don't overlap if possible.
+    """Sets ``label_y``, the vertical position of each point's name, so that the names overlap as little as possible.
 
-    A letter is about 6 units wide. A name stands at the right of its point, or at the left of a point near the plot's
-    right edge.
+    A letter is about 6 units wide. A name is written to the right of its point, or to the left if the point is near the
+    plot's right edge.
     """
     taken: list[tuple[float, float, float]] = []
     for point in points:
@@ -166,8 +166,8 @@ def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float
 
 
 class Axis:
-    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room before the smallest and after the
-    largest value."""
+    """A linear or logarithmic axis from ``start`` to ``end``, with a margin before the smallest and after the largest
+    value."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
@@ -186,10 +186,11 @@ class Axis:
         return round(self._start + min(1.0, max(0.0, share)) * (self._end - self._start), 1)
 
     def ticks(self) -> list[dict[str, Any]]:
-        """Returns round numbers with their coordinates.
+        """Returns the axis ticks, which are round numbers with their coordinates.
 
-        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten. A long
-        range has ticks only at powers of ten, and a short range has evenly spaced ticks.
+        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten. If the
+        range is long, a logarithmic axis has ticks only at powers of ten. If the range is short, a logarithmic axis has
+        evenly spaced ticks.
         """
         values = self._decades() if self._log else _round_steps(self._low, self._high)
         return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]
@@ -207,9 +208,9 @@ class Axis:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """Returns at most ``_MOST_TICKS`` ticks from ``low`` to ``high``: the multiples of 1, 2 or 5 times a power of
-    ten."""
-    # The step is 1 to 20 times ``size``. There is one more tick than there are steps.
+    """Returns at most ``_MOST_TICKS`` ticks from ``low`` to ``high``. The ticks are the multiples of a step, which is
+    1, 2 or 5 times a power of ten."""
+    # The step between two ticks is 1 to 20 times ``size``. The number of ticks is the number of steps plus one.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
     step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
     return [
@@ -219,8 +220,8 @@ def _round_steps(low: float, high: float) -> list[float]:
 
 
 def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | None:
-    """Returns a box plot of each candidate's times: a line from the 1st to the 99th percentile, a box for the middle
-    half, and a mark for the median. Returns None if there are no times."""
+    """Returns a box plot of each candidate's times. Each plot has a line from the 1st to the 99th percentile, a box
+    from the 25th to the 75th percentile, and a mark at the median. Returns None if there are no times."""
     rows = [(row, m["percentiles_ms"]) for row in candidates if (m := row.measured) and m.get("percentiles_ms")]
     if not rows:
         return None
@@ -235,7 +236,8 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 
 
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
-    """Returns the worst comparison of each stage that made ``artifact``, with the limit of the stage's gate.
+    """For each stage that made ``artifact``, returns the comparison with the largest error, and the limit of the
+    stage's gate.
 
     ``share`` is the position of the value on a logarithmic scale from 1e-8 to the limit, in percent.
     """
@@ -253,12 +255,12 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
 
 
 def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tables of how sensitive layers are to quantization. Each searched candidate has a table with the
-    error of every layer and the tried assignments. A last table lists the nodes that the stages in ``history`` kept in
-    float32, with the reason."""
+    """Returns tables that show how sensitive the layers are to quantization. Each candidate that was found by a search
+    has a table with the error of every layer and a table with the tried assignments. Further tables list the nodes that
+    the stages in ``history`` kept in float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # rows that differ only in session options share a search
+        if row.trajectory is not None and not row.base:  # a session variant has the search of its base
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

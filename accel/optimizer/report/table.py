@@ -1,4 +1,4 @@
-"""The table of the candidates, for terminals and notebooks."""
+"""Makes the table of the candidates, for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from accel.timing.columns import named, with_values
 from ..candidate import CandidateResult, Status
 from ..result import Optimization
 
-# A reason with more characters than this stands below the table.
+# A reason with more characters than this number is printed below the table.
 _LONGEST_REASON = 60
 
 
 def table(result: Optimization, *, wide: bool = False) -> Any:
-    """Returns a table of the candidates with the figures that people decide by, and the notes. The chosen candidate is
-    bold.
+    """Returns a table of the candidates with the most important figures, and the notes. The status of the chosen
+    candidate is bold.
 
-    The candidates that were not tried, and long reasons, stand below the table. With ``wide``, the table has all
+    Candidates that were not tried, and long reasons, are printed below the table. With ``wide``, the table has all
     figures and all candidates with their reasons.
     """
     from rich.console import Group
@@ -53,7 +53,7 @@ def _reasons(candidates: Sequence[CandidateResult]) -> Iterator[str]:
 
 
 def _not_tried(candidates: Sequence[CandidateResult]) -> Iterator[str]:
-    """Yields the reasons for candidates that were not tried, each with the names of the candidates."""
+    """Yields each reason for which candidates were not tried, with the names of these candidates."""
     names: dict[str, list[str]] = {}
     for one in candidates:
         if one.status == Status.NOT_TRIED and not one.judgement:
