@@ -1,4 +1,4 @@
-"""Progress reports of long work, which a watcher displays."""
+"""Sends progress reports of long-running work to a watcher, which displays them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from accel.cancel import check_cancelled
 
-# Takes a message and the fraction that is done (None if unknown).
+# A function that takes a message and the fraction of the work that is done (None if unknown).
 Sink = Callable[[str, float | None], None]
 
 _sink: ContextVar[Sink | None] = ContextVar("accel_progress_sink", default=None)
@@ -39,13 +39,15 @@ def watched_by(sink: Sink) -> Iterator[None]:
 
 _Result = TypeVar("_Result")
 _Given = ParamSpec("_Given")
-# The length of a line of progress, which fits every notebook and terminal.
+# The width of a progress line in characters, small enough for every notebook and terminal.
 _LINE = 78
 
 
 def shows_progress(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorates a public function: in a notebook or an interactive Python, its progress is a line on stderr that
-    vanishes at the end. Shows nothing in a script, or if the caller already watches the progress."""
+    """Decorates a public function so that a notebook or an interactive Python shows the function's progress. The
+    progress is a line on stderr that vanishes at the end. The function shows no progress in a script, or if the caller
+    already watches the progress.
+    """
 
     @functools.wraps(function)
     def shown(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:

@@ -1,9 +1,9 @@
 """Estimates the bytes on a rank: model states, activations, temporary buffers, and the KV cache of inference.
 
-In the formulas, L is the number of layers, h the hidden size, a the number of heads, V the size of the vocabulary, s
-the length of a sequence and b the micro-batch. A step has m micro-batches. The tensor-, pipeline-, data- and
-context-parallel sizes are t, p, d and c. P is the number of parameters of the model. Psi is the number of parameters on
-a rank before ZeRO shards them.
+In the formulas, L is the number of layers, h is the hidden size, a is the number of heads, V is the size of the
+vocabulary, s is the length of a sequence, and b is the number of samples in a micro-batch. A step has m micro-batches.
+The tensor-, pipeline-, data- and context-parallel sizes are t, p, d and c. P is the number of parameters of the model.
+Psi is the number of parameters on a rank before ZeRO shards them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on the device of the rank that needs the most memory. ``host`` holds the bytes of this rank on the host
-    under CPU offload.
+    """The device memory, in bytes, of the rank that needs the most memory. ``host`` is the number of bytes that this
+    rank keeps in host memory under CPU offload.
 
-    ``activations`` is None if the model's shape isn't known. ``stepping`` is the bytes of the optimizer's step, which
-    begins after activations and ``temporary`` are freed.
+    ``activations`` is None if the model's shape isn't known. ``stepping`` is the number of bytes that the optimizer's
+    step needs. The optimizer's step begins after the activations and temporary buffers are freed.
     """
 
     parameters: float
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Returns the peak of all known bytes, during the passes or during the optimizer's step."""
+        """Returns the peak memory in bytes, either in the forward and backward passes or in the optimizer's step."""
         passes = (self.activations or 0.0) + self.temporary + self.kv_cache
         return self.model_states + max(passes, self.stepping)
 
@@ -49,9 +49,10 @@ class Memory:
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
 
-    A single stage has P / t parameters. Of several stages, the largest has (ceil(L / p) layers + the embedding) / t
-    parameters, because the first stage has the embedding and the last stage has the head. If t doesn't divide V, the
-    first ranks hold ceil(V / t) rows of the embedding, one more than the last ranks.
+    With a single stage, a rank has P / t parameters. With several stages, the first stage has the embedding and the
+    last stage has the head. A rank of the largest stage then has 1 / t of the parameters of ceil(L / p) layers and the
+    embedding. If t doesn't divide the vocabulary size V, the first ranks hold one more row of the embedding than the
+    last ranks.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
@@ -69,8 +70,9 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
-    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO divides these terms by the data-parallel
-    size N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1):
+    In mixed precision with Adam, parameters take 2 Psi bytes, gradients take 2 Psi bytes, and optimizer states take K
+    Psi bytes with K = 12. ZeRO divides these terms by the data-parallel size N (Rajbhandari et al. 2020, "ZeRO",
+    section 3.1, section 5 and figure 1):
 
     - Stage 1 divides the optimizer states: 2 Psi + 2 Psi + K Psi / N.
     - Stage 2 also divides the gradients: 2 Psi + (2 + K) Psi / N.
@@ -80,13 +82,14 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # hpZ's second copy (ZeRO++ section 3.2)
+    # the second copy of the parameters under hpZ (ZeRO++ section 3.2)
+    hpz = weight * psi / layout.hpz if layout.hpz else 0.0
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
-    """Returns three numbers of bytes under CPU offload: parameters on the device, gradients on the device, and
-    everything on the host.
+    """Returns three byte counts under CPU offload: parameters on the device, gradients on the device, and everything on
+    the host.
 
     The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
     the gathered parameters at ZeRO stages 1 and 2, and the accumulated gradients at ZeRO stage 1.
@@ -102,30 +105,32 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    With elements of 2 bytes, the tensors take these numbers of bytes, in units of s b h:
+    With 2-byte elements, the tensors take these multiples of s b h bytes:
 
     - 2 + 2 for the inputs of both LayerNorms, divided by t only under sequence parallel.
-    - 2 + 2 for the inputs of the QKV product and the first MLP product. The inputs of products are never divided by t,
-      because a column-parallel product saves the whole gathered sequence.
+    - 2 + 2 for the inputs of the QKV product and the first MLP product, not divided by t.
     - 6 for Q, K and V, divided by t.
     - 2 for the attention's output, divided by t.
     - 8 + 8 for the input and the output of the MLP's GELU, divided by t.
 
-    The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
-    Models", equations 1 to 4) without the two dropout masks. Korthikanti et al. also divide the product inputs by t,
-    and gather them again in the backward pass (section 4.2.2).
+    The inputs of matrix products are not divided by t, because a column-parallel product saves the whole gathered
+    sequence. Without tensor parallel, the total is 32 s b h bytes. Korthikanti et al. 2022 ("Reducing Activation
+    Recomputation in Large Transformer Models", equations 1 to 4) count 34 s b h bytes, because they include two dropout
+    masks. Korthikanti et al. also divide the inputs of matrix products by t, and gather these inputs again in the
+    backward pass (section 4.2.2).
 
-    Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp, 4 a s b
-    bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, 16 s b bytes for both LayerNorms. Under
-    autocast the residual stream and both LayerNorm inputs are float32. Autocast also makes Q, K and V each save a copy
-    of their input, which adds 4 s b h bytes.
+    Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp per head and
+    token, which is 4 a s b bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, so both
+    LayerNorms save 16 s b bytes. Under autocast the residual stream and both LayerNorm inputs are float32. Under
+    autocast, the products of Q, K and V save three copies of their input instead of one, which adds 4 s b h bytes.
 
-    ``full`` recomputation keeps only the layer's input. ``selective`` keeps the input and the results of matrix
-    products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The layer's input is divided like the LayerNorm inputs. The
-    sums of row-parallel products are saved whole, before the scatter. All other kept tensors are divided by t.
+    ``full`` recomputation keeps only the layer's input. ``selective`` recomputation keeps the layer's input and the
+    results of matrix products and of attention, which is 2 + 6 + 2 + 2 + 8 + 2 = 22 times s b h bytes. The layer's
+    input is divided by t only under sequence parallel. The results of row-parallel products are saved before the
+    scatter, so they are not divided by t. All other saved tensors are divided by t.
 
-    Under context parallel, s is a rank's share of the sequence. The attention's output is saved twice, once sharded by
-    heads and once sharded by positions, which adds 2 s b h bytes.
+    Under context parallel, s is the length of a rank's share of the sequence. Context parallel saves the attention's
+    output twice, sharded by heads and sharded by positions. The second copy adds 2 s b h bytes.
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -146,11 +151,11 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Returns the peak bytes of activations over all ranks, or None if the model's shape isn't known. The peak is on
-    the rank of a pipeline's first or last stage. A rank has L / p layers, and holds their activations of ``in_flight``
-    micro-batches. The last stage also holds the tensors after the last layer: 4 s b V / t of float32 log-probabilities,
-    the inputs of the last norm and of the head, token ids and targets. The rank of the last stage holds these tensors
-    for one micro-batch, and in GPipe for all micro-batches. With ``full`` recomputation, the rank also holds the
-    activations of one whole layer at a time.
+    the rank of a pipeline's first or last stage. A rank has L / p layers, and holds the activations of these layers for
+    the number of micro-batches that ``in_flight`` returns. The last stage also holds the float32 log-probabilities (4 s
+    b V / t bytes), the inputs of the last norm and of the head, the token ids and the targets. The last stage holds
+    these output tensors for one micro-batch, or for all micro-batches in GPipe. With ``full`` recomputation, the rank
+    also holds the activations of one whole layer at a time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -174,19 +179,20 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
+    """Returns the peak number of micro-batches whose activations a rank holds, for two ranks.
 
-    The first number is the largest of all ranks. The rank of the first stage has the largest number, except in a
-    zero-bubble schedule, in which the rank at the turn of the V has the largest number. The second number is for the
-    rank of the last stage. Neither number is larger than m. The numbers of each schedule:
+    The first number is the largest of all ranks, and the second number is for the rank of the last stage. Usually the
+    rank of the first stage has the largest number. In a zero-bubble schedule, the last rank has the largest number.
+    Neither number is larger than m, the number of micro-batches. The schedules have these two numbers:
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
-    - Interleaved, with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. The
-      first number equals p + (p - 1) / v for r = p (Korthikanti et al. 2022, section 4.2.3).
-    - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). The stages run down the ranks and back
-      up in a V, so one rank has the first and the last stage. This rank begins with 2 p - 1 forward passes of the first
-      stage, and ends with one forward pass of the last stage.
+    - Interleaved with v chunks and rounds of r micro-batches has ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. If
+      r = p, the first number of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
+    - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). In a zero-bubble schedule, the stages
+      run down the ranks and back up in a V, so the first rank has both the first and the last stage. Before its first
+      backward pass, the first rank runs 2 p - 1 forward passes of the first stage and one forward pass of the last
+      stage.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -201,13 +207,13 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:
-    """Returns an estimate of the bytes of temporary buffers. The estimate does not list every tensor.
+    """Returns an estimate of the bytes of temporary buffers. The estimate does not count every tensor.
 
     ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
-    one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
-    every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
-    b V / t. The gradient of a sharded embedding takes the whole size V h until the gradient is sharded. Under
-    accumulation, the gradient is sharded after the last micro-batch.
+    one block of gradients. ZeRO 2 takes one block of gradients that are not reduced yet. Autocast keeps a 2-byte copy
+    of every weight that the backward pass needs. The loss takes 8 s b V / t bytes for the float32 gradients of
+    log-probabilities and logits. The gradient of a sharded embedding takes V h elements until the gradient is sharded.
+    Under gradient accumulation, the embedding's gradient is sharded after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
@@ -225,8 +231,9 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 def stepping(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the optimizer's step takes in addition to the model states.
 
-    Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, which
-    ``foreach`` computes at once. Returns 0 under CPU offload, because the step then runs on the host.
+    Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, because its
+    ``foreach`` implementation computes all of them at once. Returns 0 under CPU offload, because the optimizer's step
+    then runs on the host.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:
@@ -236,7 +243,7 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
 
 
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
-    """Returns the memory of a rank that trains."""
+    """Returns the memory that a rank needs for training."""
     parameters, gradients, optimizer = model_states(spec, layout)
     host = 0.0
     if layout.offload:
@@ -254,10 +261,10 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 
 
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
-    """Returns the bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, divided by t.
+    """Returns the bytes of the 2 L (h / a) a_kv s b / t elements of keys and values on a rank.
 
-    The formula is from Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with a_kv heads
-    of keys and values.
+    The number of heads of keys and values is a_kv. The formula is from Pope et al. 2022, "Efficiently Scaling
+    Transformer Inference", section 3.3.
     """
     if not (spec.layers and spec.hidden and spec.heads):
         return 0.0

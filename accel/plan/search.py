@@ -1,4 +1,4 @@
-"""Searches for every layout that fits the memory of a rank, fastest first."""
+"""Finds all layouts that fit the memory of a rank, sorted from the fastest to the slowest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout of one model on one machine, with its memory, the bytes sent over each axis, and its time."""
+    """A layout of a model on a machine, with its memory, the bytes sent over each mesh axis, and the time of a step."""
 
     spec: ModelSpec
     layout: Layout
@@ -57,8 +57,8 @@ class Plan:
         return not self.machine.hbm or self.memory.total <= self.machine.usable
 
     def to_json(self) -> dict[str, object]:
-        """Returns the plan as plain values in bytes, seconds and fractions. Values that the inputs don't determine are
-        None.
+        """Returns the plan as plain values in bytes, seconds and fractions. A value that can't be computed from the
+        inputs is None.
         """
         m, t = self.memory, self.time
         timed = bool(self.spec.seq or self.spec.flops)
@@ -117,13 +117,14 @@ def layouts(
     pipeline: str,
     fixed: Mapping[str, Any],
 ) -> Iterator[Layout]:
-    """Yields every layout of ``world`` ranks that divides the model and the batch.
+    """Yields every layout of ``world`` ranks that divides the model and the batch evenly.
 
-    The tp or cp size is at most the size of a node, and the pp size at most the number of layers. Micro-batches are
-    powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device
-    or on the host. Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with
-    ZeRO 3, which would gather parameters for every micro-batch. qwZ and qgZ round values, so layouts have them only if
-    ``fixed`` requires them. ``fixed`` holds the required values of fields of ``Layout``.
+    The tp and cp sizes are at most the size of a node, and the pp size is at most the number of layers. The sizes of
+    micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
+    shards on the device or on the host. Layouts are tried with and without a second copy of the parameters sharded
+    within each node (hpZ). Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the parameters for every
+    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires them, because both round values. ``fixed`` maps
+    names of ``Layout`` fields to required values.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -139,7 +140,7 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            # Without blocks, the number of bytes that ZeRO 3 gathers at once is unknown.
+            # CPU offload isn't tried if the size of a block, which ZeRO 3 gathers at once, is unknown.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
@@ -160,12 +161,13 @@ def layouts(
 
 
 def _shape_options() -> str:
-    """Returns the options that describe a transformer."""
+    """Returns the command-line options that describe a transformer."""
     return f"{option('layers')}, {option('hidden')}, {option('heads')} and {option('seq')}"
 
 
 def _fills(pipeline: str, pp: int, batches: int) -> bool:
-    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of ``pipeline``."""
+    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of the schedule ``pipeline``.
+    """
     return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
 
 
@@ -182,7 +184,9 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
-    """Tells whether ``ranks`` data-parallel ranks support the hybrid sharding, offload and ZeRO++ of ``kind``."""
+    """Tells whether the settings of hybrid sharding, offload and ZeRO++ in ``kind`` are valid for ``ranks``
+    data-parallel ranks.
+    """
     zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
     if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
         return False
@@ -196,7 +200,7 @@ def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
 
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
-    """Yields each (tp, pp, cp) that divides the ranks and the model."""
+    """Yields each combination (tp, pp, cp) that divides the ranks and the model evenly."""
     near = min(world, machine.node_size)
     for tp in range(1, near + 1):
         if world % tp or (tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp)):
@@ -227,8 +231,9 @@ def search(
 ) -> list[Plan]:
     """Returns the layouts that fit ``machine.hbm`` bytes per rank, fastest first.
 
-    ``preferred`` orders equally fast layouts. ``fixed`` holds the required values of fields of ``Layout`` (``zero``,
-    ``tp``, ``hpz``, ...). Raises ``BadConfig`` if no layout fits, and names the bytes of the smallest layout.
+    Layouts with the same estimated time are sorted by ``preferred``. ``fixed`` maps names of ``Layout`` fields
+    (``zero``, ``tp``, ``hpz``, ...) to required values. Raises ``BadConfig`` with the size of the smallest layout if no
+    layout fits.
     """
     fixed = fixed or {}
     found = [
@@ -277,7 +282,7 @@ def preferred(plan: Plan) -> tuple[float, ...]:
     - The simplest layout, without offload, second shards and replicas, and with the lowest ZeRO stage.
     """
     layout = plan.layout
-    # Rounding ignores the last bits, which depend on the order of a sum.
+    # Rounding removes the last digits, which depend on the order of summation.
     sent = float(f"{sum(plan.sent.values()):.9g}")
     simple = (layout.offload, layout.hpz, layout.replicate, layout.zero)
     return (layout.recompute != "none", sent, layout.pp, layout.tp * layout.cp, -layout.micro_batch, *simple)

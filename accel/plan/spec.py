@@ -1,4 +1,4 @@
-"""The inputs of a plan: the model in numbers, its layout over ranks, and the machine."""
+"""Defines the inputs of a plan: the size of the model, its layout over ranks, and the machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from accel.errors import BadConfig
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Each row has the bytes of a parameter, of its gradient, of its float32 master copy, of one optimizer moment, of an
-# activation element, and of an element that is sent to another rank. "fp16" and "bf16" are mixed precision as in the
-# ZeRO paper, with 2 + 2 + 4 bytes.
+# Each row has the bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation
+# element, and an element that is sent to another rank. The rows "fp16" and "bf16" are mixed precision as in the ZeRO
+# paper, with 2 bytes per parameter, 2 bytes per gradient and 4 bytes per master copy.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),
@@ -24,7 +24,7 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "bf16-only": (2, 2, 0, 2, 2, 2),
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
-# The bytes of a weight at inference.
+# The bytes of a weight at inference, by precision.
 WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
 # The number of moments that each optimizer keeps per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
@@ -35,7 +35,8 @@ _QUANTITY = re.compile(r"^(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*)$")
 
 
 def quantity(text: str) -> float:
-    """Returns ``80G`` (10^9), ``80GiB`` (2^30), ``7.5e9``, ``7.5B`` or ``400T`` as a number.
+    """Converts a text such as ``80G``, ``80GiB``, ``7.5e9``, ``7.5B`` or ``400T`` to a number. The unit G is 10^9, and
+    GiB is 2^30.
 
     Raises ``BadConfig`` if ``text`` is not a quantity.
     """
@@ -50,13 +51,13 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The size of a model. A field of 0 means unknown. The fields from ``layers`` to ``seq`` describe a decoder-only
+    """The size of a model. A field that is 0 is unknown. The fields from ``layers`` to ``seq`` describe a decoder-only
     transformer.
 
     ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32. ``flops`` counts the
-    forward pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest`` is the
-    number of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is the number of parameters
-    outside all blocks, which ZeRO 3 gathers only once.
+    forward pass only. The numbers measured on fake tensors are used only if the model isn't a transformer of known
+    shape. ``largest`` is the number of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is
+    the number of parameters outside all blocks, which ZeRO 3 gathers only once per micro-batch.
     """
 
     params: int
@@ -107,8 +108,9 @@ class ModelSpec:
 
     @property
     def block(self) -> int:
-        """Returns the number of parameters that are gathered together, in one transformer layer or the largest known
-        block."""
+        """Returns the number of parameters that ZeRO 3 gathers at once. If ``largest`` is unknown, returns the number
+        of parameters of a layer or of the embedding, whichever is larger.
+        """
         if self.largest:
             return self.largest
         return max(self.layer, self.embedding) if self.layers else 0
@@ -120,12 +122,12 @@ class ModelSpec:
 
 
 def transformer_params(spec: ModelSpec) -> int:
-    """Returns the number of parameters of a GPT of ``spec``'s shape with tied embeddings.
+    """Returns the number of parameters of a GPT with the shape in ``spec`` and with tied embeddings.
 
     The number is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient Large-Scale Language Model
     Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 + 13 h parameters of a layer.
-    If a is the number of query heads and a_kv the number of heads of keys and values, the model has 2 L (h^2 + h) (1 -
-    a_kv / a) fewer parameters (Ainslie et al. 2023, "GQA", section 2.2).
+    With grouped-query attention, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer parameters, where a is the number of
+    query heads and a_kv is the number of heads of keys and values (Ainslie et al. 2023, "GQA", section 2.2).
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -134,12 +136,12 @@ def transformer_params(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of training over ranks.
+    """The layout of a training run over ranks.
 
     ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
-    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel), which ZeRO treats as
-    data-parallel ranks. With ``sequence_parallel``, the activations that tensor parallel replicates are sharded along
-    the sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats context-parallel
+    ranks as data-parallel ranks. With ``sequence_parallel``, the activations that tensor parallel replicates are
+    sharded along the sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
     ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
     the groups that hold a second, sharded copy of the parameters for the backward gather (ZeRO++). ``qwz`` gathers
@@ -203,7 +205,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Returns the number of ranks that see different samples."""
+        """Returns the number of data-parallel ranks, which process different samples."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
@@ -221,9 +223,10 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bytes/s that a rank sends inside its node,
-    ``bandwidth`` between nodes, and ``host_bandwidth`` from or to its host. ``hbm`` is the bytes of memory of a rank, 0
-    if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
+    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth``, ``bandwidth`` and ``host_bandwidth`` are the bytes
+    per second that a rank can send inside its node, between nodes, and from or to its host. ``hbm`` is the memory of a
+    rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the machine
+    figures that it assumes.
     """
 
     flops: float = 400e12
@@ -243,7 +246,7 @@ class Machine:
     def usable(self) -> float:
         """Returns the bytes of memory that a rank may fill.
 
-        The share ``reserve`` is left for the CUDA context and fragmentation.
+        A fraction ``reserve`` of the memory is left for the CUDA context and fragmentation.
         """
         return self.hbm * (1 - self.reserve)
 

@@ -10,40 +10,42 @@ from dataclasses import dataclass
 from .memory import offloaded, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
-# Bytes of a value in ZeRO++'s int8 blocks (accel.train.parallel.quantized_comm), with a float32 scale for each 256
-# codes. The last block of a parameter may be shorter.
+# The bytes that ZeRO++ sends per value in int8 blocks (accel.train.parallel.quantized_comm). Each block of 256 values
+# has a float32 scale. The last block of a parameter may be shorter.
 QUANTIZED = 1 + 4 / 256
 
 
 def ring(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends in a ring to gather ``size`` bytes, or to reduce and scatter them. Of n
-    ranks, each sends (n - 1) / n of ``size``.
+    """Returns the bytes that a rank sends in a ring all-gather or a ring reduce-scatter of ``size`` bytes. Each of n
+    ranks sends (n - 1) / n of ``size``.
 
-    A ring all-reduce scatters and gathers, and sends 2 (n - 1) / n of ``size`` (Patarasuk and Yuan 2009, "Bandwidth
-    optimal all-reduce algorithms for clusters of workstations").
+    A ring all-reduce is a reduce-scatter and an all-gather, so a rank sends 2 (n - 1) / n of ``size`` (Patarasuk and
+    Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
     """
     return size * (ranks - 1) / ranks
 
 
 def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that a rank sends over dp in a step, the sum of ``data_parallel_parts``."""
+    """Returns the bytes that a rank sends over the axis dp in a step, which is the sum of ``data_parallel_parts``."""
     return sum(size for size, _ in data_parallel_parts(spec, layout))
 
 
 def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
-    """Returns the transfers of a rank over dp in a step, each as (bytes, span).
+    """Returns the transfers of a rank over the axis dp in a step, each as (bytes, span).
 
-    The span counts the ranks from the first to the last receiver. If the span is at most the size of a node, the
-    transfer stays inside the node.
+    The span of a transfer is the number of ranks from the first to the last receiver. If the span is at most the size
+    of a node, the transfer stays inside the node.
 
-    ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
-    Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
-    ZeRO 3 gathers for the forward and for the backward pass, and scatters once (3 m Psi). ZeRO 3 gathers parameters
-    outside the blocks only once. At m = 1, the stages 0 to 3 send 2 Psi, 2 Psi, 2 Psi and 3 Psi, as in the ZeRO paper
-    (section 7). Replicas then all-reduce their shards of gradients.
+    ZeRO 0 all-reduces the gradients, which sends 2 Psi bytes. ZeRO 1 reduce-scatters the gradients and gathers the
+    parameters once, which sends 2 Psi bytes. ZeRO 2 reduce-scatters the gradients after every micro-batch and gathers
+    the parameters once, which sends (m + 1) Psi bytes. In each micro-batch, ZeRO 3 gathers the parameters twice and
+    reduce-scatters the gradients once, which sends 3 m Psi bytes per step. ZeRO 3 gathers parameters outside the blocks
+    only once per micro-batch. With one micro-batch, the ZeRO stages 0 to 3 send 2 Psi, 2 Psi, 2 Psi and 3 Psi bytes, as
+    in the ZeRO paper (section 7). In hybrid sharding, the replicas then all-reduce their shards of the gradients.
 
-    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
-    paper reduces in int4). hpZ keeps the backward gather in its group.
+    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks with a
+    float32 scale each. The paper reduces gradients in int4. With hpZ, the gather for the backward pass stays in a group
+    of ``hpz`` ranks.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -64,14 +66,14 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
 
 
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that a rank sends over tp in a step.
+    """Returns the bytes that a rank sends over the axis tp in a step.
 
-    Each layer and micro-batch takes four all-reduces of s b h, two forward and two backward (Shoeybi et al. 2019,
-    "Megatron-LM", section 3). With sequence parallel each all-reduce is a gather and a scatter of the same size
-    (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the forward all-reduces, except the last all-reduce
-    (or scatter) of a layer. A sharded vocabulary takes two more all-reduces, at the embedding and at the logits. With
-    several pipeline stages, the all-reduce of the embedding is on the first stage, and the all-reduce of the logits on
-    the last stage.
+    Each layer and micro-batch takes four all-reduces of s b h elements, two in the forward pass and two in the backward
+    pass (Shoeybi et al. 2019, "Megatron-LM", section 3). With sequence parallel, each all-reduce is replaced by a
+    gather and a reduce-scatter of the same size (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the
+    forward all-reduces, except the last all-reduce (or scatter) of a layer. A sharded vocabulary takes two more
+    all-reduces, at the embedding and at the logits. With several pipeline stages, the all-reduce of the embedding is on
+    the first stage, and the all-reduce of the logits is on the last stage.
     """
     if layout.tp == 1:
         return 0.0
@@ -84,12 +86,13 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that a rank sends over cp in a step.
+    """Returns the bytes that a rank sends over the axis cp in a step.
 
-    Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
-    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes as the forward pass
-    (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward pass. With
-    Gloo the real traffic is c times as large, because Gloo uses a gather instead of an all-to-all.
+    In each layer and micro-batch, a rank runs an all-to-all of its queries, keys, values and outputs. Queries and
+    outputs have s b h / c elements each, and keys and values have fewer elements under grouped-query attention. A rank
+    sends (c - 1) / c of each tensor, where c is the context-parallel size. The backward pass sends as many bytes as the
+    forward pass (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward
+    pass. With Gloo, the real traffic is c times as large, because Gloo uses a gather instead of an all-to-all.
     """
     if layout.cp == 1:
         return 0.0
@@ -101,17 +104,18 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that the busiest rank sends over pp in a step.
+    """Returns the bytes that the busiest rank sends over the axis pp in a step.
 
-    Each micro-batch sends s b h for every stage output and for every input gradient that goes to another rank
-    (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the bytes by t. Under autocast the residual
-    stream is float32.
+    For each micro-batch, a rank sends s b h elements for every stage output and every input gradient that goes to
+    another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the bytes by the
+    tensor-parallel size t. Under autocast the residual stream is float32.
 
-    A middle rank sends an output and an input gradient for each of its stages. A rank has one stage, or one per chunk
-    in an interleaved or zero-bubble schedule. With only two ranks, each rank has one end of the pipeline. In an
-    interleaved schedule with v chunks, the busier of two ranks sends 2 v - 1 times per micro-batch. In a zero-bubble
-    schedule (V), the busier of two ranks sends twice per micro-batch, because the two stages at the turn of the V are
-    on one rank. With two ranks of one stage each, one rank only sends outputs and the other only sends gradients.
+    A middle rank sends an output and an input gradient for each of its stages. A rank has one stage per chunk in an
+    interleaved or zero-bubble schedule, and one stage in other schedules. With only two ranks, a rank sends less,
+    because the first and the last stage have only one neighbor. In an interleaved schedule with v chunks, the busier of
+    two ranks sends 2 v - 1 times per micro-batch. In a zero-bubble schedule, the busier of two ranks sends twice per
+    micro-batch, because two consecutive stages are on the same rank. With two ranks of one stage each, one rank only
+    sends outputs and the other rank only sends gradients.
     """
     if layout.pp == 1:
         return 0.0
@@ -138,8 +142,8 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank copies between its host and its device in a step under CPU offload.
 
     A rank copies its shard of the parameters for every gather and its shard of the gradients after every reduction.
-    Parameters are gathered once at ZeRO 1 and 2, and twice per micro-batch at ZeRO 3. With hpZ, the second gather of a
-    micro-batch copies nothing.
+    Parameters are gathered once per step at ZeRO 1 and 2, and twice per micro-batch at ZeRO 3. With hpZ, the second
+    gather of a micro-batch copies nothing from the host.
     """
     if not layout.offload:
         return 0.0
@@ -153,10 +157,10 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
-    GPipe and 1F1B wait for (p - 1) / (m + p - 1) of a step. An interleaved schedule with v chunks waits for (p - 1) /
-    (v m + p - 1) of a step (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For
-    smaller m, a zero-bubble schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are
-    estimates of Qi et al. 2023.
+    With p stages and m micro-batches, GPipe and 1F1B wait for (p - 1) / (m + p - 1) of a step. An interleaved schedule
+    with v chunks waits for (p - 1) / (v m + p - 1) of a step (Narayanan et al. 2021, section 2.2). A zero-bubble
+    schedule doesn't wait if m >= 2 p. For smaller m, a zero-bubble schedule waits a third as long as 1F1B (ZB-H1). The
+    numbers for the zero-bubble schedule are estimates from Qi et al. 2023.
     """
     p, m = layout.pp, layout.accumulation
     if p == 1:
@@ -172,9 +176,9 @@ def bubble(layout: Layout) -> float:
 def flops(spec: ModelSpec, layout: Layout) -> float:
     """Returns the FLOPs of a step over all ranks.
 
-    A token takes 6 P + 12 L h s (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the forward
-    pass: 8 P + 16 L h s (Narayanan et al. 2021, equation 3). A model of unknown shape takes three times its measured
-    forward pass. Without a measurement, a token takes 6 P.
+    A token takes 6 P + 12 L h s FLOPs (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the
+    forward pass, so a token takes 8 P + 16 L h s FLOPs (Narayanan et al. 2021, equation 3). A model of unknown shape
+    takes three times the FLOPs of its measured forward pass. Without a measurement, a token takes 6 P FLOPs.
     """
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
@@ -185,8 +189,9 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of a step (``step``), and its parts: computing, sending over each axis, copying to the host, and
-    waiting in the bubble."""
+    """The time of a step in seconds (``step``), and its parts: computing, sending over each axis, copying to and from
+    the host, and waiting in the pipeline bubble.
+    """
 
     compute: float
     dp: float
@@ -202,13 +207,13 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
-    is added, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, so only the longer of the
-    two is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the time of the copies to and
-    from the host. CPU offload also adds one read and one write of everything that the optimizer holds on the host, at
-    the speed of the copies.
+    is added to the time of computing. The pipeline bubble lengthens the sum of both times. Data-parallel traffic
+    overlaps with computing, so only the longer of the two is counted. The time of the pipeline traffic of one
+    micro-batch is added. CPU offload adds the time of the copies to and from the host. CPU offload also adds the time
+    to read and write all tensors on the host once, at ``machine.host_bandwidth``.
 
-    Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
-    transfer that reaches beyond a node runs at ``machine.bandwidth``.
+    Consecutive rank numbers first cover the tensor- and context-parallel ranks, then a shard group, then the replicas.
+    A transfer that reaches beyond a node runs at ``machine.bandwidth``.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth

@@ -1,4 +1,4 @@
-"""Samples in memory: writes arrays, tensors or the batches of a data loader to ``.npz`` files, which all parts read."""
+"""Writes arrays, tensors or the batches of a data loader to ``.npz`` files, which the rest of accel reads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from accel.progress import report
 from accel.sources.structure import describe, is_array
 from accel.spelling import option
 
-# A data loader may be endless, and calibration and judging need a few hundred samples.
+# The number of samples after which no more batches are written. A data loader may be endless, and calibration and
+# comparison need only a few hundred samples.
 MOST_SAMPLES = 1024
 # The name of the array that follows the inputs in a batch.
 LABELS = "labels"
 
 
 def write_batches(data: Any, names: Sequence[str], folder: Path) -> Path:
-    """Writes samples to ``folder`` as one ``.npz`` file a batch. Returns ``folder``.
+    """Writes samples to ``folder``, with one ``.npz`` file per batch. Returns ``folder``.
 
-    ``data`` is a batch or an iterable of batches, such as a ``DataLoader``. A batch is a dict of arrays by the names of
-    the inputs, a tuple of arrays in the order of ``names``, or a single array. A tuple may have one more array, which
-    becomes the array ``labels``. Takes the first ``MOST_SAMPLES`` samples. Raises ``BadData`` if the arrays of a batch
-    don't fit the inputs, or if there is no batch.
+    ``data`` is a batch or an iterable of batches, such as a ``DataLoader``. A batch is a dict from input names to
+    arrays, a tuple of arrays in the order of ``names``, or a single array. A tuple may have one more array at the end,
+    which is saved under the name ``labels``. Stops after the batch that reaches ``MOST_SAMPLES`` samples. Raises
+    ``BadData`` if the arrays of a batch don't fit the inputs, or if there is no batch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = 0

@@ -1,4 +1,4 @@
-"""Finds the first node at which two ONNX models differ, in O(log n) runs.
+"""Finds the first node at which two ONNX models differ, with O(log n) runs of the models.
 
 The tensors that both models have are sorted in the reference's topological order. If the graph is cut after a tensor,
 later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after the cut. If a
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values below these limits are masks, such as -1e9 or -inf in the reference, and -65504 or -inf in a float16 model.
+# Values up to these limits count as mask values. Examples are -1e9 or -inf in the reference, and -65504 or -inf in a
+# float16 candidate.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
@@ -42,7 +43,7 @@ SCAN_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node's ONNX name, operator and torch module path. A node without a name has the name of its first output."""
+    """A node's ONNX name, operator and torch module path. A node without a name gets the name of its first output."""
 
     name: str
     operator: str
@@ -59,9 +60,9 @@ class Divergence:
 
     ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
-    in the reference and in the candidate. ``inputs`` holds the differences of the nearest matched tensors before this
-    tensor, by name. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this tensor,
-    and are empty if there is only one node.
+    in the reference and in the candidate. ``inputs`` maps the names of the nearest matched tensors before this tensor
+    to their differences. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this
+    tensor, and are empty if there is only one node.
     """
 
     tensor: str
@@ -112,7 +113,7 @@ class _Order:
     children: dict[str, list[str]] = field(default_factory=dict)
 
     def crossing(self, cut: int, outputs: Sequence[str]) -> list[str]:
-        """Returns the tensors that are computed up to position ``cut`` and read after it."""
+        """Returns the tensors that are computed up to position ``cut`` and read after this position."""
         place = {name: index for index, name in enumerate(self.names)}
         return [
             name
@@ -122,7 +123,7 @@ class _Order:
 
 
 class Bisection:
-    """Two models in memory, run with real rounding of 16-bit floats, and the inputs to compare them on."""
+    """Compares two models in memory on given inputs. Both models run with the real rounding of 16-bit floats."""
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ def _asked(side: RoundedModel, feeds: Mapping[str, np.ndarray], names: Sequence[
 
 
 def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Returns ``difference`` with masked values set to 0 in both arrays, because models may use different mask
+    """Returns the difference of two arrays after setting mask values to 0, because models may use different mask
     values."""
     import numpy as np
 
@@ -297,8 +298,8 @@ def _maker(graph: Graph, name: str) -> Node:
 
 
 def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
-    """Returns the nodes between the tensors ``stop`` and the tensor ``name``, in order. The last node computes
-    ``name``."""
+    """Returns the nodes between the tensors ``stop`` and the tensor ``name``, in topological order. The last node
+    computes ``name``."""
     found: set[int] = set()
     queue = [name]
     while queue:
@@ -313,7 +314,7 @@ def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
 def most_runs(tensors: int) -> int:
     """Returns the maximum number of runs of a search that finds no harmless tensors.
 
-    The search runs the models once for the outputs, then for each step of a binary search, and once for the tensors
-    after the found tensor.
+    The search runs the models once for the outputs, once for each step of the binary search, and once for the tensors
+    computed from the found tensor.
     """
     return 3 + math.ceil(math.log2(max(2, tensors)))

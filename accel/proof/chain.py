@@ -31,10 +31,10 @@ class Link:
 
 
 def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Link]:
-    """Returns a link for every file from the artifact back to the weights, with the file's hash computed again. The
-    links cover the files of the artifact and the source, each stage's output (in the cache), and the files that the
-    user gave to stages. Further links tell whether each stage's input is the output of the stage before. A pipeline
-    also has the links of its parts.
+    """Returns a ``Link`` with a newly computed hash for every file from the artifact back to the weights. The links
+    cover the files of the artifact and the source, each stage's output (in the cache), and the files that the user gave
+    to stages. Further links tell whether each stage's input is the output of the previous stage. A pipeline also has
+    the links of its parts.
 
     Raises ``ChainBroken`` if the artifact has no manifest.
     """

@@ -1,4 +1,4 @@
-"""The differences between two sets of outputs."""
+"""Computes the differences between two sets of outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Difference:
     """The difference of one output from its reference.
 
-    ``max_abs`` is the largest absolute difference. ``scale`` is the largest absolute value of the reference.
-    ``rel_l2`` is ||candidate - reference||₂ / ||reference||₂. ``cosine`` is the smallest cosine similarity of a sample
-    (axis 0) with its reference. ``problem`` is the reason if the arrays can't be compared (different shapes, or a NaN
-    in only one array), else empty.
+    ``max_abs`` is the largest absolute difference. ``scale`` is the largest absolute value of the reference. ``rel_l2``
+    is ||candidate - reference||₂ / ||reference||₂. ``cosine`` is the smallest cosine similarity of a sample (axis 0)
+    with its reference. ``problem`` says why the arrays can't be compared, such as different shapes or a NaN in only one
+    array. If the arrays can be compared, ``problem`` is empty.
     """
 
     output: str
@@ -34,7 +34,7 @@ class Difference:
 
 
 def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Returns the difference, computed in float64. A NaN equals only a NaN at the same index."""
+    """Returns the difference between two arrays, computed in float64. A NaN equals only a NaN at the same index."""
     import numpy as np
 
     if reference.shape != candidate.shape:
@@ -67,8 +67,8 @@ def _incomparable(output: str, problem: str) -> Difference:
 
 
 def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Returns ||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64. Returns 0 if both arrays are
-    zero, and infinity if only the reference is zero.
+    """Returns ||candidate - reference||₂ / ||reference||₂ of two finite arrays, computed in float64. Returns 0 if both
+    arrays are zero, and infinity if only the reference is zero.
     """
     import numpy as np
 
@@ -78,9 +78,9 @@ def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
 
 
 def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Returns float64[samples]: the cosine similarity of two finite arrays of equal shape, for each sample (axis 0).
+    """Returns the cosine similarity of two finite arrays of equal shape for each sample (axis 0), as float64[samples].
 
-    A vector is one sample. The similarity of two zero samples is 1.
+    A one-dimensional array is one sample. The similarity of two zero samples is 1.
     """
     import numpy as np
 

@@ -19,7 +19,8 @@ _NOISE = 1e-6
 
 
 def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """Returns float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0).
+    """Returns the relative error ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0), as
+    float64[samples].
 
     The denominator is at least ``_NOISE`` times the norm of the largest sample. If the whole reference is zero, the
     error is 0 for a zero sample and infinity for any other sample.
@@ -36,15 +37,16 @@ def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
     """Returns the distance between the batches of one output and their reference: 0 if equal, 1 if unrelated. The
-    distance is 1 - c, averaged over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance.
-    The concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
+    distance is the mean of 1 - c over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance
+    of a sample a and its reference b. The concordance is the cosine similarity if both norms are equal, and smaller if
+    the scale is wrong.
 
-    Samples of one number have no direction. The distance of samples of one number is the larger of their median
-    distance and Lin's distance over all samples. Lin's distance is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a -
-    μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that varies
-    little compared with its size. ``about_the_mean=False`` replaces Lin's coefficient by the concordance over all
-    samples, because the variation of outputs on random inputs is meaningless. For strings, and for samples of one
-    integer, the distance is the share of values that differ.
+    A sample with only one number has no direction. For samples of one number, the distance is the larger of the median
+    distance of the samples and Lin's distance over all samples. Lin's distance is 1 - l, where l = 2 cov / (σ_a² + σ_b²
+    + (μ_a - μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that
+    varies little compared with its size. With ``about_the_mean=False``, the concordance over all samples replaces Lin's
+    coefficient. Callers pass ``about_the_mean=False`` for random inputs, because the variation of outputs on random
+    inputs is meaningless. For strings, and for samples of one integer, the distance is the share of values that differ.
     """
     import numpy as np
 
@@ -63,8 +65,8 @@ def discordance(
 
 
 def _rows(value: np.ndarray) -> np.ndarray:
-    """Returns float64[samples, numbers] with 0 for values that aren't finite, because ``compare`` checks those
-    values."""
+    """Returns ``value`` as float64[samples, numbers]. Values that aren't finite become 0, because ``compare`` checks
+    these values."""
     import numpy as np
 
     wide = value.astype(np.float64)
@@ -72,7 +74,7 @@ def _rows(value: np.ndarray) -> np.ndarray:
 
 
 def _discordances(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """Returns float64[rows]: ||a - b||² / (||a||² + ||b||²) of each row, 0 for two zero rows.
+    """Returns ||a - b||² / (||a||² + ||b||²) of each row as float64[rows], with 0 for two zero rows.
 
     The denominator is at least ``floor``².
     """

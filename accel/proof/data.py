@@ -1,4 +1,4 @@
-"""The user's data in memory, for calibration, gates and metrics."""
+"""Loads the user's data into memory for calibration, gates and metrics."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def batch_plan(
     signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (file, first sample, number of samples) of each batch, for files that hold ``counts`` samples. A batch has
-    at most ``size`` samples, or the model's fixed batch. All batches together have at most ``limit`` samples. The count
-    of a file is read only when a batch needs the file.
+    """Yields (index of the file, first sample, number of samples) for each batch of files that hold ``counts`` samples.
+    A batch has at most ``size`` samples, or the model's fixed batch size. All batches together have at most ``limit``
+    samples. The count of a file is read only when a batch needs the file.
     """
     unit = signature.batch_unit
     step = signature.fixed_batch or max(size // unit, 1) * unit
@@ -42,7 +42,7 @@ def batch_plan(
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples for a model. Each of ``parts`` holds the arrays of one file, with samples on axis 0; shapes may differ
+    """Samples for a model. Each of ``parts`` holds the arrays of one file, with samples on axis 0. Shapes may differ
     between files. Arrays named like the model's inputs are the feeds. ``extra`` returns all other arrays, such as
     labels.
     """
@@ -74,15 +74,15 @@ class Dataset:
         return sum(len(part[first]) for part in self.parts)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples (or the model's fixed batch), at most ``limit`` samples in all.
-        Drops the last samples if they don't fill a fixed batch.
+        """Yields feeds of at most ``size`` samples each (or of the model's fixed batch size), with at most ``limit``
+        samples in total. Drops the last samples if they don't fill a fixed batch.
         """
         counts = [len(part[self.signature.inputs[0].name]) for part in self.parts]
         for at, start, take in batch_plan(self.signature, counts, size, limit):
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns samples from ``start`` on, cut or repeated to ``sizes`` (see ``at_sizes``)."""
+        """Returns the samples from number ``start`` on, cut or repeated to ``sizes`` (see ``at_sizes``)."""
         return at_sizes(self.signature, self.parts[start % len(self.parts)], sizes, start)
 
     def extra(self) -> dict[str, np.ndarray]:
@@ -101,8 +101,9 @@ class Dataset:
 def at_sizes(
     signature: Signature, part: Mapping[str, np.ndarray], sizes: Mapping[str, int], start: int
 ) -> dict[str, np.ndarray]:
-    """Returns the samples of ``part`` from ``start`` on, cut or repeated along each axis to ``sizes``. An integer whose
-    bounds name dims, such as the length of a sequence, becomes the nearest valid integer.
+    """Returns the samples of ``part`` from number ``start`` on, cut or repeated along each axis to ``sizes``. If the
+    bounds of an integer input depend on dims, such as the length of a sequence, the integers are clipped to these
+    bounds.
     """
     import numpy as np
 
@@ -119,7 +120,8 @@ def at_sizes(
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the .npz files in ``path``, sorted, or ``path`` itself. Raises ``BadData`` if there is no .npz file."""
+    """Returns the sorted .npz files in the folder ``path``, or ``path`` itself if it is a file. Raises ``BadData`` if
+    there is no .npz file."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
@@ -130,7 +132,7 @@ def data_files(path: Path) -> list[Path]:
     return [path]
 
 
-# The datasets in use, by path, files and signature.
+# The datasets that are in use, keyed by path, files and signature.
 _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
@@ -244,8 +246,8 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
     """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
 
-    ``start`` is the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape,
-    the dtype or the numbers.
+    ``start`` is the number of the first sample, which error messages use. Raises ``BadData`` if the model doesn't take
+    the shape, the dtype or the numbers.
     """
     import numpy as np
 
@@ -278,8 +280,8 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
         )
     if value.dtype == wanted:
         return value
-    # numpy's default widths (int64, float64) often differ from the model's, so numbers are converted to the model's
-    # width if they fit.
+    # The default widths of numpy (int64, float64) often differ from the model's widths, so numbers are converted to the
+    # model's width if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
         raise BadData(f"{file}: {name!r} is {value.dtype}, but the model takes {spec.dtype}; save it as {spec.dtype}")

@@ -1,4 +1,5 @@
-"""The gate after a stage, which compares the stage's output with its input on several shapes and on the user's data."""
+"""Implements the gate that runs after a stage. The gate compares the stage's output with its input on several shapes
+and on the user's data."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# Above this size, only one of the two models is loaded at a time.
+# If the model's files are larger than this number of bytes, only one of the two models is loaded at a time.
 _ONE_AT_A_TIME_BYTES = 1 << 30
 
 
@@ -35,9 +36,9 @@ class OutputGate:
     """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of every output, at every shape.
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
-    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that also run unchanged.
-    ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches of a
-    model.
+    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that are also run without being
+    cut or repeated. ``seeds`` is the number of different inputs for the first case. Different inputs may take different
+    branches of a model.
     """
 
     name: str = "outputs"
@@ -52,13 +53,13 @@ class OutputGate:
         return body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
-        """Returns a result for each output and case, with ``passed`` None if this machine can't run ``out``."""
+        """Returns a result for each output and case. ``passed`` is None if this machine can't run ``out``."""
         return self._compared(src, out, lambda: self._feeds(src, out))
 
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
         """Returns the additional results that ``check`` would give if the gate had ``seeds`` seeds.
 
-        Returns no results if the gate has ``seeds`` seeds or more already.
+        Returns no results if the gate already has ``seeds`` seeds or more.
         """
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
@@ -100,8 +101,9 @@ class OutputGate:
                     reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
-        # The source has to run all random inputs, because random inputs fit the signature. A sample that is cut to the
-        # sizes of a case may make no sense. So the source may refuse samples, as long as some feeds were compared.
+        # The source has to run all random inputs, because random inputs fit the signature. A sample of the user's data
+        # that is cut to the sizes of a case may be invalid. So the source may refuse samples of the user's data, as
+        # long as some feeds were compared.
         if refused and not (self.data and results):
             raise refused[0]
         return results
@@ -117,7 +119,7 @@ class OutputGate:
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
     def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yields a set of inputs for the first case, for each number in ``rounds``. Different numbers give different
+        """For each number in ``rounds``, yields a set of inputs for the first case. Different numbers give different
         inputs."""
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)
@@ -131,7 +133,7 @@ def _references(
     reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
-    can't run, because the stage isn't at fault. Appends the errors of the source to ``refused``."""
+    can't run, because the stage didn't cause this failure. Appends the errors of the source to ``refused``."""
     for case, feeds in feeds_by_case:
         try:
             wanted = reference.of(feeds)
@@ -171,7 +173,7 @@ def case_name(sizes: Mapping[str, int]) -> str:
 
 
 def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns ``feeds`` in the dtypes of the session's inputs, such as float16 for a cast model."""
+    """Returns ``feeds`` in the dtypes of the session's inputs, such as float16 for a model cast to float16."""
     from accel.signature import numpy_dtype
 
     dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
@@ -199,7 +201,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """The outputs of an artifact. Opens a session only for outputs that the cache lacks."""
+    """Returns the outputs of an artifact. Opens a session only if the cache lacks the outputs."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact

@@ -1,4 +1,4 @@
-"""The gate of the preprocess stage, which repeats the stage's preprocessing and postprocessing in numpy."""
+"""Implements the gate of the preprocess stage. The gate repeats preprocessing and postprocessing in numpy."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class PreprocessGate:
 
 
 def resize_bilinear(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Returns float64[n, h, w, c] resized to ``size`` (height, width), bilinear between pixel centers.
+    """Returns ``images`` resized to ``size`` (height, width), as float64[n, h, w, c]. The interpolation between pixel
+    centers is bilinear.
 
     Pixel i of the result is taken at (i + 0.5) * h / size - 0.5, clipped to the image. OpenCV's INTER_LINEAR and ONNX's
     half_pixel use the same formula.

@@ -1,4 +1,4 @@
-"""The gate that compares on inputs that were recorded before, such as the user's example."""
+"""Implements the gate that compares models on recorded inputs, such as the user's example."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class RecordedGate(OutputGate):
     """Limits the relative error as ``OutputGate`` does, on the inputs in each ``.npz`` file of the folder ``data``.
 
-    Unlike the samples of a data set, recorded inputs are taken as they are. An input may be a scalar or have an axis 0
-    of any size.
+    Unlike the samples of a data set, recorded inputs are used unchanged. An input may be a scalar or have an axis 0 of
+    any size.
     """
 
     name: str = "recorded"

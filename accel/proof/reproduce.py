@@ -1,5 +1,5 @@
 """Reproduces an artifact by running the stages of its manifest again and comparing each stage's output with the
-record."""
+recorded output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Remade:
       kernels.
     - ``different`` if the bytes fail the gate or could not be compared.
 
-    ``versions`` lists the libraries whose version changed, each as ``name then -> now``.
+    ``versions`` lists the libraries whose version changed, each as ``name old -> new``.
     """
 
     stage: str
@@ -50,9 +50,11 @@ class Remade:
 
 
 def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
-    """Run every stage of the artifact's manifest again, beginning at the source, in ``cache``, which should be empty.
+    """Run every stage of the artifact's manifest again, beginning at the source. The outputs are stored in ``cache``,
+    which should be empty.
 
-    ``given`` lists the files and folders that the stages read (calibration data), matched by their sha256.
+    ``given`` lists the files and folders that the stages read, such as calibration data. Files are matched by their
+    sha256.
 
     Raises ``ChainBroken`` if the manifest is missing, or if the source is missing or changed. Raises ``UsageError`` if
     a file that a stage read is not in ``given``.
@@ -63,7 +65,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     if not manifest.stages:
         raise ChainBroken(f"{artifact.path} was made by no stage, so there is nothing to reproduce")
     hashes = {path_sha256(path): path for path in given}
-    configs = [config_of(record, hashes) for record in manifest.stages]  # a missing file fails early
+    configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
     current = _source(manifest)
     rows = []
     for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):

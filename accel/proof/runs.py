@@ -43,8 +43,8 @@ _AT_ONCE = 8
 def check_runs(src: Artifact) -> None:
     """Run ``src`` once at every case of its signature.
 
-    A file that declares no ranges gets accel's defaults, which may be wrong for the model. Checking early gives one
-    error instead of one for each candidate.
+    A file that declares no ranges gets accel's defaults, which may be wrong for the model. Checking early gives a
+    single error instead of one error for each candidate.
 
     Raises ``BadInputSpec`` with the case that failed.
     """
@@ -85,10 +85,10 @@ def check_samples(
     source: Artifact | None = None,
     tolerance: float = ROUNDING,
 ) -> Furthest:
-    """Run ``src`` on the first ``limit`` samples of ``data`` (None: all) before any stage uses them.
+    """Run ``src`` on the first ``limit`` samples of ``data`` (all samples if None) before any stage uses them.
 
-    ``source`` is the model that ``src`` was exported from, and runs beside ``src``. The gate of an export only uses
-    random inputs, and real values may take other branches of a model. ``cache`` stores the result.
+    ``source`` is the model that ``src`` was exported from, and runs on the same samples. The gate of an export only
+    uses random inputs, and real values may take other branches of a model. ``cache`` stores the result.
 
     Returns the largest difference between ``src`` and ``source``.
 
@@ -232,5 +232,5 @@ def _bad_sample(
 
 
 def _reason(error: AccelError) -> str:
-    """Returns the reason in an error's text, without the model and shapes before it and the advice after it."""
+    """Returns only the reason from an error's text, without the model, the shapes and the advice."""
     return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]

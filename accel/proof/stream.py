@@ -1,4 +1,4 @@
-"""The user's data, read one batch at a time, so that calibration can use any number of samples."""
+"""Reads the user's data one batch at a time, so that calibration can use any number of samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# The largest compression ratio of deflate.
+# The maximum compression ratio of deflate.
 _MOST_DEFLATED = 1032
 
 # The first bytes of a .npy file.
@@ -45,8 +45,9 @@ class SampleStream:
         return sum(self._count(file) for file in data_files(self.path))
 
     def batches(self, size: int, limit: int | None = None, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples (or the model's fixed batch), at most ``limit`` samples in all.
-        Leaves out the first ``skip`` batches. Raises ``BadData`` for samples that don't fit the signature or hold NaN.
+        """Yields feeds of at most ``size`` samples each (or of the model's fixed batch size), with at most ``limit``
+        samples in total. Leaves out the first ``skip`` batches. Raises ``BadData`` for samples that don't fit the
+        signature or hold NaN.
         """
         number = 0
         for file, group in itertools.groupby(self._plan(size, limit), key=lambda entry: entry[0]):
@@ -60,7 +61,7 @@ class SampleStream:
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
         """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed reaches the end of the
-        file and continues with its first sample."""
+        file and continues with the first sample of the file."""
         files = data_files(self.path)
         file = files[start % len(files)]
         wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}

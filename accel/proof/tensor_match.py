@@ -1,4 +1,4 @@
-"""Matches the tensors of two ONNX graphs, one of which was made from the other."""
+"""Matches the tensors of an ONNX graph to the tensors of a second graph that was made from the first graph."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accel.sources.onnx.file import NAME_SCOPES
 if TYPE_CHECKING:
     import onnx
 
-# Operators that return their input under another dtype or name. Casting and quantizing insert these operators
-# everywhere.
+# Operators that return their input with another dtype or name. Casting or quantizing a model inserts these operators in
+# many places.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
 
 
@@ -78,7 +78,8 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     """Match tensors by name and operator, then by structure, then by name alone.
 
     Tensors match by structure if the same operator with the same attributes computes them from matched inputs. A fusion
-    changes the operator but keeps the name. ``known`` holds, for each model, the tensors that a run can return.
+    changes the operator that computes a tensor but keeps the tensor's name. ``known`` holds, for each model, the
+    tensors that a run can return.
     """
     here = [n for n in _computed(reference) if n in known[0]]
     there = [n for n in _computed(candidate) if n in known[1]]
@@ -113,7 +114,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
 
 
 def module_path(node: onnx.NodeProto) -> str:
-    """Returns the torch module that a node comes from (``encoder.layer.0.attention``), or "" if none is recorded.
+    """Returns the torch module that a node comes from (``encoder.layer.0.attention``), or "" if no module is recorded.
 
     The older exporter records the module in the node's name, such as ``/encoder/layer.0/MatMul``.
     """
@@ -143,7 +144,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
     """Returns each tensor's digest, which covers how the tensor is computed from inputs, constants and ``anchors``.
 
-    Uses only the shapes of constants, so that tensors match although a constant's value differs.
+    Uses only the shapes of constants, so that tensors match even if a constant's value differs.
     """
     found: dict[str, str] = {name: f"input {name}" for name in graph.inputs}
     found |= {name: f"constant {list(shape)}" for name, shape in graph.constants.items()}
@@ -164,7 +165,7 @@ def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
 def _attributes(node: onnx.NodeProto) -> list[str]:
     """Returns the attributes that identify a node, such as axes and strides.
 
-    Leaves out floats, which may be the cause of a difference.
+    Leaves out float attributes, because a wrong float may be the cause of a difference between the models.
     """
     return sorted(f"{a.name}={a.i or list(a.ints) or a.s!r}" for a in node.attribute if a.type in (2, 3, 7))
 

@@ -1,4 +1,4 @@
-"""The base of all sessions, and the table of the runtimes."""
+"""Defines the base class of all sessions and the table of runtimes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
     ``threads`` is the total number of threads, and 0 leaves the number to the runtime. ``precision`` is the precision
-    in which the runtime computes float32 (``fp32``, or ``bf16`` if the machine has it). ``streams`` is the number of
-    concurrent runs, which share the threads. ``graph_level`` selects the graph optimizations of ONNX Runtime, one of
-    ``GRAPH_LEVELS``. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the model and slows
-    down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
+    in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine supports bfloat16). ``streams``
+    is the number of concurrent runs, which share the threads. ``graph_level``, one of ``GRAPH_LEVELS``, selects the
+    graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the
+    model and slows down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -83,7 +83,7 @@ class Session(Protocol):
 
 
 class BaseSession(ABC):
-    """The base class of all sessions, with the check of the feeds, the context manager and example inputs."""
+    """The base class of all sessions, which checks feeds, makes example inputs and works in a ``with`` statement."""
 
     # True if several threads may call ``run`` concurrently, and doing so raises the throughput.
     concurrent: ClassVar[bool] = False
@@ -108,8 +108,8 @@ class BaseSession(ABC):
         return self._run(feeds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the arguments of the source's own call, and returns the model's result in the structure that the source
-        returns (see ``accel.runtimes.call``)."""
+        """Runs the model with the arguments that the source model takes. Returns the result in the structure that the
+        source model returns (see ``accel.runtimes.call``)."""
         from .call import call
 
         return call(self, args, kwargs)
@@ -131,7 +131,7 @@ class BaseSession(ABC):
         """Returns the outputs for checked feeds."""
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
-        """Returns random inputs that the model accepts. ``batch=2`` sets a dynamic dim."""
+        """Returns random inputs that the model accepts. A keyword such as ``batch=2`` sets a dynamic dim."""
         return self.signature.example_inputs(seed=seed, **sizes)
 
     def close(self) -> None:
@@ -151,8 +151,8 @@ class BaseSession(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A runtime. ``session`` is the import string of a ``BaseSession``. ``module`` is the module that the session
-    imports."""
+    """A runtime. ``session`` is the import string of a subclass of ``BaseSession``. ``module`` is the module that the
+    session imports."""
 
     name: str
     session: str
@@ -176,11 +176,11 @@ class Runtime:
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:
-        """Load ``artifact``. Raises ``UnsupportedHere`` for a wrong kind, and ``MissingExtra`` if a library is
-        missing."""
+        """Load ``artifact``. Raises ``UnsupportedHere`` for an artifact of a wrong kind, and ``MissingExtra`` if a
+        library is missing."""
         if artifact.kind not in self.kinds:
             raise UnsupportedHere(
-                f"runtime {self.name} runs {' and '.join(self.kinds)} artifacts, {artifact.path} is {artifact.kind}"
+                f"runtime {self.name} runs {' and '.join(self.kinds)} artifacts, but {artifact.path} is {artifact.kind}"
             )
         if not self.installed:
             raise MissingExtra(self.module, self.extra or "all-cpu")
@@ -289,14 +289,14 @@ def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def open_session(
     artifact: Artifact, runtime: str | None = None, options: Mapping[str, Any] | SessionOptions | None = None
 ) -> BaseSession:
-    """Load ``artifact`` with ``runtime``, by default ``default_runtime``. Missing options come from the artifact's
-    manifest."""
+    """Load ``artifact`` with ``runtime``, by default with the artifact's ``default_runtime``. Missing options come from
+    the artifact's manifest."""
     found = get_runtime(runtime) if runtime else default_runtime(artifact)
     if not isinstance(options, SessionOptions):
         given = dict(options or {})
         options = SessionOptions.of({**recorded_options(artifact), **given})
-        # Runtimes start a thread for each core of the machine. Too many threads slow down runs in a container with
-        # fewer cores.
+        # By default, runtimes start one thread for each core of the machine. Too many threads slow down runs in a
+        # container with fewer cores.
         limit = cpu_limit()
         if limit and not given.get("threads") and not 0 < options.threads <= limit:
             options = replace(options, threads=limit)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of the model for the arguments of the source's own call.
+    """Runs the model with the arguments that the source model takes, and returns the result.
 
-    Tensors of PyTorch become tensors of PyTorch on the device of the first tensor, tensors of TensorFlow become tensors
-    of TensorFlow, and arrays become arrays. A model whose manifest doesn't record a structure takes its inputs in
-    order or by name, and returns its only output or a dict of outputs. Raises ``BadFeeds`` if the arguments don't fit.
+    If the arguments are PyTorch tensors, the result has PyTorch tensors on the device of the first tensor. If the
+    arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. A model whose manifest
+    doesn't record a structure takes its inputs in order or by name, and returns its only output or a dict of outputs.
+    Raises ``BadFeeds`` if the arguments don't fit.
     """
     tensors = tensors_given(session.artifact, args, kwargs)
     outputs = session.run({name: as_array(value) for name, value in tensors.items()})
@@ -36,8 +37,8 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors by input name in the arguments of the source's own call. Raises ``BadFeeds`` if the arguments
-    don't fit."""
+    """Returns the tensors in the arguments that the source model takes, by input name. Raises ``BadFeeds`` if the
+    arguments don't fit."""
     recorded: Mapping[str, Any] = artifact.source.get("call") or {}
     names = [spec.name for spec in artifact.signature.inputs]
     templates = dict(recorded.get("arguments") or {name: {"tensor": name} for name in names})
@@ -65,7 +66,7 @@ def _names(template: Any) -> list[str]:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns a tensor of any framework as an array."""
+    """Converts a tensor of any framework to a NumPy array."""
     if isinstance(value, np.ndarray):
         return value
     if _is_torch(value):

@@ -1,4 +1,4 @@
-"""CUDA graphs, which launch all kernels of an engine at once instead of one by one."""
+"""Captures CUDA graphs, which launch all kernels of an engine at once instead of one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """The work that ``enqueue`` puts on ``stream``, captured at the second run with the same ``key``.
+    """A CUDA graph of the work that ``enqueue`` puts on ``stream``. The graph is captured at the second run with the
+    same ``key``.
 
     The key has to identify everything that the kernels depend on (profile, shapes, addresses) except the contents of
     their buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
@@ -24,7 +25,7 @@ class CudaGraph:
         self._graph: int | None = None
 
     def run(self, key: Hashable, enqueue: Callable[[], bool]) -> bool:
-        """Launch the graph, or call ``enqueue``. Returns False if ``enqueue`` fails."""
+        """Launch the graph, or call ``enqueue`` if ``key`` is new. Returns False if ``enqueue`` fails."""
         if key != self._key:
             self.close()
             self._key = key
@@ -43,7 +44,7 @@ class CudaGraph:
         return True
 
     def close(self) -> None:
-        """Destroy the graph. The next run of any key calls ``enqueue``."""
+        """Destroy the graph. The next run with any key calls ``enqueue``."""
         if self._graph is not None:
             self._cuda.destroy_graph(self._graph)
         self._key = self._graph = None

@@ -1,4 +1,4 @@
-"""Memory, streams, events and graphs of an NVIDIA GPU, for running engines."""
+"""Manages memory, streams, events and graphs of an NVIDIA GPU for running engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CudaRuntime:
             raise MissingExtra("cuda-bindings", extra) from error
         self._cuda: Any = runtime
         self._kinds: Any = runtime.cudaMemcpyKind
-        # The bindings' calls take objects instead of integers.
+        # Maps integers to the objects that the functions of the CUDA bindings take.
         self._streams: dict[int, Any] = {}
         self._events: dict[int, Any] = {}
         self._graphs: dict[int, Any] = {}
@@ -145,7 +145,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
 
     def end_capture(self, stream: int) -> int:
-        """Returns a graph, ready to launch, of the work enqueued on ``stream`` since ``begin_capture``."""
+        """Returns a launchable graph of the work that was enqueued on ``stream`` since ``begin_capture``."""
         (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
         (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
         self._call(self._cuda.cudaGraphDestroy(graph))
@@ -181,9 +181,9 @@ def device_capability() -> str:
 
 
 class DeviceMemory:
-    """A device buffer and a pinned host buffer for each tensor, by name.
+    """Holds a device buffer and a pinned host buffer for each tensor name.
 
-    Buffers grow and never shrink, so a session stops allocating after its largest shape.
+    Buffers grow and never shrink, so a session stops allocating after the run with its largest shape.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -196,7 +196,8 @@ class DeviceMemory:
         return self._grown(self._device, name, size, self._cuda.allocate, self._cuda.free)
 
     def host(self, name: str, size: int) -> np.ndarray:
-        """Returns ``size`` bytes of pinned memory as uint8. Only copies of pinned memory are asynchronous."""
+        """Returns ``size`` bytes of pinned memory as uint8. Copies to and from the device are asynchronous only with
+        pinned memory."""
         address = self.host_address(name, size)
         content = (ctypes.c_uint8 * size).from_address(address)
         return np.ctypeslib.as_array(content)

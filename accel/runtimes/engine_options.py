@@ -1,4 +1,4 @@
-"""The command-line options for building an engine, such as ``--engine builder-level=5 --engine workspace=2GB``."""
+"""Reads command-line options for building an engine, such as ``--engine builder-level=5 --engine workspace=2GB``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from accel.key_values import read_key_values, yes_or_no
 from accel.spelling import option
 
-# The GPUs that can run a TensorRT engine: Ampere and later, or GPUs of the builder's compute capability.
+# A TensorRT engine can run on Ampere and later GPUs, or only on GPUs with the builder's compute capability.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")
@@ -17,7 +17,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, 
 
 
 def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns fields of ``EngineFromOnnxConfig`` from ``KEY=VALUE`` texts. Raises ``BadInputSpec`` for a bad text."""
+    """Converts ``KEY=VALUE`` texts to fields of ``EngineFromOnnxConfig``. Raises ``BadInputSpec`` for a bad text."""
     known = {key: (read, example) for key, (_, read, example) in _OPTIONS.items()}
     return {
         _OPTIONS[key][0]: value
@@ -26,8 +26,7 @@ def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:
-    """Returns the command-line words for ``options``. ``parse_engine_options`` turns the words into ``options``
-    again."""
+    """Returns the command-line words for ``options``. ``parse_engine_options`` reads these words back."""
     words: list[str] = []
     for key, (field, _, _) in _OPTIONS.items():
         value = options.get(field)

@@ -1,4 +1,4 @@
-"""ncnn through its Python binding, on the CPU, one sample at a time."""
+"""Runs ncnn models on the CPU through ncnn's Python binding, one sample at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NcnnSession(BaseSession):
-    """A net in float32. ncnn has no batch dim, so the samples of a batch run one after the other.
+    """An ncnn net in float32. The samples of a batch run one after the other, because ncnn has no batch dim.
 
     Inside ncnn, the inputs and outputs are called ``in0``, ``out0``, ... in the order of the signature.
     """
@@ -44,7 +44,7 @@ class Net:
 
         self.signature = signature
         self.net: Any = ncnn.Net()
-        # The net is judged and shipped in float32. By default ncnn computes in 16 bits on CPUs that support it.
+        # The net is verified and shipped in float32. By default ncnn computes in 16 bits on CPUs that support it.
         for name in (
             "use_fp16_packed",
             "use_fp16_storage",
@@ -108,6 +108,8 @@ class Net:
             for index, spec in enumerate(self.signature.outputs):
                 code, mat = extractor.extract(f"out{index}")
                 if code != 0:
-                    raise InvalidModel(f"ncnn stopped before the output {spec.name!r} (code {code}); convert it again")
+                    raise InvalidModel(
+                        f"ncnn stopped before the output {spec.name!r} (code {code}); convert the model again"
+                    )
                 found[spec.name] = np.array(mat).astype(numpy_dtype(spec.dtype))
         return found

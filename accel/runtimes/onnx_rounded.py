@@ -1,10 +1,10 @@
-"""Runs 16-bit ONNX models on the CPU with the rounding of their own dtypes after every node.
+"""Runs 16-bit ONNX models on the CPU and rounds the outputs of every node to their 16-bit dtypes.
 
 ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
-gives 300. Hardware with float16 gives infinity. The CPU provider can't run bfloat16 at all. This session rewrites the
-model into a float32 twin that casts each float16 or bfloat16 tensor to its dtype and back, and runs the twin without
-graph optimizations. Inside a node, as in the sums of a MatMul, values stay float32, like on tensor cores. A model
-without 16-bit floats runs unchanged.
+gives 300. Hardware that computes in float16 gives infinity for ``sqrt(x * x)`` at x = 300. The CPU provider can't run
+bfloat16 at all. This session rewrites the model into a float32 twin, and runs the twin without graph optimizations. The
+twin casts each float16 or bfloat16 tensor to its 16-bit dtype and back to float32. Inside a node, such as in the sums
+of a MatMul, values stay float32, as on tensor cores. A model without 16-bit floats runs unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .base import BaseSession, SessionOptions
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-# Nodes that only move values. The outputs of such nodes need no rounding, because the inputs are rounded already.
+# Operators that only move or select values. The outputs of these operators need no rounding, because the inputs are
+# already rounded.
 MOVES = frozenset(
     {
         "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
@@ -46,7 +47,7 @@ _NATIVE = frozenset(
     }
 )  # fmt: skip
 
-# Integer attributes that name a dtype.
+# The names of integer attributes that hold a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
 # Constants with more elements than this are passed as arrays, because a protobuf message is limited to 2 GB and copying
@@ -60,7 +61,7 @@ _LARGE_BYTES = 1 << 30
 
 
 class RoundedModel:
-    """A model in memory that runs with real rounding. ``model`` itself is not changed.
+    """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed.
 
     ``tensors`` names all tensors that nodes of the top-level graph compute, in order, after functions are inlined.
     """
@@ -75,7 +76,8 @@ class RoundedModel:
         self._sessions: dict[tuple[str, ...], Any] = {}
 
     def run(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Returns the tensors ``names`` (default: the outputs). 16-bit floats are returned as rounded float32."""
+        """Returns the tensors ``names``, by default the outputs. Values in 16-bit floats are returned as rounded
+        float32."""
         wanted = tuple(names) if names is not None else self.outputs
         if not wanted:
             return {}
@@ -118,7 +120,7 @@ class RoundedModel:
 
 
 class RoundedSession(BaseSession):
-    """Runs fp16 and bf16 models with the rounding of their hardware, and other models without optimizations."""
+    """Runs fp16 and bf16 models with the rounding of 16-bit hardware, and other models without optimizations."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -126,15 +128,15 @@ class RoundedSession(BaseSession):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Returns the names of the tensors that ``run_all`` returns."""
+        """Returns the names of the tensors that ``run_all`` returns by default."""
         return self._model.tensors
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         return self._typed(self._model.run(feeds))
 
     def run_all(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Returns the tensors ``names`` in their own dtypes, by default all tensors that nodes of the top-level graph
-        compute."""
+        """Returns the tensors ``names`` in their own dtypes. By default, returns all tensors that nodes of the
+        top-level graph compute."""
         self.signature.check_feeds(feeds)
         return self._typed(self._model.run(feeds, self.tensors if names is None else names))
 
@@ -147,7 +149,7 @@ class RoundedSession(BaseSession):
 
 
 def as_float32(value: np.ndarray) -> np.ndarray:
-    """Returns ``value`` with 16-bit floats widened to float32, which is exact."""
+    """Returns ``value``, and converts 16-bit floats to float32 without rounding."""
     return value.astype(np.float32) if value.dtype in (np.float16, numpy_dtype("bfloat16")) else value
 
 
@@ -166,7 +168,7 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy without the bytes of the larger constants, which shape inference doesn't need."""
+    """Returns a copy of the model without the bytes of the larger constants, which shape inference doesn't need."""
     light = onnx.ModelProto()
     light.CopyFrom(model)
     for tensor in light.graph.initializer:
@@ -220,7 +222,7 @@ def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
 
 
 def elem_types(graph: onnx.GraphProto) -> dict[str, int]:
-    """Returns the dtypes of the tensors that a graph declares. ``value_info`` has to be filled."""
+    """Returns the dtypes of the tensors that a graph declares. The graph's ``value_info`` has to be filled."""
     types = {t.name: int(t.data_type) for t in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type:

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU and on NVIDIA GPUs."""
+"""Runs models with ONNX Runtime on the CPU and on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
-CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
-_FATAL = 4  # hides ONNX Runtime's log of errors, because the exceptions contain the same messages
+CONVOLUTION = "FusedConv2d"  # The prefix of the operator names of accel's convolutions.
+_FATAL = 4  # Hides ONNX Runtime's log of errors, because the exceptions contain the same messages.
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -34,16 +34,17 @@ _LEVELS = {
 }
 # Matches ONNX Runtime's error messages about an index out of range.
 _OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
-# Dtypes of ml_dtypes that NumPy itself lacks. ONNX Runtime gets tensors of these dtypes as integers of the same bits.
+# Dtypes of ml_dtypes that NumPy itself lacks. ONNX Runtime gets tensors of these dtypes as integers with the same bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 _FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, native.EPFail, native.NotImplemented)
 
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider, with ``options.threads`` threads inside an operator and one operator at a time.
+    """Runs a model with the CPU execution provider, one operator at a time, with ``options.threads`` threads inside an
+    operator.
 
-    Several threads may call ``run``. Concurrent runs (``options.streams``) share these threads.
+    Several threads may call ``run``. Concurrent runs (``options.streams``) share the threads.
 
     Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if this build has no kernel
     for an operator.
@@ -86,7 +87,7 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Returns the range of indices of each input that selects rows of a table. Reads the file, but only after a
+        """Returns the range of valid indices for each input that selects rows of a table. The file is read only after a
         failed run."""
         from accel.sources.onnx.file import describe
 
@@ -101,7 +102,7 @@ class OnnxRuntimeSession(BaseSession):
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
         """Copy the inputs to ``device``, run there, and copy the outputs back, with one copy in each direction."""
         binding = self.session.io_binding()
-        held = []  # some versions keep no references to bound values
+        held = []  # some versions of ONNX Runtime keep no references to bound values
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
@@ -121,7 +122,7 @@ class OnnxRuntimeSession(BaseSession):
 
 
 class OnnxRuntimeCudaSession(OnnxRuntimeSession):
-    """The CUDA execution provider, with IO binding. Operators without a CUDA kernel run on the CPU.
+    """Runs a model with the CUDA execution provider and IO binding. Operators without a CUDA kernel run on the CPU.
 
     Raises ``MissingExtra`` if the installed ONNX Runtime was built without CUDA. Raises ``UnsupportedHere`` if CUDA
     can't start on this machine. A session never falls back to the CPU for the whole model.
@@ -177,9 +178,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ into an int8 product and then rejects this product. The file itself is valid,
-        # and a second load without optimizations accepts the file. If the second load fails too, the first error is
-        # reported.
+        # ONNX Runtime fuses float8 QDQ nodes into an int8 product and then rejects this product. The file itself is
+        # valid and can be loaded without optimizations. If the second load fails too, the first error is reported.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
@@ -190,8 +190,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
 def _register_operators(settings: Any, path: Path) -> None:
     """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
 
-    Without a library, the function bodies in the file run instead. The names of convolutions contain sizes, so the
-    library is given the names of this model's convolutions.
+    Without a library, the function bodies in the model file run instead. The operator names of accel's convolutions
+    contain sizes, so the library is given the names in this model.
     """
     given = os.environ.get(OPERATORS)
     if not given:
@@ -224,7 +224,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _dtype(name: str) -> str:
-    """Returns the dtype of ONNX Runtime's ``tensor(float16)`` as a name from ``DTYPES``."""
+    """Converts an ONNX Runtime type such as ``tensor(float16)`` to a name from ``DTYPES``."""
     inner = name.removeprefix("tensor(").removesuffix(")")
     return {"float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}.get(
         inner, inner
@@ -255,6 +255,6 @@ def _to_array(value: Any) -> np.ndarray:
         return array
     shape = value.shape()
     kind = numpy_dtype(dtype)
-    # string_at copies, because the runtime frees the memory with the value.
+    # string_at copies the data, because ONNX Runtime frees the memory together with the value.
     data = ctypes.string_at(value.data_ptr(), math.prod(shape) * kind.itemsize)
     return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU."""
+"""Runs models with OpenVINO on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # bfloat16.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
-# Dtypes that OpenVINO's Python API only takes as integers of the same bits.
+# Dtypes that OpenVINO's Python API only takes as integers with the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
@@ -47,13 +47,13 @@ class _Slot:
 
 
 class OpenVinoSession(BaseSession):
-    """A compiled model with one infer request for latency, or ``options.streams`` requests for throughput. As many
-    threads as there are requests may call ``run`` concurrently. ``options.precision`` is the precision in which float32
-    is computed.
+    """A compiled model with one infer request for latency, or ``options.streams`` requests for throughput. Threads may
+    call ``run`` concurrently, at most one thread per request. ``options.precision`` is the precision in which float32
+    models are computed.
 
     Raises these errors:
 
-    - ``MissingExtra`` without OpenVINO.
+    - ``MissingExtra`` if OpenVINO isn't installed.
     - ``InvalidModel`` if the IR is missing, truncated or corrupt.
     - ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support bfloat16.
     """
@@ -218,7 +218,7 @@ class OpenVinoSession(BaseSession):
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_integers(self, feeds: Feeds) -> None:
-        """Raises ``BadFeeds`` for an integer out of range, because OpenVINO would silently read a wrong row of the
+        """Raises ``BadFeeds`` for an integer out of range, because OpenVINO would silently read a wrong row of a lookup
         table."""
         if found := self._integers.first_outside(feeds):
             raise BadFeeds(f"{found}; correct the values, or export the model with the range of the input")
@@ -241,7 +241,7 @@ class OpenVinoSession(BaseSession):
 
 
 def reason(error: BaseException, most: int = 300) -> str:
-    """Returns OpenVINO's message without the places in its C++ source, shortened to ``most`` characters."""
+    """Returns OpenVINO's message without the locations in its C++ code, shortened to ``most`` characters."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [re.sub(r"^Check '.*?' failed at \S+:\d+:?", "", re.sub(r"^Exception from \S+:\d+:?", "", n)) for n in lines]
     return shortened(one_line(" ".join(said), None).strip(". "), most) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Runs unconverted TensorFlow and TFLite models, the reference of conversions and the baseline of benchmarks."""
+"""Runs unconverted TensorFlow and TFLite models as the reference of conversions and the baseline of benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TensorFlowSession(BaseSession):
-    """A model in the TensorFlow process, reached over a pipe. ``options.threads`` has no effect."""
+    """Runs a model in the TensorFlow process over a pipe. ``options.threads`` has no effect."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -41,8 +41,8 @@ class TensorFlowSession(BaseSession):
 
 
 def open_here(candidate: Candidate) -> TensorFlowHereSession:
-    """Open a candidate in a benchmark's child process. The child process imports TensorFlow itself, which keeps the
-    pipe out of the timing."""
+    """Open a candidate in a benchmark's child process. The child process imports TensorFlow itself, so the timing
+    doesn't include the pipe."""
     import os
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -51,7 +51,7 @@ def open_here(candidate: Candidate) -> TensorFlowHereSession:
 
 
 class TensorFlowHereSession(TensorFlowSession):
-    """A model in the current process, which is a dedicated child process such as a benchmark's."""
+    """Runs a model in the current process, which is a dedicated child process (for example, of a benchmark)."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)

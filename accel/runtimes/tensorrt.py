@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX engines on an NVIDIA GPU."""
+"""Runs TensorRT and TensorRT-RTX engines on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .cuda_memory import Cuda
 
 Shape = tuple[int, ...]
-# The min, opt and max shape of each input.
+# The minimum, optimal and maximum shape of each input.
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 
 
@@ -35,14 +35,14 @@ class EngineFailed(AccelError):
 
 
 class TensorRTSession(BaseSession):
-    """One execution context on one stream of the current device.
+    """Runs an engine with one execution context on one stream of the current device.
 
-    Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
-    holds the shapes of the feeds.
+    Inputs are copied through pinned memory to device buffers, which never shrink. A run uses the first optimization
+    profile that includes the shapes of the feeds.
 
     Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU. Raises
-    ``InvalidModel`` if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all
-    profiles.
+    ``InvalidModel`` if the file's hash differs from the hash in its manifest. A run raises ``BadFeeds`` for shapes
+    outside all profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -83,7 +83,7 @@ class TensorRTSession(BaseSession):
         return self._run_marked(feeds, lambda: None)
 
     def phases(self, feeds: Feeds) -> dict[str, float]:
-        """Returns the milliseconds of ``host_to_device``, ``compute`` and ``device_to_host`` in one run.
+        """Returns the milliseconds of the phases ``host_to_device``, ``compute`` and ``device_to_host`` in one run.
 
         CUDA events measure only the GPU, without the CPU's work before, between and after the phases.
         """
@@ -212,7 +212,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in order, because each object uses the next
+        self._context = self._engine = self._runtime = None  # in this order, because each object uses the next object
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
@@ -224,8 +224,8 @@ class TensorRTSession(BaseSession):
 
 
 def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
-    """Returns the allocator of outputs whose size depends on the data. After a run, ``shapes`` holds the shapes of
-    these outputs."""
+    """Returns the allocator of outputs whose size depends on the data. After a run, the allocator's ``shapes`` holds
+    the shapes of these outputs."""
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -258,8 +258,8 @@ def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
 
 
 def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int | None:
-    """Returns the index of the first profile that holds ``shapes``, or None. Returns 0 for an engine without
-    profiles."""
+    """Returns the index of the first profile that includes ``shapes``, or None if no profile does. Returns 0 for an
+    engine without profiles."""
 
     def holds(profile: Profile) -> bool:
         return all(
@@ -277,7 +277,7 @@ def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> 
 
 
 def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str:
-    """Returns the message for feeds that no profile holds."""
+    """Returns the error message for feeds whose shapes are outside all profiles."""
 
     def text(shape: Shape) -> str:
         return "x".join(map(str, shape))
@@ -328,7 +328,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_bytes(artifact: Artifact) -> None:
-    """Raises ``InvalidModel`` if the hashes differ from the manifest's. A damaged engine can crash the process."""
+    """Raises ``InvalidModel`` if the file hashes differ from the manifest's hashes. A damaged engine can crash the
+    process."""
     if artifact.manifest is not None and artifact.hashes() != dict(artifact.manifest.files):
         raise InvalidModel(
             f"{artifact.path} is not the file its manifest describes (its sha256 differs); build it again with: "
@@ -337,12 +338,12 @@ def check_bytes(artifact: Artifact) -> None:
 
 
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
-    """Load accel's plugin library if nodes of the engine run in it.
+    """Load accel's plugin library if nodes of the engine need it.
 
     The library is searched for on this machine. The library's path is never read from a manifest, because a manifest
     may be hostile.
 
-    Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
+    Raises ``UnsupportedHere`` if there is no library for this GPU. Also raises the errors of ``load_plugin_library``.
     """
     if PLUGIN_LIBRARY not in dict(artifact.properties.get("plugins") or {}).values():
         return

@@ -1,4 +1,4 @@
-"""The file of a pipeline, which names its function and the main file of each part."""
+"""Reads and writes the file of a pipeline, which names the pipeline's function and the main file of each part."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path, PurePosixPath
 from accel.artifact import Artifact, manifest_path
 from accel.errors import InvalidModel
 
-# A larger file was not written by accel.
+# A file with more bytes than this was not written by accel.
 _MOST_BYTES = 1 << 20
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFile:
-    """``function`` is the name of the function, for messages, and ``sha256`` identifies the function. ``parts`` holds
-    the path of each part's main file, relative to the folder of the pipeline's file."""
+    """``function`` is the name of the function in messages, and ``sha256`` identifies the function. ``parts`` holds the
+    path of each part's main file, relative to the folder of the pipeline's file."""
 
     function: str
     sha256: str
@@ -31,7 +31,7 @@ class PipelineFile:
 
     @classmethod
     def read(cls, path: Path) -> PipelineFile:
-        """Reads the file. Raises ``InvalidModel`` if accel didn't write the file, or a part is outside the folder."""
+        """Reads the file. Raises ``InvalidModel`` if accel didn't write the file or if a part is outside the folder."""
         try:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError
@@ -42,12 +42,12 @@ class PipelineFile:
             raise InvalidModel(f"{path} is not a pipeline that accel wrote; export the pipeline again") from error
         outside = any(PurePosixPath(file).is_absolute() or ".." in Path(file).parts for file in parts.values())
         if outside or not parts:
-            raise InvalidModel(f"{path} names parts outside its folder; refused: export the pipeline again")
+            raise InvalidModel(f"{path} names parts outside its folder, which is refused; export the pipeline again")
         return found
 
 
 def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
-    """Returns the artifacts of the parts by name. Raises ``InvalidModel`` if the file of a part is missing."""
+    """Returns the artifacts of a pipeline's parts by name. Raises ``InvalidModel`` if the file of a part is missing."""
     found = {}
     for name, file in PipelineFile.read(pipeline.path).parts.items():
         path = pipeline.path.parent / file

@@ -1,4 +1,4 @@
-"""The session of a pipeline."""
+"""Implements the session of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PipelineSession(BaseSession):
-    """The function of a pipeline on the sessions of its parts.
+    """Runs the function of a pipeline on the sessions of its parts.
 
     The function comes from this process or from the user's cache. If both lack the function, ``use`` has to set it.
     ``options.threads`` applies to every part. Each part takes all other options from its own manifest.
@@ -48,7 +48,7 @@ class PipelineSession(BaseSession):
             self._stack = stack.pop_all()
 
     def use(self, function: Callable[..., Any] | str) -> None:
-        """Sets the function that calls the parts. Warns if it isn't the function that the parts were verified with."""
+        """Sets the function that calls the parts. Warns if the parts were verified with another function."""
         called: Callable[..., Any] = load_object(function, "function")[1] if isinstance(function, str) else function
         self._function, self._named = called, None
         if function_sha256(called) != self._file.sha256:
@@ -59,17 +59,17 @@ class PipelineSession(BaseSession):
             )
 
     def check(self) -> None:
-        """Raises ``BadSource`` if the function isn't known here."""
+        """Raises ``BadSource`` if this machine doesn't have the pipeline's function."""
         assert self.module
 
     def recorded_by(self, record: Record) -> AbstractContextManager[None]:
-        """Passes each call of a part to ``record`` inside the block."""
+        """Inside the block, passes each call of a part to ``record``."""
         return self._pipeline.recorded_by(record)
 
     @property
     def module(self) -> NamedModule:
-        """Returns the pipeline as a module of named tensors. Raises ``BadSource`` if the pipeline's function isn't
-        known here."""
+        """Returns the pipeline as a module that takes and returns named tensors. Raises ``BadSource`` if this machine
+        doesn't have the pipeline's function."""
         if self._named is None:
             function = self._function or kept_function(self._file.sha256)
             if function is None:
@@ -92,8 +92,9 @@ class PipelineSession(BaseSession):
         return pipeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the pipeline's function. Unlike a module, a pipeline takes any numbers and texts,
-        because they are no part of a graph. If the arguments hold arrays of NumPy, the result holds arrays, too."""
+        """Returns the result of the pipeline's function. Unlike an exported module, a pipeline takes any numbers and
+        strings, because they don't become part of a graph. If the arguments hold NumPy arrays, the result holds arrays,
+        too."""
         template, found = describe([list(args), kwargs])
         arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
         if arrays:
