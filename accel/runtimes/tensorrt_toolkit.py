@@ -1,5 +1,6 @@
-"""The common interface of TensorRT and TensorRT-RTX for building and running engines. accel looks for a feature in a
-toolkit's module and compares no versions, because the two toolkits have unrelated version numbers.
+"""Gives TensorRT and TensorRT-RTX a common interface for building and running engines. To find out whether a toolkit
+has a feature, accel looks for the feature in the toolkit's module. It doesn't compare versions, because the two
+toolkits have unrelated version numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PLUGIN_LIBRARY = "plugin library"  # in a manifest, marks an operator that runs 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
 
-# The meaning of each bit of EngineInvalidityDiagnostics, by member name.
+# Maps each member of EngineInvalidityDiagnostics to its meaning.
 DIAGNOSTICS = {
     "VERSION_MISMATCH": "it was built by another version of the toolkit",
     "UNSUPPORTED_CC": "it was not built for the compute capability of this GPU",
@@ -78,16 +79,16 @@ def check_capability(text: str) -> str:
 
 
 def offered_capabilities(trt: Any) -> dict[str, Any]:
-    """Returns the compute capabilities that a build can target, such as ``8.6``, or none if the toolkit builds only for
-    this GPU."""
+    """Returns the compute capabilities that a build can target, such as ``8.6``. The result is empty if the toolkit
+    builds only for this GPU."""
     members = getattr(getattr(trt, "ComputeCapability", None), "__members__", {})
     found = {f"{match[1]}.{match[2]}": member for name, member in members.items() if (match := _MEMBER.match(name))}
     return dict(sorted(found.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
 
 
 def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str, ...]) -> list[Any]:
-    """Returns the toolkit's enum members for the capabilities ``asked``, without duplicates. Raises ``UnsupportedHere``
-    with the offered capabilities if a requested capability isn't offered.
+    """Returns the toolkit's enum members for the compute capabilities in ``asked``, without duplicates. Raises
+    ``UnsupportedHere`` if the toolkit doesn't offer a requested capability.
     """
     if asked and not offered:
         raise UnsupportedHere(
@@ -106,7 +107,7 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
 
 
 class Log:
-    """The messages of a toolkit: errors, warnings, and the last list of the engine's layers."""
+    """Collects a toolkit's messages: its errors, its warnings and its last list of an engine's layers."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -153,12 +154,11 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
 
 
 def load_plugin_library(trt: Any, capability: str) -> Path | None:
-    """Registers accel's plugins with TensorRT, once per process, for GPUs of a compute capability such as ``9.0``.
+    """Registers accel's TensorRT plugins for GPUs of the given compute capability, such as ``9.0``, once per process.
 
-    Returns the path of the plugin library, or None if no library was built. Sessions, builds and checks of engines all
-    call this function.
+    Returns the path of the plugin library, or None if no library was built.
 
-    Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load. Raises
+    Raises ``BadConfig`` if ``ACCEL_TENSORRT_LIBRARY`` names a library that TensorRT can't load. Raises
     ``UnsupportedHere`` if TensorRT can't load the library that was built here.
     """
     from accel.kernels.native.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins

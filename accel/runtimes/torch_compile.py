@@ -1,4 +1,4 @@
-"""PyTorch with ``torch.compile``, the second baseline of a benchmark."""
+"""Runs modules with ``torch.compile``, the second baseline of a benchmark."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _compiled: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class TorchCompileSession(TorchSession):
-    """A module behind ``torch.compile`` with its default settings, in eval mode on the CPU.
+    """Runs a module in eval mode on the CPU, compiled by ``torch.compile`` with its default settings.
 
-    The first run compiles for seconds to minutes. The first run at a new shape compiles again, until torch knows that
-    the dim varies. A session never falls back to eager mode. Raises ``BuildFailed`` with torch's reason, or
-    ``UnsupportedHere`` if there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places where the
-    compiled code returns to Python.
+    The first run compiles the module, which takes seconds to minutes. The first run at a new shape compiles the module
+    again, unless torch already treats the changed dim as dynamic. A session never falls back to eager mode. Raises
+    ``BuildFailed`` with torch's reason, or ``UnsupportedHere`` if there is no C++ compiler or nothing to compile.
+    ``graph_breaks`` counts the places where the compiled code returns to Python.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -50,7 +50,7 @@ class TorchCompileSession(TorchSession):
             raise UnsupportedHere(
                 f"torch.compile can't compile the TorchScript in {artifact.path}; use the runtime torch"
             )
-        # None lets torch assume static dims until a dim varies.
+        # With ``dynamic=None``, torch assumes static dims until a dim varies.
         dynamic = None if artifact.signature.dims else False
         with _torch_warns_of_itself():
             compiled: Any = torch.compile(self._original, dynamic=dynamic)

@@ -1,4 +1,4 @@
-"""PyTorch in eager mode, the reference of export gates and the baseline of benchmarks."""
+"""Runs modules in PyTorch's eager mode, the reference of export gates and the baseline of benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class TorchSession(BaseSession):
-    """A module in eval mode on the CPU. ``options.threads`` sets torch's threads for the whole process."""
+    """Runs a module in eval mode on the CPU. ``options.threads`` sets the number of torch's threads for the whole
+    process."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -39,5 +40,5 @@ class TorchSession(BaseSession):
             ) from error
 
     def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Returns the outputs by name. Raises any error of PyTorch or the model unchanged."""
+        """Returns the outputs by name. An error that PyTorch or the model raises passes through unchanged."""
         return run_named(self.module, self.signature, feeds)

@@ -1,6 +1,5 @@
-"""What a model takes and gives: ``Signature``, its tensors (``spec.py``), the ranges of their dims (``dim_range.py``)
-and of their integers (``bounds.py``, ``integers.py``). Reads the notation of the command line, and
-draws and checks inputs.
+"""Describes a model's inputs and outputs: their names, dtypes and shapes, and the ranges of their dims and integers.
+Parses the command line's notation of inputs, and draws and checks inputs.
 """
 
 from .bounds import Bound

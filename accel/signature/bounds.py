@@ -1,4 +1,5 @@
-"""Bounds of integers. A bound is a number, or a sum of dims and numbers as a text, such as ``length-1``."""
+"""Parses and evaluates the bounds of integer inputs. A bound is a number, or a text with a sum of dims and numbers,
+such as ``length-1``."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
 def parse_bound(text: Bound) -> Bound:
-    """Returns the bound that ``text`` states, as a number or as a sum in normal form, so that equal bounds are equal
-    texts.
+    """Parses ``text`` into a number or a sum in normal form. Equal bounds have the same normal form.
 
-    Raises ``BadInputSpec`` if ``text`` is no number and no sum of dims and numbers.
+    Raises ``BadInputSpec`` if ``text`` is neither a number nor a sum of dims and numbers.
     """
     return text if isinstance(text, int) else _bound(*_terms(text))
 
@@ -29,7 +29,7 @@ def dims_of(bound: Bound) -> frozenset[str]:
 
 
 def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
-    """Returns the bound at ``sizes`` of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
+    """Evaluates the bound for the dims' ``sizes``. Raises ``KeyError`` if a dim of the bound has no size."""
     if isinstance(bound, int):
         return bound
     dims, number = _terms(bound)
@@ -53,7 +53,7 @@ def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
 
 @lru_cache(maxsize=256)  # a server evaluates the bounds of every request
 def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Returns the dims of a sum with their factors, and the number."""
+    """Splits a sum into its dims with their factors, and its constant."""
     compact = text.replace(" ", "")
     terms = list(_TERM.finditer(compact))
     if not terms or "".join(term[0] for term in terms) != compact or not all(term[1] for term in terms[1:]):
@@ -71,7 +71,7 @@ def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
 
 
 def _bound(dims: tuple[tuple[str, int], ...], number: int) -> Bound:
-    """Returns the text of a sum, or the number if the sum has no dims."""
+    """Returns the text of a sum, or its constant if the sum has no dims."""
     terms = [("+" if count > 0 else "-") + dim for dim, count in dims for _ in range(abs(count))]
     if not terms:
         return number

@@ -1,4 +1,4 @@
-"""The range of sizes of a dynamic dim."""
+"""Defines the range of sizes of a dynamic dim."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BATCH = "batch"
 class DimRange:
     """The range of a dynamic dim, with its smallest, most usual and largest size.
 
-    Every valid size is a multiple of ``step``. For example, a net that downsamples an image twice by 2 and then
-    upsamples it takes multiples of 4.
+    Every valid size is a multiple of ``step``. For example, a net that halves an image's size twice and then upsamples
+    the image takes only multiples of 4.
     """
 
     min: int
@@ -72,7 +72,7 @@ class DimRange:
         return max(-(-size // self.step), 1) * self.step
 
     def down(self, size: int) -> int:
-        """Returns the largest multiple of the step that is at most ``size``, but at least the step."""
+        """Returns the largest multiple of the step that is at most ``size``, or the step if ``size`` is smaller."""
         return max(size // self.step, 1) * self.step
 
     def beside(self, size: int) -> str:
@@ -81,22 +81,22 @@ class DimRange:
         return " or ".join(map(str, sorted(found)))
 
     def to_hold(self, size: int) -> str:
-        """Returns this range, widened to hold ``size``, as a text for ``--dim``."""
+        """Widens this range to include ``size``, and returns it as a text for ``--dim``."""
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as a replacement of ``known``. A range without a step gets the step of ``known`` if its
-        sizes are multiples of the step.
+        """Returns the range that replaces ``known``. If this range has no step, the result keeps the step of ``known``,
+        provided that all sizes are multiples of this step.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self
         return replace(self, step=known.step)
 
     def to_json(self) -> list[int]:
-        """Returns ``[min, opt, max]``, followed by the step if it isn't 1, for ``DimRange(*body)``."""
+        """Returns ``[min, opt, max]``, followed by the step if the step isn't 1."""
         return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
 
 
 def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
-    """Returns ``known`` with the ranges of ``given`` in place of its own. ``DimRange.over`` sets the steps."""
+    """Returns the ranges in ``known``, updated with the ranges in ``given``. ``DimRange.over`` chooses the steps."""
     return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}

@@ -12,7 +12,7 @@ from .spec import TensorSpec
 
 @dataclass(frozen=True)
 class OutOfRange:
-    """An integer of an input outside its range. ``sample`` is its place on axis 0."""
+    """Describes an integer that is outside the range of its input. ``sample`` is the integer's index on axis 0."""
 
     input: str
     value: int
@@ -26,7 +26,7 @@ class OutOfRange:
 
 @dataclass(frozen=True)
 class IntegerRanges:
-    """The inputs of a model. Checks the integers in feeds against their ranges, at the sizes of the feeds."""
+    """Checks whether the integers in feeds are inside the ranges of a model's ``inputs``."""
 
     inputs: Sequence[TensorSpec] = ()
 
@@ -45,7 +45,7 @@ class IntegerRanges:
 
     def first_outside(self, feeds: Feeds, shapes: Mapping[str, Sequence[int]] | None = None) -> OutOfRange | None:
         """Returns the first integer outside its range, or None. Skips missing inputs, arrays whose values aren't
-        integers, and ranges that name a dim without a size. ``shapes`` has the shapes of the inputs that aren't in
+        integers, and ranges that name a dim of unknown size. ``shapes`` gives the shapes of the inputs that aren't in
         ``feeds``.
         """
         if not self._ranged:

@@ -1,4 +1,4 @@
-"""The signature of a model: its named inputs and outputs, and the range of each dynamic dim."""
+"""Defines the signature of a model: its named inputs and outputs, and the range of each dynamic dim."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Signature:
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.inputs]
         if len(set(names)) != len(names):
-            raise BadInputSpec(f"two inputs have the same name: {', '.join(names)}; give each its own")
+            raise BadInputSpec(f"two inputs have the same name: {', '.join(names)}; give each its own name")
         known = self.dynamic_dims
         for dim in self.dims:
             if dim not in known:
@@ -44,7 +44,9 @@ class Signature:
         for spec in self.inputs:
             if unknown := sorted(spec.bound_dims.difference(known)):
                 has = ", ".join(known) or "none"
-                raise BadInputSpec(f"the range of {spec} names no dim of an input: {unknown[0]!r}; the dims are: {has}")
+                raise BadInputSpec(
+                    f"the range of {spec} names {unknown[0]!r}, which is no dim of an input; the dims are: {has}"
+                )
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
 
     def __str__(self) -> str:
@@ -57,8 +59,8 @@ class Signature:
 
     @property
     def batch_dim(self) -> str | None:
-        """Returns the batch dim, which is the dim called ``batch``, else the dynamic first dim of all inputs, else
-        None."""
+        """Returns the dim called ``batch``. If there is none, returns the dynamic dim that is the first dim of all
+        inputs, or None."""
         if BATCH in self.dims:
             return BATCH
         first = {spec.shape[0] for spec in self.inputs if spec.shape}
@@ -72,7 +74,8 @@ class Signature:
 
     @property
     def batch_unit(self) -> int:
-        """Returns a number that divides every batch size: the fixed batch, else the batch dim's step, else 1."""
+        """Returns a number that divides every batch size: the fixed batch size, or else the batch dim's step, or else
+        1."""
         batch = self.batch_dim
         return self.fixed_batch or (self.dims[batch].step if batch else 1)
 
@@ -81,18 +84,18 @@ class Signature:
         return next(spec for spec in self.inputs if spec.name == name)
 
     def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
-        """Returns the signature with the ranges ``dims`` in place of its own ranges (see ``DimRange.over``)."""
+        """Returns the signature after updating its ranges with ``dims`` (see ``DimRange.over``)."""
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
-        """Returns a size for every dynamic dim: the given size, else the most usual size of its range."""
+        """Returns a size for every dynamic dim: the given size, or else the most usual size of the dim's range."""
         self.known(given)
         return {d: given.get(d, r.opt) for d, r in self.dims.items()}
 
     def known(self, given: Mapping[str, int]) -> Mapping[str, int]:
         """Returns ``given``.
 
-        Raises ``BadInputSpec`` for an unknown dim, a size below 1, or a size between two steps.
+        Raises ``BadInputSpec`` for an unknown dim, a size below 1, or a size that isn't a multiple of the dim's step.
         """
         for dim, size in given.items():
             if dim not in self.dims:
@@ -106,8 +109,9 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """Returns the sizes that every gate runs on. The batch is 1, 2 or the largest batch, and other dims are at min,
-        opt or max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
+        """Returns the combinations of dim sizes at which every gate runs. The batch is 1, 2 or the largest batch, and
+        other dims are at min, opt or max. ``largest_batch`` limits the batch, after rounding up to a multiple of the
+        batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -124,11 +128,12 @@ class Signature:
         return [c for i, c in enumerate(found) if c not in found[:i]]
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
-        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
+        """Returns random inputs that the model accepts. Equal seeds give equal inputs. ``sizes`` sets the sizes of
+        dynamic dims.
 
-        Floats are normally distributed. Integers lie inside their ``values``, else inside ``seen``, else are 0 or
-        1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
-        Optional inputs are left out.
+        Floats are normally distributed. Integers are drawn from the input's range ``values``, or else from ``seen``, or
+        else from 0 and 1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of
+        ones in each row. Optional inputs are left out.
 
         Raises ``BadInputSpec`` if an input has no valid integer at ``sizes``.
         """
@@ -175,7 +180,8 @@ class Signature:
         )
 
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
-        """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if feeds don't fit the inputs."""
+        """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if the feeds don't match the model's
+        inputs."""
         want = {spec.name for spec in self.inputs}
         missing = want - set(feeds)
         if missing and (missing := missing - {spec.name for spec in self.inputs if spec.optional}):
@@ -207,9 +213,10 @@ class Signature:
         return sizes
 
     def beyond(self, feeds: Feeds) -> str:
-        """If a dim of ``feeds`` is beyond its range, returns a phrase such as "sequence is 600, beyond 512", else "".
+        """Returns a phrase such as "sequence is 600, beyond 512" if a dim of ``feeds`` is larger than its range allows.
+        Otherwise returns "".
 
-        A range only tells which sizes were verified, so ``check_feeds`` also accepts feeds beyond the range.
+        ``check_feeds`` also accepts feeds beyond the range, because a range only tells which sizes were verified.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")

@@ -1,4 +1,4 @@
-"""A named tensor of a model: its dtype, its shape and the integers that it may hold."""
+"""Describes a named tensor of a model: its dtype, its shape and the integers that it may hold."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's check would
-# spend most of its time on computing names.
+# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server would spend most
+# of the time of its input checks on computing names.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype for a name from ``DTYPES``; bfloat16 and float8 come from ml_dtypes."""
+    """Returns the numpy dtype for a name from ``DTYPES``. The dtypes bfloat16 and float8 come from ml_dtypes."""
     import ml_dtypes
     import numpy as np
 
@@ -78,8 +78,8 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Reads ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range of integers. A
-        bound may be a sum of dims, as in ``lengths:int64[batch]{1..sequence}``.
+        """Parses a text such as ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range
+        of integers. A bound may be a sum of dims, as in ``lengths:int64[batch]{1..sequence}``.
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
@@ -103,14 +103,15 @@ class TensorSpec:
         return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]{values}"
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape with ``sizes`` for the dynamic dims. Raises ``BadInputSpec`` if a size is missing."""
+        """Returns the shape after replacing each dynamic dim by its size in ``sizes``. Raises ``BadInputSpec`` if a
+        size is missing."""
         missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
         if missing:
             raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
 
     def range_at(self, sizes: Mapping[str, int]) -> tuple[int, int] | None:
-        """Returns the smallest and the largest valid integer at ``sizes`` of the dims. Returns None if the input has no
+        """Returns the smallest and the largest valid integer for the dims' ``sizes``. Returns None if the input has no
         ``values``, or if a bound names a dim that ``sizes`` lacks."""
         if self.values is None or not self.bound_dims <= sizes.keys():
             return None
@@ -123,14 +124,15 @@ class TensorSpec:
         return frozenset[str]().union(*map(dims_of, self.values or ()))
 
     def with_dims(self, dims: Mapping[str, Dim]) -> TensorSpec:
-        """Returns the spec after replacing the name of each dynamic dim by its size or new name in ``dims``."""
+        """Returns the spec after replacing each dynamic dim by its size or new name in ``dims``."""
         low_high = tuple(substituted(bound, dims) for bound in self.values or ())
         shape = tuple(dims.get(dim, dim) if isinstance(dim, str) else dim for dim in self.shape)
         return replace(self, shape=shape, values=low_high or None)  # type: ignore[arg-type]
 
 
 def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str, Dim]:
-    """Maps each dynamic dim of ``old`` to its size or name in ``new``. Matches the inputs by name."""
+    """Maps each dynamic dim of ``old`` to its size or name in ``new``. Tensors of ``old`` and ``new`` are matched by
+    name."""
     shapes = {spec.name: spec.shape for spec in new}
     pairs = [pair for spec in old for pair in zip(spec.shape, shapes.get(spec.name, ()), strict=False)]
     return {one: other for one, other in pairs if isinstance(one, str)}

@@ -1,6 +1,6 @@
-"""Opens the user's models. ``source.py`` has ``Source``, and the folders have the code for torch,
-tensorflow, onnx and checkpoints.
+"""Opens the user's models. ``source.py`` defines ``Source``, and the subfolders have the code for torch, tensorflow,
+onnx, checkpoints and the Hugging Face Hub.
 
-Takes a spec (a path, ``file.py:factory``, ``package.module:factory``, an artifact) with inputs, weights, dims and
-TensorFlow options. Returns an ``Artifact`` with the model's inputs and outputs.
+Takes a model's spec (a path, ``file.py:factory``, ``package.module:factory`` or an artifact) with inputs, weights, dims
+and TensorFlow options. Returns an ``Artifact`` with the model's inputs and outputs.
 """

@@ -1,4 +1,4 @@
-"""The decorator ``declare`` for factories, and the accepted notations of inputs and dims."""
+"""Defines the decorator ``declare`` for factories, and parses the notations of inputs and dims."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# An input is "x:float32[batch,3]" or a TensorSpec. A dict by name may also hold ("float32", ("batch", 3)) as a value.
+# An input is "x:float32[batch,3]" or a TensorSpec. In a dict from names to inputs, a value may also be ("float32",
+# ("batch", 3)).
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
 
-# The usual dtype and shape of inputs with these names.
+# Maps common input names to their usual dtype and shape.
 _USUAL = {
     "input_ids": "int64[batch,sequence]",
     "attention_mask": "int64[batch,sequence]",
@@ -53,10 +54,10 @@ def declare(
 ) -> Callable[[Factory], Factory]:
     """Decorates a factory (a function without arguments that returns an ``nn.Module``) with its signature.
 
-    ``inputs`` is declared as in ``accel.Source``. ``outputs`` names the tensors that ``forward`` returns, in order.
-    ``dims`` gives ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step are
-    valid. ``weights`` is a function that returns the files that the factory reads. accel records the sha256 of these
-    files.
+    ``inputs`` has the same notations as in ``accel.Source``. ``outputs`` names the tensors that ``forward`` returns, in
+    order. ``dims`` gives ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the
+    step are valid. ``weights`` is a function that returns the paths of all files that the factory reads. accel records
+    the sha256 of these files.
     """
     declaration = Declaration(
         inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
@@ -70,7 +71,7 @@ def declare(
 
 
 def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
-    """Turns inputs in any accepted notation into specs. Raises ``BadInputSpec`` for any other notation."""
+    """Turns inputs in any accepted notation into specs. Raises ``BadInputSpec`` for an unknown notation."""
     if isinstance(inputs, str):
         inputs = [inputs]
     specs: list[TensorSpec] = []
@@ -93,8 +94,8 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
 
 
 def parse_dims(dims: Dims) -> dict[str, DimRange]:
-    """Reads ``{"batch": "1:8:64"}`` or ``dict(batch=(1, 8, 64))`` into ranges. A step comes last, as in ``(16, 32, 64,
-    4)``."""
+    """Turns dims such as ``{"batch": "1:8:64"}`` or ``dict(batch=(1, 8, 64))`` into ranges. A step comes last, as in
+    ``(16, 32, 64, 4)``."""
     found: dict[str, DimRange] = {}
     for name, value in dims.items():
         if isinstance(value, DimRange):

@@ -1,7 +1,9 @@
-"""Finds the kind of a live model, and writes the model to the cache, from where it is opened like a file.
+"""Detects the kind of a live model (a model in memory), and writes the model to the cache. accel then opens the cached
+file like any other file.
 
-The file ``FACTS`` beside the model holds the name of the model's ``class`` and a ``note`` about its batch. Under
-``call``, it holds the structure of the model's arguments and result (see ``accel.sources.structure``).
+The file ``FACTS`` beside the cached model holds the name of the model's ``class`` and a ``note`` about its batch dim.
+The field ``call`` of ``FACTS`` holds the structure of the model's arguments and result (see
+``accel.sources.structure``).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from accel.spelling import option
 
 FACTS = "live.json"
 
-# The class of a live model, by module and name, and the function that writes such a model to the cache. Classes are
-# compared by name, because importing the classes would import every framework.
+# Maps the class of a live model (its module and name) to the function that writes such a model to the cache. Classes
+# are compared by name, because importing the classes would import every framework.
 _CAPTURED_BY = {
     ("torch.export.exported_program", "ExportedProgram"): "accel.sources.torch.live:capture_program",
     ("torch.nn.modules.module", "Module"): "accel.sources.torch.live:capture",
@@ -29,10 +31,10 @@ _CAPTURED_BY = {
 
 
 def captured(model: Any, example: Any, dynamic: Any) -> Path:
-    """Writes the live ``model`` to the cache. Returns the path of the file, which is a source.
+    """Writes the live ``model`` to the cache. Returns the path of the written file.
 
-    Raises ``BadSource`` if accel doesn't know the kind of the object. Raises ``UsageError`` if ``example`` or
-    ``dynamic`` is given for an ONNX model or an exported program, because such a model records its own inputs.
+    Raises ``BadSource`` if accel doesn't know this kind of model. Raises ``UsageError`` if ``example`` or ``dynamic``
+    is given for an ONNX model or an exported program, because such a model records its own inputs.
     """
     kinds = {(kind.__module__, kind.__name__) for kind in type(model).__mro__}
     writer = next((writer for kind, writer in _CAPTURED_BY.items() if kind in kinds), None)
@@ -53,7 +55,7 @@ def captured(model: Any, example: Any, dynamic: Any) -> Path:
 
 
 def facts_about(path: Path) -> Mapping[str, Any]:
-    """Returns the facts about the captured model ``path``, or an empty dict for any other path."""
+    """Returns the contents of the file ``FACTS`` for a cached live model, or an empty dict for any other ``path``."""
     try:
         found: Mapping[str, Any] = json.loads((path.parent / FACTS).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The main file of an artifact that is a folder."""
+"""Finds the main file in an artifact's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPORT = "optimize.json"
 
 def main_file(folder: Path) -> Path | None:
     """Returns the main file of the artifact in ``folder``. The main file is the file that ``optimize.json`` names as
-    chosen, else the first existing file of ``main_files()``. Returns None if the folder has no main file."""
+    chosen, or else the first existing file of ``main_files()``. Returns None if the folder has no main file."""
     try:
         chosen = json.loads((folder / REPORT).read_text(encoding="utf-8"))["chosen"]["file"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

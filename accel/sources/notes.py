@@ -1,4 +1,4 @@
-"""Notes and warnings about an opened source."""
+"""Writes notes and warnings about an opened model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel.spelling import option
 
 
 def source_notes(artifact: Artifact) -> list[str]:
-    """Returns what a user has to know about the inputs of an opened source."""
+    """Returns notes for the user about the inputs of an opened model."""
     notes = (
         _batch_note(artifact),
         _bounds_note(artifact),
@@ -22,7 +22,7 @@ def source_notes(artifact: Artifact) -> list[str]:
 
 
 def _placeholder_note(artifact: Artifact) -> str | None:
-    """Returns a note about the placeholders of a TensorFlow graph that were set, else None."""
+    """Returns a note about the placeholders that were set in a TensorFlow graph, or None if none were set."""
     values: Mapping[str, str] = artifact.source.get("loading", {}).get("placeholders", {})
     if not values:
         return None
@@ -31,7 +31,7 @@ def _placeholder_note(artifact: Artifact) -> str | None:
 
 
 def _renaming_note(artifact: Artifact) -> str | None:
-    """Returns a note if an input isn't named like its parameter of ``forward``, else None."""
+    """Returns a note if an input's name differs from the name of its parameter of ``forward``, or else None."""
     renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
     for name, own in renamed.items():
         return f"forward calls its input {own!r}; the artifact calls it {name!r}, as {option('inputs')} does"
@@ -45,7 +45,7 @@ def _batch_note(artifact: Artifact) -> str | None:
 
 
 def _bounds_note(artifact: Artifact) -> str | None:
-    """Returns a note about the bounds of integer inputs that accel found by runs, or None if it found no bounds."""
+    """Returns a note about the bounds of integer inputs that accel found by running the model, or else None."""
     found = artifact.source.get("bounds")
     return f"{found}; {option('inputs')} declares other integers" if found else None
 
@@ -62,7 +62,8 @@ def integers_note(signature: Signature) -> str | None:
 
 
 def training_note(artifact: Artifact) -> str | None:
-    """Returns a warning if layers run in training mode although accel set the model to evaluation mode, else None."""
+    """Returns a warning if layers run in training mode although accel set the model to evaluation mode, or else
+    None."""
     layers = artifact.source.get("in_training")
     if not layers:
         return None

@@ -21,8 +21,8 @@ _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
 def probe_cases(signature: Signature) -> list[dict[str, int]]:
-    """Returns the sizes of several runs. The first run has the usual sizes. For each dynamic dim, a further run changes
-    only this dim."""
+    """Returns the dim sizes for several runs of a model. The first run uses the usual sizes. For each dynamic dim, one
+    more run changes only the size of that dim."""
     cases = [dict(signature.sizes())]
     for dim, bounds in signature.dims.items():
         others = (bounds.opt + steps * bounds.step for steps in (1, 2, -1, -2))
@@ -35,9 +35,9 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
 def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
-    """Returns further sizes and the outputs of ``run`` at these sizes. Each dynamic dim except the batch gets a size
-    far from its usual size, because strides and pooling may give neighboring sizes the same output size. Leaves out
-    sizes at which ``run`` raises, because the export will report the error.
+    """Runs a model at further sizes, and returns these sizes and the outputs. Each dynamic dim except the batch gets a
+    size far from its usual size, because strides and pooling may map neighboring input sizes to the same output size.
+    Leaves out sizes at which ``run`` raises an error, because the export will report the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -52,7 +52,8 @@ def far_runs(
 
 
 def same_output(one: np.ndarray, other: np.ndarray) -> bool:
-    """Tells whether two outputs are equal. Floats may differ by rounding, because threads add in any order."""
+    """Tells whether two outputs are equal. Floats may differ by rounding errors, because threads sum numbers in varying
+    order."""
     import numpy as np
 
     if one.shape != other.shape:
@@ -64,7 +65,8 @@ def same_output(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
-    """Returns the size nearest to ``bad`` at which a model runs. The model runs at ``good`` and not at ``bad``."""
+    """Returns the size nearest to ``bad`` at which a model still runs. The model runs at the size ``good`` and fails at
+    the size ``bad``."""
     while abs(bad - good) > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if runs(middle) else (good, middle)
@@ -72,9 +74,9 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
-    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if the model runs with no
-    number in ``_STEPS``.
+    """Returns advice for a model that fails at some sizes of its ``signature``. The advice restricts dims to multiples
+    of the smallest number in ``_STEPS`` for which the model runs. Returns "" if the model fails for every number in
+    ``_STEPS``.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -135,11 +137,11 @@ def output_specs(
     where: str,
     names: Mapping[str, str] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Returns the specs of the outputs of ``runs``, which ran at the sizes ``cases``.
+    """Derives the specs of a model's outputs from ``runs``, the outputs at the sizes ``cases``.
 
     A dim with the same size in all runs is fixed. A dim that always has the size of an input's dim gets the name of
     that dim. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names. Raises
-    ``BadSource`` if an output changes its rank.
+    ``BadSource`` if the rank of an output varies.
     """
     specs = []
     if other := next((run for run in runs if set(run) != set(runs[0])), None):

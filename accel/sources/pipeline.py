@@ -1,4 +1,4 @@
-"""``Pipeline``: several modules and the Python function that calls them, as one model."""
+"""Defines ``Pipeline``, which combines several modules and the Python function that calls them into one model."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from .torch.arguments import Called, Function, unwrapped
 from .torch.fingerprint import function_sha256
 from .torch.live import by_value
 
-# Gets the name of a part and the arguments of each call of the part.
+# A callback for each call of a part. It gets the part's name and the arguments of the call.
 Record = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _FUNCTION = "function.pkl"
-# The functions of the pipelines that this process has opened, by sha256.
+# Maps sha256 values to functions, for all pipelines that this process has opened.
 _functions: dict[str, Callable[..., Any]] = {}
 
 
 class NotInParts(BadSource, AttributeError):
-    """A pipeline's function uses something that the exported parts don't have."""
+    """Raised when a pipeline's function uses a part or an attribute that the exported pipeline doesn't have."""
 
 
 class Part:
-    """A part as the function of a pipeline sees the part: it can be called, and has no attributes."""
+    """Represents a part inside a pipeline's function. The function can call the part, but can't use the part's
+    attributes."""
 
     def __init__(self, name: str, model: Callable[..., Any], record: Record | None) -> None:
         self._name = name
@@ -41,7 +42,7 @@ class Part:
         self._record = record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the module, or of the session of the exported part."""
+        """Calls the part's module, or the session of an exported part."""
         if self._record is not None:
             self._record(self._name, args, kwargs)
         return self._model(*args, **kwargs)
@@ -51,13 +52,14 @@ class Part:
             raise AttributeError(attribute)
         raise NotInParts(
             f"the function of the pipeline uses {attribute!r} of the part {self._name!r}, and an exported part can "
-            f"only be called; read {attribute!r} before the function, or make a method a part of its own "
+            f"only be called; read {attribute!r} outside the function, or make the method a separate part "
             f"({self._name}_{attribute}=model.{attribute})"
         )
 
 
 class Parts:
-    """The first argument of a pipeline's function: the parts by name. The function can't change them."""
+    """Holds each part as an attribute, and is the first argument of a pipeline's function. The function can't set these
+    attributes."""
 
     def __init__(self, models: Mapping[str, Callable[..., Any]], record: Record | None = None) -> None:
         object.__setattr__(self, "_parts", {name: Part(name, model, record) for name, model in models.items()})
@@ -71,24 +73,25 @@ class Parts:
         return parts[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise NotInParts(f"the function of the pipeline sets the part {name!r}; use a variable of its own instead")
+        raise NotInParts(f"the function of the pipeline sets the part {name!r}; use a local variable instead")
 
 
 class Pipeline(Function):
-    """Several modules and the Python function that calls them, as one model: an encoder with a decoder, a diffusion
-    loop, a detector.
+    """Combines several modules and the Python function that calls them into one model, such as an encoder with a
+    decoder, a diffusion loop or a detector.
 
-    ``function`` gets the parts as its first argument and then the arguments of a call: ``function(parts, *args)``. It
-    may hold any Python code, such as loops and conditions, but may only call the parts. ``parts`` are modules of
-    PyTorch, methods of modules, or functions of tensors. Every function of accel takes a pipeline like a module:
-    ``accel.export`` exports each part and verifies the whole, and the result is called without ``parts``.
+    A call of the pipeline runs ``function(parts, *args)``, with the parts as the first argument. ``function`` may use
+    any Python code, such as loops and conditions, but it may only call the parts, not use their attributes. ``parts``
+    are modules of PyTorch, methods of modules, or functions of tensors. Every function of accel accepts a pipeline in
+    place of a module. ``accel.export`` exports each part and verifies the whole pipeline. The exported pipeline is
+    called without the argument ``parts``.
 
     >>> both = accel.Pipeline(translate, encoder=encoder, decoder=decoder)                  # doctest: +SKIP
     >>> accel.export(both, example=(tokens,), out="out/")                                   # doctest: +SKIP
     >>> accel.load("out/")(tokens)                                                          # doctest: +SKIP
     """
 
-    # Set while the calls of the parts are recorded.
+    # The callback that records the calls of the parts, or None while no calls are recorded.
     _record: Record | None = None
 
     def __init__(self, function: Callable[..., Any], /, **parts: Any) -> None:
@@ -108,7 +111,7 @@ class Pipeline(Function):
         self.parts = torch.nn.ModuleList(map(unwrapped, parts.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the function."""
+        """Calls the pipeline's function and returns the result."""
         return self.function(Parts(self.by_name(), self._record), *args, **kwargs)
 
     def by_name(self) -> dict[str, torch.nn.Module]:
@@ -122,7 +125,7 @@ class Pipeline(Function):
 
     @contextmanager
     def recorded_by(self, record: Record) -> Iterator[None]:
-        """Passes each call of a part to ``record`` inside the block."""
+        """Passes each call of a part inside the ``with`` block to ``record``."""
         self._record = record
         try:
             yield
@@ -142,13 +145,13 @@ def _check(name: str, part: Any) -> None:
     foreign = any(kind.__module__.startswith(("keras.", "tensorflow.")) for kind in type(part).__mro__)
     if foreign or not callable(part) or isinstance(part, type) or hasattr(part, "artifact"):
         raise UsageError(
-            f"the part {name!r} is a {type(part).__name__}; give a module of PyTorch, a method of one, or a function "
+            f"the part {name!r} is a {type(part).__name__}; give a PyTorch module, a module's method, or a function "
             "of tensors"
         )
 
 
 def pipeline_in(module: torch.nn.Module) -> Pipeline | None:
-    """Returns the pipeline that ``module`` is or calls, or None for any other module."""
+    """Returns ``module`` if it is a pipeline, or else the pipeline that ``module`` wraps, or else None."""
     inner = module.module if isinstance(module, Called) else module
     return inner if isinstance(inner, Pipeline) else None
 
@@ -156,7 +159,7 @@ def pipeline_in(module: torch.nn.Module) -> Pipeline | None:
 def keep_function(pipeline: Pipeline) -> str:
     """Writes the function of ``pipeline`` to the cache, where later processes find it. Returns the function's sha256.
 
-    A function that can't be copied is known to this process only.
+    A function that can't be pickled is available only in this process.
     """
     digest = function_sha256(pipeline.function)
     _functions[digest] = pipeline.function
@@ -173,8 +176,8 @@ def keep_function(pipeline: Pipeline) -> str:
 
 
 def kept_function(digest: str) -> Callable[..., Any] | None:
-    """Returns the function with this sha256, if this process or this user's cache has it, else None. Nothing else is
-    read, because a manifest may come from a stranger."""
+    """Returns the function with the sha256 ``digest`` from this process or from the user's cache, or else None.
+    Functions from other places are never loaded, because a manifest may come from a stranger."""
     if digest not in _functions:
         try:
             _functions[digest] = pickle.loads((StageCache().entry(_key(digest)) / _FUNCTION).read_bytes())

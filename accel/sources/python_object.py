@@ -20,8 +20,8 @@ SOURCE = "accel_source_"  # prefix of module names for modules loaded from a fil
 
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
-    """Returns the module and the object that ``package.module:name`` or ``file.py:name`` names. ``role`` names the kind
-    of object in messages.
+    """Loads the object at ``package.module:name`` or ``file.py:name``, and returns its module and the object. ``role``
+    is the word for this kind of object in error messages.
 
     Raises ``BadSource`` if the object does not exist or importing its module raises.
     """
@@ -83,8 +83,9 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
-    """Returns the error for an exception in the user's own code, in one line with its location. The location is in the
-    user's file, even if a library raised the exception. ``what`` names the raising code in the message.
+    """Returns a one-line error for an exception in the user's own code, with the exception's location. The location is
+    in the user's file, even if a library raised the exception. ``what`` says in the message which code raised the
+    exception.
     """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
     place = place_in_user_code(error) or (

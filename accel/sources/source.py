@@ -1,4 +1,4 @@
-"""``Source`` holds the user's model with everything that the user specifies about it."""
+"""Defines ``Source``, which holds the user's model and everything that the user specifies about the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_train
 
 
 class SourceOptions(TypedDict, total=False):
-    """The keywords of the public functions that take a model. They are the fields of ``Source`` except ``spec``."""
+    """The keyword arguments of the public functions that take a model. The keywords are all fields of ``Source`` except
+    ``spec``."""
 
     inputs: Inputs | None
     weights: str | Path | None
@@ -57,19 +58,20 @@ class Source:
     exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy. ``spec``
     becomes the path of the copy.
 
-    ``example`` holds the arguments of a call of a live model, as a tuple, as a dict by name, or as a single tensor.
+    ``example`` holds example arguments for a call of a live model: a tuple, a dict by name, or a single tensor.
     ``dynamic`` names the dynamic axes of these arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default the
     first axis is dynamic if the model runs with another batch size.
 
-    ``inputs`` declares the inputs if the spec doesn't, as ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32",
-    ("batch", 3, 32, 32)))``. A named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an integer input,
-    or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for the module
-    of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
+    ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. For an
+    ONNX file, ``inputs`` gives the range of an integer input, or the size of a dim that the file leaves open.
+    ``weights`` is a state dict or a training checkpoint for the module of a factory. ``dims`` are the ranges of dynamic
+    dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
     graph, and sets placeholders such as ``keep_prob`` and ``is_training`` to their values at inference.
-    ``placeholders`` sets placeholders of a TF1 graph that are no inputs, as in ``{"keep_prob": 1.0}``.
+    ``placeholders`` sets placeholders of a TF1 graph that aren't inputs, as in ``{"keep_prob": 1.0}``.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """
@@ -152,7 +154,7 @@ class Source:
         the inputs.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
-        for an option that this model does not have.
+        for an option that doesn't apply to this model.
         """
         artifact = self._open(like)
         facts = {} if isinstance(self.spec, Artifact) else facts_about(Path(self.text))
@@ -219,25 +221,26 @@ class Source:
 
 
 def is_live(model: Model) -> bool:
-    """Tells whether ``model`` is a model in this process, not a source, an artifact, a session, a path or a name."""
+    """Tells whether ``model`` is a model in memory, rather than a source, an artifact, a session, a path or a name."""
     named = isinstance(model, str | Path | Artifact | Source | PathLike)
     return not named and not isinstance(getattr(model, "artifact", None), Artifact)
 
 
 def declared_dims(model: Model, about: SourceOptions) -> Dims:
-    """Returns the dims that the user declares for ``model``, by the keywords or in the source itself."""
+    """Returns the dims that the user declares for ``model``, either in the source itself or by keyword arguments."""
     return (model.dims if isinstance(model, Source) else None) or about.get("dims") or {}
 
 
 def with_declared(source: Source, about: SourceOptions) -> Source:
-    """Returns ``source`` with the inputs and dims of ``about``. ``shared`` passes no inputs and dims to a file."""
+    """Returns ``source`` with the inputs and dims that ``about`` declares. The function ``shared`` doesn't pass inputs
+    and dims to files."""
     return Source.of(source, inputs=about.get("inputs"), dims=about.get("dims"))
 
 
 def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
     """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options. A
-    TensorFlow model gets the options of its file format, and a live model gets the example. Raises ``UsageError`` if
-    an option for TensorFlow or live models applies to none of the models.
+    TensorFlow model gets the options of its file format, and a live model gets ``example`` and ``dynamic``. Raises
+    ``UsageError`` if an option for TensorFlow or live models applies to none of the models.
     """
     from .tensorflow.source import OPTIONS
 

@@ -1,4 +1,4 @@
-"""The nested structure of a model's arguments and of its result, as JSON values.
+"""Describes the nested structure of a model's arguments and result as JSON values.
 
 A template is a JSON value in which each tensor is replaced by its name, as in ``{"tensor": "x"}``. Other values and
 containers have the templates ``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}`` and ``{"dict": [[key,
@@ -36,10 +36,10 @@ def describe(
 ) -> tuple[Template, dict[str, Any]]:
     """Returns the template of ``value``, and the tensors in ``value`` by name.
 
-    A tensor has the name of its key in a dict, or of its field in a dataclass or a named tuple. The only tensor of a
-    result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... ``name``
-    replaces ``output``, and becomes the prefix of keys and fields. An object without a template becomes None, or with
-    ``strict`` raises ``BadFeeds``. ``names`` maps the names of tensors to new names.
+    A tensor is named after its key in a dict, or after its field in a dataclass or a named tuple. The only tensor of a
+    result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... A given
+    ``name`` replaces ``output``, and becomes the prefix of keys and fields. An object that has no template becomes
+    None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names of tensors to new names.
     """
     if is_array(value):
         name = name or "output"
@@ -72,8 +72,8 @@ def describe(
 
 
 def _made_by_fields(value: Any, fields: Mapping[Any, Any]) -> bool:
-    """Tells whether the class of ``value`` takes its fields as keywords. Returns False for the encodings of tokenizers,
-    which become dicts."""
+    """Tells whether the class of ``value`` can be called with its fields as keyword arguments. Returns False for a
+    tokenizer's output, which is described as a dict."""
     try:
         type(value)(**fields)
     except Exception:  # a class may raise any type of error
@@ -93,7 +93,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
-    """Returns the object that ``template`` describes, with ``tensors`` in the places of their names.
+    """Builds the object that ``template`` describes, and puts each of the ``tensors`` in the place of its name.
 
     A class that this process may not import becomes a namespace with the same fields.
     """
@@ -112,7 +112,8 @@ def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
 
 
 def _class(path: str) -> Callable[..., Any]:
-    """Returns the dataclass, named tuple or mapping that ``path`` names, or ``SimpleNamespace``."""
+    """Returns the dataclass, named tuple or mapping class at ``path``, or ``SimpleNamespace`` if there is no such
+    class."""
     module, _, name = path.partition(":")
     try:
         known = sys.modules.get(module)
@@ -132,8 +133,8 @@ def _class(path: str) -> Callable[..., Any]:
 def arguments_of(
     parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], rest: str = ""
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by the names of ``parameters``. ``rest`` is the name of a ``*args`` parameter,
-    which takes the further positional arguments as a tuple.
+    """Maps the names of ``parameters`` to the arguments of a call. ``rest`` is the name of a ``*args`` parameter, which
+    takes the further positional arguments as a tuple.
 
     Raises ``BadFeeds`` if there are too many arguments, or if an argument is given twice.
     """
@@ -148,9 +149,9 @@ def arguments_of(
 
 
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors by name in the arguments ``given``, which have the structure of ``templates``.
+    """Returns the tensors in the arguments ``given`` by name. The arguments must match ``templates``.
 
-    Raises ``BadFeeds`` if an argument has another structure than its template, or if a constant has another value.
+    Raises ``BadFeeds`` if an argument's structure differs from its template, or if the value of a constant differs.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)

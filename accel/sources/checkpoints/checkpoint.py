@@ -1,5 +1,5 @@
-"""Opens a training checkpoint as a ``Checkpoint``, which holds the weights of one model. Reading a checkpoint needs no
-library of a trainer, such as DeepSpeed."""
+"""Opens a training checkpoint as a ``Checkpoint``, which holds the weights of one model. Reading a checkpoint doesn't
+need the library that wrote it, such as DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel.errors import BadSource, InvalidModel, one_line
 from accel.spelling import option
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
-# checkpoint. ``deepspeed`` is before ``folder``, because only DeepSpeed's files have the float32 master weights. The
-# transformers Trainer saves a model.safetensors beside DeepSpeed's files.
+# checkpoint. ``deepspeed`` comes before ``folder``, because the transformers Trainer saves a model.safetensors beside
+# DeepSpeed's files. Only DeepSpeed's files have the float32 master weights.
 FORMATS = (
     "accel.sources.checkpoints.deepspeed",
     "accel.sources.checkpoints.megatron",
@@ -41,11 +41,11 @@ class LazyTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The weights of one model by name, merged from all ranks.
+    """Holds the weights of one model by name, merged from all ranks.
 
-    ``files`` lists every file that was read. ``notes`` records the reader's choices for the manifest, such as master
-    weights or a prefix. ``spare`` lists names that may be missing in the model, such as optimizer states and copies of
-    tied weights.
+    ``files`` lists every file that was read. ``notes`` lists choices that the manifest records, such as the use of
+    master weights or a removed prefix. ``spare`` lists names that may be missing in the model, such as optimizer states
+    and copies of tied weights.
     """
 
     format: str
@@ -68,9 +68,9 @@ def detect(path: Path) -> Any | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens the checkpoint in the file or folder ``path``. Executes no code from it.
+    """Opens the checkpoint in the file or folder ``path``. Executes no code from the checkpoint.
 
-    Raises ``BadSource`` if the checkpoint is not found or has none of the formats, ``InvalidModel`` if it is damaged.
+    Raises ``BadSource`` if the checkpoint is not found or has an unknown format, and ``InvalidModel`` if it is damaged.
     """
     if not path.exists():
         raise BadSource(f"{path} does not exist; check {option('weights')}")

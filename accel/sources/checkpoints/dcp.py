@@ -1,8 +1,9 @@
-"""Reads the folders of torch.distributed.checkpoint that torchtitan, accel train and FSDP (in Accelerate, Lightning and
-Fabric) write.
+"""Reads folders of torch.distributed.checkpoint, as written by torchtitan, by accel train, and by FSDP in Accelerate,
+Lightning and Fabric.
 
-Each piece of a tensor is a small torch file inside a shard. The pickle ``.metadata`` gives the file, offset and length
-of each piece. ``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
+Each piece of a tensor is a small torch file inside a shard. The pickle file ``.metadata`` gives the shard, offset and
+length of each piece. The module ``unpickle`` reads ``.metadata`` without executing code. Each piece is then copied into
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .checkpoint import Checkpoint, LazyTensor
 from .unpickle import is_record, read_pickle
 
 METADATA = ".metadata"
-# Names of the entries of a training checkpoint that aren't part of the model.
+# Matches the names of checkpoint entries that aren't part of the model, such as optimizer states.
 _TRAINING = re.compile(
     r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale|compression)\b"
 )
@@ -88,7 +89,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the tensors of the folder. Reads only the newest step if the folder holds steps."""
+    """Reads the tensors of the folder. Reads only the newest step if the folder has a subfolder per step."""
     notes: tuple[str, ...] = ()
     if not _is_one(path):
         steps = _steps(path)
@@ -107,7 +108,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:
-    """Returns ``.metadata`` and the files with the pieces of the tensors ``found``."""
+    """Returns the paths of ``.metadata`` and of the shards that hold the tensors ``found``."""
     return (path / METADATA, *sorted({piece.file for pieces in found for piece in pieces.pieces}))
 
 

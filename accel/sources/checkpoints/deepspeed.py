@@ -90,7 +90,7 @@ def _refuse_others(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The opened files of all ranks of one tag."""
+    """Holds the contents of all ranks' files for one tag."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -267,8 +267,8 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
             tensors[name] = LazyTensor(shape=tuple(size), read=partial(_cut, parts, offset, size))
             offset += size.numel() + int(behind)
         there, unit = sum(part.numel() for part in parts), 2 * len(parts)
-        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions of DeepSpeed pad each rank's shard to an
-        # even count.
+        # DeepSpeed pads each parameter group to a multiple of twice the number of ranks. Older versions of DeepSpeed
+        # pad each rank's shard to an even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
             raise shards.bad(f"holds {there} numbers in parameter group {group}, but its shapes need {offset}")
     return tensors

@@ -1,5 +1,5 @@
-"""Weights in one file: .safetensors, a sharded index, or a file of torch.save (such as .ckpt of Lightning and
-Fabric)."""
+"""Reads weights from a .safetensors file, from the shards that an index file lists, or from a file of torch.save (such
+as a .ckpt file of Lightning or Fabric)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unpickle import read_torch
 
 # Keys under which trainers save the state dict.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
-# Suffixes of files with the shard of one rank.
+# Suffixes of files that hold only one rank's shard.
 _SHARES = ("_model_states.pt", "_optim_states.pt", ".distcp", "model_optim_rng.pt")
 
 
@@ -29,7 +29,7 @@ def detect(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the tensors of one file, or of the shards that an index names."""
+    """Reads the tensors of one file, or of the shards that an index file lists."""
     if path.name.endswith(_SHARES):
         raise BadSource(
             f"{path} is one rank's part of a checkpoint; give the checkpoint's folder: {option('weights', path.parent)}"
@@ -48,7 +48,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Returns the tensors of a .safetensors file. Tensors are read when they are used."""
+    """Returns the tensors of a .safetensors file. A tensor is read only when it is used."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Folders with unsharded weights, written by Accelerate's ``save_state`` and ``save_model`` or the transformers
+"""Reads folders of weights that were written by Accelerate's ``save_state`` or ``save_model``, or by the transformers
 Trainer."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from accel.spelling import option
 from . import dcp, file
 from .checkpoint import Checkpoint
 
-# The file names of weights, in search order.
+# File names that weights may have, in the order of the search.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",

@@ -1,5 +1,5 @@
-"""Merges Megatron's checkpoints into whole tensors. Reads torch_dist folders, and the older layout with one folder per
-rank.
+"""Merges the shards of Megatron's checkpoints into whole tensors. Reads torch_dist folders, and the older layout with
+one folder per rank.
 
     FOLDER/latest_checkpointed_iteration.txt: the number of the iteration to read, here 2.
     FOLDER/iter_0000002/metadata.json, .metadata, *.distcp: torch_dist format, with whole tensors and stacked layers.
@@ -59,7 +59,7 @@ def _is_torch_dist(path: Path) -> bool:
 
 
 def _rank_folders(path: Path) -> dict[tuple[int, int], Path]:
-    """Returns the folders of the ranks by (tensor-parallel rank, pipeline stage)."""
+    """Maps each (tensor-parallel rank, pipeline stage) to the folder of this rank."""
     found = {}
     for folder in path.iterdir():
         match = _RANK.match(folder.name)
@@ -73,7 +73,7 @@ def _rank_folders(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the weights, joined from all ranks."""
+    """Reads the weights and joins the shards of all ranks."""
     folder, files = path, tuple[Path, ...]()
     if (path / LATEST).is_file():
         files = (path / LATEST,)
@@ -118,8 +118,8 @@ Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]
 
 
 def _torch_dist(folder: Path) -> Parts:
-    """Reads a torch_dist folder. The tensors of a torch_dist folder are unsharded, and stacked layers are one tensor
-    with the layers on axis 0."""
+    """Reads a torch_dist folder. In such a folder, tensors are unsharded, and stacked layers form one tensor with the
+    layers on axis 0."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
     if backend != "torch_dist":
         raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
@@ -194,7 +194,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
                     tensors[whole] = join(name, [part[name] for part in parts])
             first_layer += len(layers)
     spare = set()
-    # The last stage has a copy of tied weights.
+    # The last pipeline stage has its own copy of tied weights.
     if stages > 1 and not said("untie_embeddings_and_output_weights"):
         spare = {n for n in tensors if n.endswith(("word_embeddings_for_head.weight", "output_layer.weight"))}
     kinds = {part.dtype for body in bodies.values() for key in chunks for _, part in _flat(body.get(key))}
@@ -259,15 +259,16 @@ class _Joining:
         if any(
             [n for i, n in enumerate(part.shape) if i != axis] != shape[:axis] + shape[axis + 1 :] for part in parts
         ):
-            raise InvalidModel(f"{self.folder}: the parts of {name!r} don't fit; copy the folder again")
+            raise InvalidModel(f"{self.folder}: the parts of {name!r} don't fit together; copy the folder again")
         shape[axis] = sum(part.shape[axis] for part in parts)
         return LazyTensor(
             shape=tuple(shape), read=partial(_join, parts, axis, self.gated and _GATED.search(name) is not None)
         )
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
-        """Concatenates query, key and value of old checkpoints in the current row order, [heads, 3, head]. Version 0
-        has the row order [3, heads, head], and version 1 has [heads, head, 3].
+        """Concatenates the shards of a fused query, key and value weight of an old checkpoint, and reorders its rows to
+        the current order, [heads, 3, head]. Checkpoint version 0 has the row order [3, heads, head], and version 1 has
+        [heads, head, 3].
         """
         if (
             not self.heads
@@ -299,5 +300,5 @@ class _Joining:
 def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
     if not gated:
         return torch.cat(list(parts), dim=axis)
-    halves = [part.chunk(2) for part in parts]  # each rank has a shard of the gate, then a shard of the values
+    halves = [part.chunk(2) for part in parts]  # each rank has a shard of the gate, followed by a shard of the values
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

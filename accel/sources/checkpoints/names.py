@@ -20,7 +20,7 @@ _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_
 
 
 def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
-    """Returns ``checkpoint`` with exactly the names of the model's ``state_dict``.
+    """Renames the tensors of ``checkpoint`` to the names in the model's ``state_dict``.
 
     Raises ``BadSource`` if names or shapes differ. The error gives the first unmatched name with similar names, or the
     first shape that differs.
@@ -63,14 +63,15 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # without the wrappers' parts, two names would be equal
+    if len(found) < len(checkpoint.tensors):  # two names would be equal without the wrappers' components
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()
 
 
 def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Maps each name to the other names of the same tensor. A checkpoint may have only one name of tied weights."""
+    """Maps each name to the other names of the same tensor. A checkpoint may store tied weights under only one of their
+    names."""
     places: dict[tuple[object, ...], list[str]] = {}
     keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
     for name, key in keys.items():
@@ -94,7 +95,7 @@ def _prefix(
             return prefix
     if not wanted:
         return ""
-    # A LightningModule may give its model any name, so any prefix that all names share is accepted.
+    # A LightningModule may keep its model in an attribute of any name, so any prefix that all names share is accepted.
     first = next(iter(wanted))
     ends = [f".{name}" for name in (first, *copies[first])]
     fronts = {n[: len(n) - len(end) + 1] for n in found for end in ends if n.endswith(end)}

@@ -1,10 +1,11 @@
-"""Reads the pickles of trainers without executing their code. ``RECORDS`` lists every class that a pickle may name.
+"""Reads the pickle files of training checkpoints without executing code from them. ``RECORDS`` lists every class that a
+pickle may name.
 
 ``read_torch`` maps files of ``torch.save`` into memory and reads them with torch's own weights-only unpickler.
 ``read_pickle`` reads a plain pickle, such as the ``.metadata`` of torch.distributed.checkpoint, with Python's
-unpickler. ``read_torch`` and ``read_pickle`` resolve only the listed names. An object of a listed class becomes a
-``Record``, which holds the object's constructor arguments and state as data. No constructor, ``__setstate__`` or
-function of a library ever runs.
+unpickler. ``read_torch`` and ``read_pickle`` refuse a pickle that names an unlisted class. An object of a listed class
+becomes a ``Record``, which holds the object's constructor arguments and state as data. No constructor, ``__setstate__``
+or function of a library ever runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from accel.spelling import option
 
 
 class Record:
-    """An object of a pickle as data, with the ``name`` of its class, its constructor arguments and its state."""
+    """Holds a pickled object as data: the ``name`` of its class, its constructor arguments and its state."""
 
     name = ""
     args: tuple[Any, ...]
@@ -47,8 +48,7 @@ class Record:
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name} is called")
 
     def get(self, field: str, default: Any = None) -> Any:
-        """Returns a field of a dataclass or a Namespace, whose state is a dict. Returns ``default`` if the field is
-        missing."""
+        """Returns a field of a recorded dataclass or Namespace. Returns ``default`` if the field is missing."""
         return self.state.get(field, default) if isinstance(self.state, dict) else default
 
 
@@ -60,7 +60,7 @@ class PlainDict:
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """Makes a record in place of a member of an enum, which Python 3.11 pickles as ``getattr(kind, name)``."""
+    """Makes a record in place of an enum member. Python 3.11 pickles enum members as ``getattr(kind, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("Unsupported global: GLOBAL builtins.getattr was not an allowed global")
     return kind(name)
@@ -70,7 +70,7 @@ def _strings(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
 
 
-# Exact names of classes in the checkpoints of trainers. Objects of these classes are read as records.
+# Full names of the classes that training checkpoints may contain. Objects of these classes are read as records.
 RECORDS = (
     *_strings("argparse", "Namespace"),
     *_strings("pathlib", "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
@@ -129,7 +129,7 @@ _GLOBALS: dict[str, Any] = {
 
 
 def is_record(value: Any, name: str) -> bool:
-    """Tells whether ``value`` is the record of an object of the class ``name`` (without its module)."""
+    """Tells whether ``value`` is the record of an object whose class has this ``name``, regardless of the module."""
     return isinstance(value, Record) and value.name.rpartition(".")[2] == name
 
 
@@ -142,8 +142,8 @@ def _listed() -> Iterator[None]:
 def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as .safetensors") -> Any:
     """Reads a file of ``torch.save``. The tensors are memory-mapped and read when they are used.
 
-    Raises ``BadSource`` if the file names a class outside the list, before any of the file's code could run. Raises
-    ``InvalidModel`` if the file is empty, truncated or no file of ``torch.save``.
+    Raises ``BadSource`` if the file names an unlisted class. No code from the file runs. Raises ``InvalidModel`` if the
+    file is empty or truncated, or wasn't written by ``torch.save``.
     """
     if not path.is_file():
         raise BadSource(f"{path} does not exist; check {option('weights')}")
@@ -153,7 +153,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     try:
         with warnings.catch_warnings(), _listed():
             warnings.simplefilter("ignore")  # Files that torch warns about are refused below.
-            # Only zip files can be memory-mapped. Old versions of torch wrote another format.
+            # Only zip files can be memory-mapped. Old versions of torch wrote a format without zip.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         _refuse(path, error, fix)
@@ -162,8 +162,8 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
 
 
 def refuse_bomb(path: Path) -> None:
-    """Raises ``InvalidModel`` if an archive unpacks to a multiple of its size, because torch stores tensors
-    uncompressed."""
+    """Raises ``InvalidModel`` if an archive unpacks to many times its own size, although torch never compresses its
+    files."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
@@ -179,12 +179,12 @@ def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
     named = re.search(r"GLOBAL (\S+)", str(error))
     what = f"({named.group(1)}) " if named else ""
     raise BadSource(
-        f"{path} holds more than weights {what}or is no PyTorch file, and is not unpickled; {fix}"
+        f"{path} is not unpickled, because it holds more than weights {what}or is no PyTorch file; {fix}"
     ) from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves only the listed names, ``OrderedDict``, torch's dtypes and ``torch.Size``."""
+    """Unpickles only objects of the listed classes, ``OrderedDict``, torch's dtypes and ``torch.Size``."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -195,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.Size":
             return torch.Size
         if full == "torch.serialization._get_layout":
-            return str  # a tensor layout becomes its name, because no code uses it
+            return str  # a layout is read as its name, because accel doesn't use layouts
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """Reads a plain pickle with its objects as records. Raises the same errors as ``read_torch``."""
+    """Reads a plain pickle, and returns its objects as records. Raises the same errors as ``read_torch``."""
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()

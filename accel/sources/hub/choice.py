@@ -11,14 +11,14 @@ from accel.errors import BadSource
 
 from .model_id import ModelId
 
-# A module of sentence-transformers lies in a folder such as 1_Pooling.
+# The library sentence-transformers stores each module in a folder such as 1_Pooling.
 _FOLDER = r"(?P<folder>(?:\d+_[^/]+/)?)"
 _CONFIG = re.compile(_FOLDER + r"[^/]+\.(json|txt|model)")
 _SAFETENSORS = re.compile(_FOLDER + r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLED = re.compile(_FOLDER + r"pytorch_model(-\d+-of-\d+)?\.bin")
 # Names of a smaller or faster copy of model.onnx, such as model_quantized.onnx or model_O2.onnx.
 _COPY = re.compile(r"model_(fp16|bf16|u?int8|q?u?int8_\w+|quantized|q\d\w*|bnb4|O[1-4])\.onnx")
-# Names a message lists at most.
+# The largest number of file names that a message lists.
 _MOST = 8
 
 
@@ -31,8 +31,8 @@ class Choice:
 
 
 def choose(asked: ModelId, names: Sequence[str]) -> Choice:
-    """Chooses the files to read among the files ``names`` of a repository. Returns PyTorch's weights with their configs
-    if there are any, else the only ONNX model.
+    """Chooses which of a repository's files ``names`` to download. Returns the PyTorch weights with their configs, or
+    else the repository's only ONNX model.
 
     Raises ``BadSource`` if the repository has nothing that accel reads, or several ONNX models.
     """
@@ -55,7 +55,8 @@ def choose(asked: ModelId, names: Sequence[str]) -> Choice:
 
 
 def _weights(names: Sequence[str]) -> list[str]:
-    """Returns the files of weights. In each folder, pickled weights count only if the folder has no safetensors."""
+    """Returns the names of the weight files. Pickled weights are included only from folders without safetensors
+    files."""
     safe = [found for name in names if (found := _SAFETENSORS.fullmatch(name))]
     folders = {found["folder"] for found in safe}
     pickled = [found for name in names if (found := _PICKLED.fullmatch(name)) and found["folder"] not in folders]
@@ -77,7 +78,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _unreadable(names: Sequence[str]) -> str:
-    """Returns the end of a sentence that tells what an unreadable repository holds, with the fix."""
+    """Returns the end of an error message, which tells why accel can't read the repository and how to fix that."""
     if "model_index.json" in names:
         return (
             "is a pipeline of diffusers, which consists of several models; write a function that returns one of them, "

@@ -26,8 +26,9 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Located:
-    """A model of the hub on this machine. ``path`` is a folder or an ONNX file. ``spec`` is the id with the commit,
-    which names the same files forever. ``name`` is the id that the user gave. ``facts`` is for the manifest."""
+    """Describes a model of the Hugging Face Hub that is stored on this machine. ``path`` is a folder or an ONNX file.
+    ``spec`` is the id with the commit, so it always refers to the same files. ``name`` is the id that the user gave.
+    ``facts`` is recorded in the manifest."""
 
     path: Path
     spec: str
@@ -35,13 +36,13 @@ class Located:
     facts: dict[str, str]
 
 
-# The models that this process has located. An id means the same commit for the whole process.
+# The models that this process has located. An id refers to the same commit until the process ends.
 _located: dict[ModelId, Located] = {}
 
 
 def locate(asked: ModelId) -> Located:
-    """Returns the model ``asked``. Downloads the files that the cache lacks. Without network, takes the files of the
-    cache.
+    """Finds the model ``asked`` in the cache, and downloads missing files. Without a network connection, uses only the
+    cached files.
 
     Raises ``BadSource`` if the model doesn't exist, can't be downloaded, or has no file that accel reads. Raises
     ``CannotWrite`` if the cache can't be written.
@@ -59,7 +60,7 @@ def locate(asked: ModelId) -> Located:
     revision = asked.revision or None
     try:
         names = _names(asked)
-    except Exception as error:  # the errors of the library have several roots
+    except Exception as error:  # the library's errors have no common base class
         folder = _cached_folder(asked)
         if folder is None:
             refuse(asked, error)
@@ -94,7 +95,8 @@ def locate(asked: ModelId) -> Located:
 
 
 def _names(asked: ModelId) -> Sequence[str]:
-    """Returns the names of all files of the repository. Asks the hub, unless the cache has the list of this commit."""
+    """Returns the names of all files of the repository. Asks the Hugging Face Hub, unless the cache has the commit's
+    list of files."""
     import huggingface_hub
 
     if (known := _listing(asked)) is not None:
@@ -105,8 +107,8 @@ def _names(asked: ModelId) -> Sequence[str]:
 
 
 def _listing(asked: ModelId) -> list[str] | None:
-    """Returns the names that the cache lists for a commit. Returns None for a branch, and for a commit without a list.
-    Older versions of huggingface_hub keep no lists."""
+    """Returns the names of a commit's files from the cached list of files. Returns None for a branch, and for a commit
+    without a cached list. Older versions of huggingface_hub don't cache lists of files."""
     import huggingface_hub
 
     listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
@@ -114,16 +116,18 @@ def _listing(asked: ModelId) -> list[str] | None:
         return None
     try:
         return [file.path for file in listed(asked.repo, revision=asked.commit)]
-    except Exception:  # without a list, the hub is asked
+    except Exception:  # the callers have a fallback
         return None
 
 
 def _cached_folder(asked: ModelId) -> Path | None:
-    """Returns the revision's folder in the cache, or None. The folder may lack files."""
+    """Returns the revision's folder in the cache, or None. Some of the revision's files may be missing in the
+    folder."""
     import huggingface_hub
 
     try:
-        # Without patterns, a folder that lacks any file of the repository would be refused.
+        # Without ``allow_patterns``, ``snapshot_download`` would refuse a folder that lacks any of the repository's
+        # files.
         found = huggingface_hub.snapshot_download(
             asked.repo, revision=asked.revision or None, local_files_only=True, allow_patterns=[]
         )
@@ -143,8 +147,8 @@ def _names_in(asked: ModelId, folder: Path) -> list[str]:
 
 
 def _opened_path(folder: Path, files: Sequence[str], main: str) -> Path:
-    """Returns the path to open. Copies an ONNX file with external data to accel's cache, because the cache of
-    huggingface_hub consists of symbolic links, and onnx refuses external data behind a link."""
+    """Returns the path to open. Copies an ONNX file with external data to accel's cache. The cache of huggingface_hub
+    consists of symbolic links, and onnx refuses external data behind a link."""
     if len(files) == 1 or not main:
         return folder / main
     cache = StageCache()
@@ -159,7 +163,7 @@ def _opened_path(folder: Path, files: Sequence[str], main: str) -> Path:
 
 
 def _bar(message: str) -> type[Any]:
-    """Returns a class of progress bars that report to accel's watcher instead of drawing."""
+    """Returns a tqdm class that reports progress to accel instead of drawing a progress bar."""
     from tqdm import tqdm
 
     context = contextvars.copy_context()  # files are downloaded in other threads
@@ -170,7 +174,7 @@ def _bar(message: str) -> type[Any]:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
-            check_interrupted()  # ends the threads after Ctrl-C
+            check_interrupted()  # ends the download threads after Ctrl-C
             shown: bool | None = super().update(n)
             return shown
 

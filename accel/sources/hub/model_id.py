@@ -1,4 +1,4 @@
-"""Tells the ids of models on the Hugging Face Hub from paths."""
+"""Distinguishes ids of models on the Hugging Face Hub from paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel.tables.kinds import KINDS
 
-# A spec with one of these suffixes is a path, although a repository could have such a name.
+# A spec with one of these suffixes is taken for a path, although a repository could have such a name.
 _FILES = {kind.suffix for kind in KINDS.values()} | {
     ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".jit", ".json", ".keras", ".meta", ".npz", ".pkl", ".pt", ".pth", ".py",
     ".safetensors", ".tar", ".torchscript", ".ts", ".zip",
@@ -41,9 +41,8 @@ class ModelId:
 
 
 def model_id(spec: str) -> ModelId | None:
-    """Returns the id that ``spec`` writes as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx``. Returns
-    None if ``spec`` is an existing path, or looks like a path: a path ends in the suffix of a model file, or has more
-    than one slash.
+    """Parses a ``spec`` such as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx`` as a model's id. Returns
+    None if ``spec`` is an existing path or looks like a path, such as ``folder/model.onnx`` or ``a/b/c``.
     """
     found = _ID.fullmatch(spec.removeprefix(_PREFIX))
     if found is None or ".." in spec:

@@ -1,4 +1,4 @@
-"""The errors of the Hugging Face Hub in one sentence."""
+"""Turns the errors of huggingface_hub into accel's errors of one sentence."""
 
 from __future__ import annotations
 

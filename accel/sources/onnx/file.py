@@ -18,11 +18,11 @@ from accel.spelling import option
 if TYPE_CHECKING:
     import onnx
 
-# The metadata key under which torch's exporter records the modules of a node.
+# The metadata key under which torch's exporter records which modules a node comes from.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The name under which the cache keeps the results of ``check``. If ``check`` changes, the name of its results must
-# change too.
+# The name under which the cache keeps the results of ``check``. A change of ``check`` needs a new name, so that cached
+# results of the old ``check`` aren't used.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -54,8 +54,8 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
 
 
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Returns the names of the files that hold tensors outside the model. Raises ``InvalidModel`` for a file outside
-    the folder of the model."""
+    """Returns the names of the model's external data files. Raises ``InvalidModel`` for a data file outside the model's
+    folder."""
     from onnx.external_data_helper import _get_all_tensors, uses_external_data
 
     names: dict[str, None] = {}
@@ -69,7 +69,7 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    """Yields the nodes of ``graph`` and of the graphs in their attributes."""
+    """Yields the nodes of ``graph``, and the nodes of the subgraphs in their attributes."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -83,23 +83,24 @@ def opset_of(model: onnx.ModelProto) -> int:
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
-    """Returns the signature that the file declares, and its properties: opset, IR version, precision and float dtypes.
+    """Returns the model's signature as the file declares it, and the model's opset, IR version, precision and float
+    dtypes.
 
     Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
-    the file has weights, QDQ nodes or integer products of that precision, else the precision of most of its float
-    weights.
+    the file has weights, QDQ nodes or integer matrix products of that precision. Otherwise the precision is that of
+    most float weights.
     """
     return describe_model(read_proto(path))
 
 
-# The property of models with one of the operators below. These operators give all rows of a batch one scale, so each
-# row influences the results of all rows.
+# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. Such an operator computes one scale for all rows of
+# a batch, so each row influences the results of the other rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
 
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
-    """Describes a model in memory as ``describe`` describes a file."""
+    """Returns the signature and the properties of a model in memory (see ``describe``)."""
     initializers = {t.name for t in model.graph.initializer}
     inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
     outputs = tuple(_spec(v) for v in model.graph.output)
@@ -149,8 +150,8 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
 
 def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
-    """Returns the smallest and largest index for each integer input that selects rows of a constant table, such as an
-    embedding."""
+    """Returns the smallest and largest valid index for each integer input that selects rows of a constant table, such
+    as an embedding."""
     rows = {t.name: int(t.dims[0]) for t in model.graph.initializer if t.dims}
     origin = {v.name: v.name for v in model.graph.input if v.name not in rows}
     bounds: dict[str, tuple[int, int]] = {}
@@ -214,11 +215,12 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process runs the ONNX checker and ONNX Runtime on every file without a
-    manifest, because a hostile file may crash them. The result of the probe is cached by the file's content.
+    file leaves open. With ``probe``, a file without a manifest is first loaded in a child process by the ONNX checker
+    and ONNX Runtime, because a hostile file may crash its reader. The result of the probe is cached by the file's
+    content.
 
-    Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
-    ``inputs`` don't fit.
+    Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
+    ``inputs`` don't match the model.
     """
     signature, properties = describe(path)
     if not signature.outputs:
@@ -260,7 +262,7 @@ def _file_entry(path: Path, sha256: str) -> dict[str, str]:
 
 
 def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
-    """Returns ``signature`` with the value ranges and sizes of ``inputs``.
+    """Returns ``signature`` with the value ranges and sizes that ``inputs`` declares.
 
     Raises ``BadInputSpec`` if a name, dtype, rank or fixed size differs from the file.
     """
@@ -323,7 +325,7 @@ def check(path: Path) -> str | None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas for custom domains, so only the runtime can check such nodes.
+        # The checker has no schemas for custom domains, so only ONNX Runtime can check nodes of these domains.
         own = {node.domain for node in read_proto(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
         if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
             return one_line(error)
@@ -333,7 +335,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # a valid model that needs another CPU (for bfloat16 products, for example)
+        return None  # the model is valid, but needs another CPU (for bfloat16 products, for example)
     except Exception as error:
         return one_line(error)
     return None

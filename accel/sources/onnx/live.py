@@ -1,4 +1,4 @@
-"""``capture`` writes an ONNX model in memory to the cache."""
+"""Writes an ONNX model from memory to the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE = 1 << 30
 def capture(model: onnx.ModelProto) -> Path:
     """Writes ``model`` to the cache. Returns the path of the file. ``model`` isn't changed.
 
-    Raises ``InvalidModel`` if the weights of ``model`` are in a file, or can't be written.
+    Raises ``InvalidModel`` if the weights of ``model`` are in an external file, or if ``model`` can't be written.
     """
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

@@ -1,8 +1,8 @@
-"""Detached weights, which stay on disk so that a stage can process a model larger than memory.
+"""Handles detached weights, which stay on disk so that a stage can process a model that is larger than memory.
 
 ``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
-detached tensor names its file by an absolute path. Tensors in written files have relative paths. ``weight_array`` maps
-the file and reads the tensor. ``write_onnx`` copies detached tensors piece by piece.
+detached tensor refers to its file by an absolute path, and a tensor in a written file by a relative path.
+``weight_array`` memory-maps the file of a detached tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 DETACHED_BYTES = 128 << 20
 
-# Tensors smaller than this are read, because rewriting rules and shape inference need their values.
+# Tensors of at most this size are read into memory, because graph rewrites and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
-# The key of the dtype that a detached tensor has in its file. A tensor has this key only if reading converts the tensor
-# to another dtype.
+# The metadata key of the dtype that a detached tensor has in its file. A tensor has this key only if reading converts
+# its values to another dtype.
 _STORED_AS = "stored_as"
 
 
 def read_detached(path: Path) -> onnx.ModelProto:
-    """Reads the model in ``path`` with its weights. Large weights are detached if the model has much external data.
+    """Reads the model in ``path`` with its weights. Large weights stay on disk if the model has more than
+    ``DETACHED_BYTES`` of external data.
 
-    Raises ``InvalidModel`` as ``read_proto`` does.
+    Raises ``InvalidModel`` in the same cases as ``read_proto``.
     """
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
@@ -56,7 +57,7 @@ def read_detached(path: Path) -> onnx.ModelProto:
 
 
 def _wide(tensor: onnx.TensorProto) -> bool:
-    """Tells whether numpy can map the tensor. Numpy can't map numbers of less than one byte."""
+    """Tells whether numpy can memory-map the tensor. Numpy has no dtypes of less than one byte."""
     from onnx import TensorProto
 
     return tensor.data_type not in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
@@ -80,8 +81,9 @@ def detached_bytes(model: onnx.ModelProto) -> int:
 
 
 def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarray:
-    """Returns the values of a tensor, detached or not. The result is a view of the file if a detached tensor keeps the
-    file's dtype. ``widened`` returns 16-bit floats as float32, which is exact."""
+    """Returns the values of a tensor, detached or not. If a detached tensor has the same dtype as in its file, the
+    result is a memory map of the file. With ``widened``, 16-bit floats are returned as float32, which represents them
+    exactly."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -100,8 +102,8 @@ def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarr
 
 
 def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
-    """Returns a copy, called ``name``, of a detached float32 tensor. Reading the copy rounds its values to 16-bit
-    floats."""
+    """Copies a detached float32 tensor, and gives the copy the name ``name``. Reading the copy rounds its values to
+    16-bit floats."""
     import onnx
 
     made = onnx.TensorProto()
@@ -113,7 +115,7 @@ def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.T
 
 
 def attach(tensor: onnx.TensorProto) -> None:
-    """Reads the values of a detached tensor into the tensor itself."""
+    """Reads the values of a detached tensor from its file and stores them in the tensor."""
     raw = b"".join(raw_pieces(tensor))
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
@@ -121,7 +123,7 @@ def attach(tensor: onnx.TensorProto) -> None:
 
 
 def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields the bytes of a detached tensor in chunks, as a file stores them."""
+    """Yields the bytes of a detached tensor in chunks, in the format of ``raw_data``."""
     from onnx import helper
 
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -130,7 +132,7 @@ def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
 
 
 def _pieces(mapped: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields small chunks of a tensor, each with the index of its first value."""
+    """Yields small chunks of a tensor, and the index of each chunk's first value."""
     flat = mapped.reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield start, flat[start : start + _PIECE]

@@ -1,6 +1,6 @@
 """Loads bare graphs, which don't name their inputs and outputs: frozen graphs and TF1 checkpoints.
 
-Imported only in the TensorFlow process.
+This module is imported only in the TensorFlow process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def load_signature(spec: TensorFlowSpec) -> Loaded:
-    """Loads a signature of a TF1 SavedModel whose inputs leave out placeholders, which ``tf.saved_model.load`` refuses.
+    """Loads a signature of a TF1 SavedModel that leaves out placeholders from its inputs. ``tf.saved_model.load``
+    refuses such a signature.
 
     Raises ``KeyError`` if there is no such signature.
     """
@@ -103,8 +104,8 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The message proposes
-    tensors."""
+    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The error message suggests
+    tensors to use."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])

@@ -210,7 +210,7 @@ def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
         (two_ways, "the part 'one': its argument 'more' differs in kind between two calls"),
         (numbers, "the part 'two': its argument 'more' is 1 in one call and 2 in another"),
         (reads, "uses 'weight' of the part 'one', and an exported part can only be called; read 'weight' before"),
-        (sets, "sets the part 'one'; use a variable of its own instead"),
+        (sets, "sets the part 'one'; use a local variable instead"),
         (another, "the pipeline has no part 'three'; use one of one, two"),
     ],
 )
