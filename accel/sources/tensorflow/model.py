@@ -1,4 +1,5 @@
-"""Describes, counts and runs a TensorFlow model of any file format. Imported only in the TensorFlow process."""
+"""Describes, counts and runs a TensorFlow model of any file format. Only the child process that runs TensorFlow imports
+this module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sets placeholders of a frozen graph that are no inputs, such as a keep probability or a switch ``is_training``.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations

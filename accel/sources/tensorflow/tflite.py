@@ -1,4 +1,5 @@
-"""Describes and runs TFLite files with TensorFlow's own interpreter. Imported only in the TensorFlow process."""
+"""Describes and runs TFLite files with TensorFlow's own interpreter. Only the child process that runs TensorFlow
+imports this module."""
 
 from __future__ import annotations
 
