@@ -1,4 +1,5 @@
-"""Finds the dims that bound integer inputs whose range nobody declared, such as the lengths of sequences."""
+"""Finds dims that limit the values of integer inputs without a declared range. For example, a sequence length can't
+exceed the padded length."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from accel.signature import Bound, Feeds, Signature, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest batch of the runs. A larger batch would only take longer.
+# The largest batch size in the runs of the model. A larger batch would take longer and show nothing more.
 _LARGEST_BATCH = 3
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """If ``run`` raises on some integers at some sizes, returns ``signature`` with bounds that name dims.
+    """If ``run`` raises for some integer inputs at some sizes, returns ``signature`` with dims as the bounds of these
+    inputs.
 
-    Tries each dim, and each dim minus 1, as the largest integer. Tries the single inputs first, and then all inputs
+    Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
     together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
     declared ``values`` are changed.
     """
@@ -39,7 +41,7 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signatu
 
 
 def bounds_words(before: Signature, after: Signature) -> str:
-    """Returns words for the bounds that ``find_bounds`` found, or "" if it found none."""
+    """Describes the bounds that ``find_bounds`` found as text, or returns "" if there are none."""
     found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
     if not found:
         return ""
@@ -57,7 +59,8 @@ def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
 
 
 def _runs(signature: Signature, run: Callable[[Feeds], object]) -> bool:
-    """Tells whether ``run`` takes the smallest, the largest and random integers at the sizes of every case."""
+    """Tells whether ``run`` raises no error for the smallest, the largest and random integers at the sizes of every
+    case."""
     for case in signature.cases(_LARGEST_BATCH):
         for feeds in _draws(signature, case):
             try:
