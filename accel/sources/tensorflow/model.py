@@ -266,8 +266,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns a fixed dim unchanged, and a name for a dynamic dim: ``batch``, ``length`` for sequences, ``height`` or
-    ``width`` for NHWC images, else ``dim_<axis>``."""
+    """Returns a fixed dim unchanged, and a name for a dynamic dim, which is ``batch``, ``length`` for sequences,
+    ``height`` or ``width`` for NHWC images, else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:
