@@ -1,8 +1,9 @@
 """Spells the options in messages as ``opset=16`` for a Python caller and as ``--opset 16`` on the command line.
 
-A message contains ``option("opset", 16)``, with the name of the Python argument, for both kinds of callers. The command
-line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The spelling
-applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling on.
+Code that writes a message calls ``option("opset", 16)`` with the name of the Python argument, for both kinds of
+callers. The command line runs each command within ``on_command_line()``. Outside this block, options are spelled as
+Python arguments. The spelling applies to the notes and errors of all threads of the process. Each call of a ``Child``
+passes the spelling on to the child process.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# The option of each argument that has another name on the command line. An argument that isn't listed is spelled
-# --like-this.
+# Maps Python arguments to command-line options if their names differ. An argument ``like_this`` that isn't listed has
+# the option --like-this.
 FLAGS: Mapping[str, str] = {
     "out": "-o",
     "inputs": "--input",
@@ -27,10 +28,10 @@ FLAGS: Mapping[str, str] = {
     "page": "--graph",
     "preprocess": "--normalize",
 }
-# Options of the command line that set a field of a Python argument.
+# Maps command-line options to the field of a Python argument that they set.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
-# The switch of each boolean argument that has another name on the command line. A switch that isn't listed is spelled
-# --like-this and means True.
+# Maps boolean arguments and their values to command-line switches if the names differ. An argument ``like_this`` that
+# isn't listed has the switch --like-this, which means True.
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",
@@ -43,7 +44,8 @@ _command_line = False
 
 @contextlib.contextmanager
 def on_command_line(active: bool = True) -> Iterator[None]:
-    """Spells options as on the command line inside the block, or as Python arguments if ``active`` is False."""
+    """Inside the ``with`` block, options are spelled as on the command line, or as Python arguments if ``active`` is
+    False."""
     global _command_line
     before, _command_line = _command_line, active
     try:
@@ -58,7 +60,7 @@ def is_command_line() -> bool:
 
 
 def flag(name: str) -> str:
-    """Returns the command line's option for the Python argument ``name``."""
+    """Returns the command-line option for the Python argument ``name``."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 

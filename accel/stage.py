@@ -1,8 +1,8 @@
 """Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
 A stage is a pure function that takes an ``Artifact``, a ``StageConfig`` and the path ``out``, and returns an
-``Artifact``. A stage writes only ``out`` and its companions. ``run_stage`` does the checks, the caching and the
-recording in the same way for all stages.
+``Artifact``. A stage writes only ``out`` and the companion files of ``out``. ``run_stage`` does the checks, the caching
+and the recording in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _LITTLE_ROOM = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field. A ``Path`` is identified by its
-    content.
+    """The options of a stage. Every option that can change the result is a field. The cache key covers the name and the
+    content of a file that a ``Path`` field names.
 
     A field that is added later has ``omit_default`` in its metadata. A field with ``omit_default`` is not part of the
     cache key while it has its default value, so results made before the field existed stay valid.
@@ -94,7 +94,7 @@ class Proof:
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked the
-    returned file last, ``run_stage`` reuses the comparisons, so that a model runs only once at each shape.
+    returned file last, ``run_stage`` reuses the results of the gates, so that a model runs only once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -106,9 +106,10 @@ class Proof:
         self._results: tuple[GateResult, ...] = ()
 
     def of(self, result: Artifact) -> tuple[Artifact, tuple[GateResult, ...]]:
-        """Returns ``result`` with the signature read from its file, and the comparisons of the gates.
+        """Returns ``result`` with the signature read from its file, and the results of the gates.
 
-        Raises ``SignatureDrift`` if the contract is broken. A comparison over its limit is returned, not raised.
+        Raises ``SignatureDrift`` if the contract is broken. This method raises no error for a failed gate, because
+        the results say which gate failed.
         """
         if (
             self._proven is None
@@ -177,18 +178,19 @@ def run_stage(
     cache: StageCache | None = None,
     stage: Stage | None = None,
 ) -> Artifact:
-    """Run a stage, or take its result from the cache, and copy the result to ``out`` (None: leave it in the cache).
+    """Runs a stage or takes its result from the cache, and copies the result to ``out``. If ``out`` is None, the result
+    stays in the cache.
 
     A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
 
     - ``UnsupportedHere`` if ``src`` is of the wrong kind.
     - ``StageFailed`` or a subclass if the stage fails.
     - ``SignatureDrift`` if the result breaks the contract.
-    - ``GateFailed`` if the outputs of the result differ from those of ``src`` by more than a limit.
+    - ``GateFailed`` if the outputs of the result differ from the outputs of ``src`` by more than a limit.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
-        raise UnsupportedHere(f"stage {stage.name} takes {' or '.join(stage.takes)}, {src.path} is {src.kind}")
+        raise UnsupportedHere(f"stage {stage.name} takes {' or '.join(stage.takes)}, but {src.path} is {src.kind}")
     cache = cache or StageCache()
     options = config_json(config)
     used = versions(stage.packages)
@@ -223,7 +225,7 @@ def run_stage(
 def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
     """Raises ``CannotWrite`` if ``folder`` has no room for a file as large as ``src``.
 
-    A library that runs out of space may report a wrong cause, or silently write half a file.
+    A library that runs out of disk space may report a wrong cause, or write half a file without an error.
     """
     size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
     allocate = getattr(os, "posix_fallocate", None)
@@ -234,7 +236,8 @@ def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | No
     except OSError as full:
         if full.errno in NO_SPACE:
             where = f"stage {stage.name} in {folder}"
-            raise CannotWrite(f"no space left for {where}; free some, or set ACCEL_CACHE_DIR") from (error or full)
+            fix = "free some space, or set ACCEL_CACHE_DIR"
+            raise CannotWrite(f"no space left for {where}; {fix}") from (error or full)
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
@@ -304,11 +307,11 @@ def _make(
 
 
 def _set_aside(result: Artifact, out: Path) -> Path:
-    """Copy the main file of a rejected result to a path beside ``out``. Returns the path of the copy."""
+    """Copies the main file of a rejected result to a path beside ``out``. Returns the path of the copy."""
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # no rename, because the scratch folder may be on another disk
+        shutil.copyfile(result.path, aside)  # a rename fails if the scratch folder is on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

@@ -1,5 +1,6 @@
-"""The tables: kinds of models, stages, targets, precisions and limits. Adding a kind, a stage or a target starts with a
-row.
+"""Holds the tables of model kinds, stages, targets, precisions and limits. To add a kind, a stage or a target, start
+with a new row in its table.
 
-Takes the name of a row. Returns the row, a frozen dataclass whose import strings are loaded at first use.
+Each row is a frozen dataclass and is found by its name. The code that a row names by import strings is loaded at first
+use.
 """

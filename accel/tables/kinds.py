@@ -1,4 +1,4 @@
-"""The kinds of models on disk, a row each, with file names, readers, runtimes and export formats."""
+"""Defines the table of model kinds on disk. Each row holds a kind's file names, reader, runtimes and export format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ class Kind:
     """A row of the table.
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
-    of files that runtimes look for beside the main file, with the same stem. ``runtimes`` lists the names of the
-    runtimes that open the kind, in the order in which accel tries them. ``reader`` is the import string of a function
-    in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
-    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function for a file that
-    states unexpected output shapes. The function runs the file, and corrects the stated shapes if nothing else is
-    wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported. ``framework`` is
-    True for a framework's own format. A file in such a format is a source unless it has a manifest.
+    of companion files, which runtimes look for beside the main file under the same stem. ``runtimes`` lists the names
+    of the runtimes that can open the file, in the order in which accel tries them. ``reader`` is the import string of a
+    function in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file.
+    ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
+    for a file that states unexpected output shapes. The function runs the model in the file, and corrects the stated
+    shapes if nothing else is wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be
+    exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's
+    format is a source unless the file has a manifest.
     """
 
     name: str
@@ -65,7 +66,7 @@ KINDS: dict[str, Kind] = {
             companions=(".bin",),
             export_as="openvino",
         ),
-        # An engine can't be opened without its GPU, so it has no reader.
+        # An engine can't be opened without its GPU, so this kind has no reader.
         Kind(name="engine", main_file="model.engine", runtimes=("tensorrt", "tensorrt-rtx")),
         Kind(
             name="tflite",
@@ -99,7 +100,8 @@ KINDS: dict[str, Kind] = {
             export_as="saved_model",
             framework=True,
         ),
-        # The function and the parts of a pipeline. The parts are artifacts in folders beside the file.
+        # The main file names the function and the parts of a pipeline. The parts are artifacts in folders beside the
+        # main file.
         Kind(name="pipeline", main_file="model.pipeline", runtimes=("pipeline",)),
     )
 }
@@ -127,5 +129,5 @@ def main_files() -> tuple[str, ...]:
 
 
 def export_formats() -> dict[str, Kind]:
-    """Returns the kinds that ``accel export --to`` makes, by the value of the option."""
+    """Maps each value of ``accel export --to`` to the kind that the option makes."""
     return {kind.export_as: kind for kind in KINDS.values() if kind.export_as is not None}

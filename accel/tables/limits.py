@@ -1,7 +1,7 @@
-"""The largest relative errors that rewriting a model may cause, one limit per row.
+"""Defines the limits of the relative errors that rewriting a model may cause, one limit per row.
 
 A limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output, unless the row names another
-measure. Gates, judges and searches read their limits here, so that each step has the same limit everywhere.
+measure. Gates, judges and searches read their limits from this table, so that each step has the same limit everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE: tuple[Limit, ...] = (
         value=5e-2,
         reason="TFLite's int8 kernels round activations, with dynamic scales even if only the weights are int8",
     ),
-    # optimize: limits for the stages of a candidate. The judge applies the user's own budget afterwards.
+    # optimize: limits for the stages that make a candidate. The judge applies the user's own budget afterwards.
     Limit(step="optimize", form="simplify", value=1e-4, reason="the graph is rewritten, the precision stays"),
     Limit(step="optimize", form="fp32", value=1e-3, reason="a runtime fuses and reorders float32 sums"),
     Limit(step="optimize", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
@@ -67,7 +67,7 @@ TABLE: tuple[Limit, ...] = (
         value=4e-1,
         reason="15 steps a block of 32 weights: a twelfth of a product's norm, added up over some 20 products",
     ),
-    # bisect: limits of a tensor inside the graph. A precision without a limit here has the limit of verify.
+    # bisect: limits for a tensor inside the graph. A precision without a bisect limit has the limit of verify.
     Limit(step="bisect", form="fp32", value=1e-4, reason="both graphs run node by node without fusions"),
     Limit(
         step="bisect",

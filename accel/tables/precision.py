@@ -1,4 +1,5 @@
-"""The precisions of models, a row each, with bytes per weight, requirements and the order in which they are tried."""
+"""Defines the table of model precisions. Each row holds the bytes per weight, the requirements and the place in the
+order of trials."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ class Precision:
 
     ``weight_bytes`` is the bytes per weight, or None if layers differ. ``quantized`` is True if weights are integers or
     8-bit floats with scales. ``needs_data`` is True if activations are quantized with ranges calibrated on samples.
-    ``min_opset`` is the first ONNX opset that can write the precision with standard operators. ``min_capability`` is
-    the first CUDA compute capability that computes in the precision, or (0, 0) for any. ``rank`` orders the precisions
-    by how likely they are the fastest on this machine, the likeliest first. ``rank_unmeasured`` orders the precisions
-    by the usual speeds of GPUs, for a GPU that is not in this machine.
+    ``min_opset`` is the first ONNX opset whose standard operators can express the precision. ``min_capability`` is the
+    lowest CUDA compute capability that computes in the precision, or (0, 0) if any GPU can. ``rank`` orders the
+    precisions by their likely speed on this machine, with 0 for the precision that is most likely the fastest.
+    ``rank_unmeasured`` orders the precisions by the usual speeds of GPUs, for a target GPU that is not in this machine.
     """
 
     name: str

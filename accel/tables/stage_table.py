@@ -1,4 +1,5 @@
-"""The stages, a row each, with their input and output kinds and their code. ``accel.stage`` runs stages."""
+"""Defines the table of stages. Each row holds a stage's input and output kinds and its code. ``accel.stage`` runs the
+stages."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from accel.errors import UnknownName
 class Stage:
     """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
 
-    ``takes`` and ``gives`` are kinds of artifacts. ``packages`` lists distributions whose versions are part of the
-    cache key. ``may_change`` lists what the stage may change: some of ``dtypes``, ``opset``, ``ir`` and ``shapes``, or
-    ``interface`` for all inputs and outputs. Only the stage's own gate checks a changed interface. ``version`` is
-    increased when a code change changes the stage's result. ``proves`` is True if the function checks its own files
-    with a fourth argument, the ``Proof`` of the run.
+    ``takes`` lists the kinds of artifacts that the stage accepts, and ``gives`` is the kind that the stage makes.
+    ``packages`` lists distributions whose versions are part of the cache key. ``may_change`` lists the parts of a model
+    that the stage may change. Its values are ``dtypes``, ``opset``, ``ir``, ``shapes``, and ``interface`` for all
+    inputs and outputs. Only the stage's own gate checks a changed interface. ``version`` is increased when a code
+    change changes the stage's result. ``proves`` is True if the stage's function checks its own files. Such a function
+    takes the ``Proof`` of the run as a fourth argument.
     """
 
     name: str
@@ -210,5 +212,6 @@ def route(start: str, end: str) -> tuple[Stage, ...]:
                 routes[stage.gives] = (*routes[kind], stage)
                 kinds.append(stage.gives)
     if end not in routes:
-        raise UnknownName(f"no stages lead from {start} to {end}; {start} becomes {', '.join(kinds[1:]) or 'nothing'}")
+        others = ", ".join(kinds[1:]) or "nothing"
+        raise UnknownName(f"no stages convert {start} to {end}; {start} converts to {others}")
     return routes[end]

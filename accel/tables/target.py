@@ -1,4 +1,5 @@
-"""The targets a model can run on, a row each, with runtime, precisions, QDQ scheme, opset and IR limits."""
+"""Defines the table of targets that a model can run on. Each row holds a target's runtime, precisions, QDQ scheme,
+opset limits and IR limit."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ class Target:
     """A target. ``runtime`` names the runtime that runs the model. ``kind`` is the kind of the deployed file.
 
     ``precisions`` names the rows of ``accel.tables.precision`` that ``accel optimize`` tries by default. ``qdq`` is the
-    int8 scheme that the target runs fast, a key of ``converters.quantize.stage.FORMS``. ``extra`` is the pip extra that
-    installs the toolkit, or None if the base install includes it.
+    int8 scheme that runs fast on the target, given as a key of ``converters.quantize.stage.FORMS``. ``extra`` is the
+    pip extra that installs the target's runtime, or None if the base install includes this runtime.
     """
 
     name: str

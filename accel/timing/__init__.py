@@ -1,5 +1,6 @@
-"""Timing of models beside one another: paired blocks in child processes, statistics, energy, reports.
+"""Times several models in turn, in paired blocks that run in child processes. Also computes statistics, measures energy
+and writes reports.
 
-Takes candidates (an artifact, a runtime, session options) and their feeds. Returns a report with medians, percentiles,
-speedups and confidence intervals, as JSON, Markdown or HTML.
+A candidate has an artifact, a runtime, session options and feeds. The report holds medians, percentiles, speedups and
+confidence intervals, as JSON, Markdown or HTML.
 """

@@ -1,4 +1,4 @@
-"""The code in a candidate's process. The process holds the session and the feeds, and times each run."""
+"""Holds a candidate's session and feeds in the candidate's own process, and times each run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# The times of the runs are steady once the median of the last ``_WINDOW`` times is at least this fraction of the median
-# of the ``_WINDOW`` times before them.
+# Warm-up ends once the median of the last ``_WINDOW`` run times is at least this fraction of the median of the
+# ``_WINDOW`` run times before.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -35,11 +35,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``, and default to the manifest's runtime and options. ``opener`` is the import string
-    of a function that makes the session from the candidate, for models without a runtime in accel. An artifact with an
-    ``opener`` needs no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
-    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
-    the threads.
+    the same as in ``open_session``. Their defaults are the manifest's runtime and options. ``opener`` is the import
+    string of a function that opens the session of a candidate, for models without a runtime in accel. The artifact of a
+    candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If ``streams`` is
+    0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets its own session
+    with a share of the threads.
     """
 
     name: str
@@ -52,7 +52,8 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An opened candidate. ``load_ms`` is the time to open the first session, without importing its library."""
+    """An opened candidate. ``load_ms`` is the time in milliseconds to open the first session, without the time to
+    import the session's library."""
 
     runtime: str
     signature: Signature
@@ -61,10 +62,10 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """The first run on each feed.
+    """The results of the first run on each feed.
 
-    ``outputs`` holds the outputs of each feed by name. ``ms`` is the time of the very first run. ``sizes`` holds the
-    dynamic dims of each feed. ``batch`` is the number of samples in a feed.
+    ``outputs`` holds the outputs for each feed by name. ``ms`` is the time of the very first run in milliseconds.
+    ``sizes`` holds the sizes of the dynamic dims of each feed. ``batch`` is the number of samples in a feed.
     """
 
     outputs: list[dict[str, np.ndarray]]
@@ -77,9 +78,9 @@ class FirstRun:
 class Block:
     """The measurements of a block.
 
-    ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
-    the end of the last. If streams overlap, ``seconds`` is less than the sum of ``times``. ``joules`` is the energy of
-    the machine during the block, or None if the machine has no counter.
+    ``times`` is an int64 array with the nanoseconds of each run. ``seconds`` is the time from the start of the first
+    run to the end of the last run. If streams overlap, ``seconds`` is less than the sum of ``times``. ``joules`` is the
+    energy of the machine during the block, or None if the machine has no energy counter.
     """
 
     times: np.ndarray
@@ -88,17 +89,17 @@ class Block:
 
     @property
     def ms_a_run(self) -> float:
-        """Returns the milliseconds of the block per run, which is the inverse of the throughput."""
+        """Returns the block's milliseconds divided by its number of runs, which is the inverse of the throughput."""
         return self.seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """Open the session of a candidate. ``BlockRunner.open`` has already imported the session's library."""
+    """Opens the session of a candidate. ``BlockRunner.open`` has already imported the session's library."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
 class BlockRunner:
-    """A loaded candidate in its child process. The parent calls its methods over a pipe."""
+    """A loaded candidate in a child process. The parent process calls the methods of this class over a pipe."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
@@ -109,7 +110,7 @@ class BlockRunner:
         self._energy = EnergyCounter.find()
 
     def open(self) -> Opened:
-        """Open the sessions. Raises the error of a session that can't be opened."""
+        """Opens the sessions. Raises the session's error if a session can't be opened."""
         candidate, runtime = self._candidate, self._candidate.runtime or ""
         concurrent = False
         if candidate.opener == Candidate.opener:
@@ -117,7 +118,8 @@ class BlockRunner:
             runtime = found.name
             if not found.installed:
                 raise MissingExtra(found.module, found.extra or "all-cpu")
-            # Libraries are imported before the clock starts, because importing torch takes seconds for any model.
+            # Libraries are imported before the load time is measured, because importing torch takes seconds for any
+            # model.
             module, _, name = found.session.partition(":")
             concurrent = getattr(importlib.import_module(module), name).concurrent
         if self._streams > 1 and not concurrent:
@@ -131,7 +133,7 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises ``BadFeeds``
+        """Casts ``feeds`` to this session's dtypes, stores the cast feeds and runs each feed once. Raises ``BadFeeds``
         if the names of the session's inputs differ from the names in ``feeds``."""
         from accel.proof.gates import cast_feeds
 
@@ -154,21 +156,21 @@ class BlockRunner:
         return FirstRun(outputs=outputs, ms=ms, sizes=sizes, batch=batch_of(session.signature, self._feeds[0]))
 
     def calibrate(self, limit_seconds: float) -> float:
-        """Returns the seconds of a pass over the feeds after warm-up."""
+        """Returns the seconds that one pass over the feeds takes after warm-up."""
         times = warm_up(self._pass, limit_seconds=limit_seconds)
         return statistics.median(times[-_WINDOW:]) / 1e9
 
     def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
-        """Warm up, then time ``passes`` passes over the feeds in each stream.
+        """Warms up, then times ``passes`` passes over the feeds in each stream.
 
-        The block ends early, after a whole pass, once ``limit_seconds`` have passed.
+        After ``limit_seconds``, the block ends early, but only at the end of a whole pass.
         """
         import numpy as np
 
         warm_up(self._pass, limit_seconds=warm_up_seconds)
         one_pass = self._feeds * len(self._sessions)
         collecting = gc.isenabled()
-        gc.disable()  # a garbage collection would lengthen the run of one candidate
+        gc.disable()  # a garbage collection would slow down a run of one candidate
         try:
             before = self._energy.read() if self._energy else ()
             begun = time.perf_counter_ns()
@@ -189,7 +191,8 @@ class BlockRunner:
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
     def _timed(self, work: Iterable[Feeds]) -> list[int]:
-        """Returns the nanoseconds of each run of ``work``. Several streams take their feeds from one queue."""
+        """Runs each feed of ``work`` and returns the nanoseconds of each run. If there are several streams, they take
+        their feeds from one queue."""
         if len(self._sessions) == 1:
             return run_all(self._opened, work)
         left = Shared(work)
@@ -205,13 +208,14 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``: the size of the first dim if all inputs share that size, else 1."""
+    """Returns the number of samples in ``feeds``, which is the size of the first dim if all inputs share this size,
+    else 1."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
 
 def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
-    """Run the feeds left in ``work``. Returns the nanoseconds of each run."""
+    """Runs the feeds that are left in ``work``. Returns the nanoseconds of each run."""
     run, clock, times = session.run, time.perf_counter_ns, []
     for feeds in work:
         start = clock()
@@ -223,9 +227,10 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields all of ``feeds`` up to ``passes`` times. Begins no pass after the time ``ends`` (in nanoseconds).
+    """Yields all of ``feeds`` up to ``passes`` times. Begins no pass after the time ``ends``, given in nanoseconds of
+    ``clock``.
 
-    Yields at least one pass. Passes are whole, so that each set of inputs runs equally often.
+    Yields at least one pass. Every pass is completed, so that each set of inputs runs equally often.
     """
     clock = clock or time.perf_counter_ns
     for done in range(passes):
@@ -235,7 +240,7 @@ def passes_until(
 
 
 class Shared:
-    """An iterator that several threads share. Each item goes to one thread."""
+    """An iterator that several threads share. Each item is given to only one thread."""
 
     def __init__(self, items: Iterable[Feeds]) -> None:
         self._items = iter(items)
@@ -257,10 +262,11 @@ def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
 
 
 def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
-    """Call ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
+    """Calls ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
     call.
 
-    A resumed process has cold caches and sleeping threads, and a new process may have to compile first.
+    The first calls are slow, because a resumed process has cold caches and sleeping threads, and a new process may have
+    to compile first.
     """
     clock = clock or time.perf_counter_ns
     times: list[int] = []
@@ -275,7 +281,7 @@ def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[
 
 
 def is_steady(times: Sequence[int]) -> bool:
-    """Tells whether the last ``_WINDOW`` times no longer fall, compared with the ``_WINDOW`` times before them."""
+    """Tells whether the last ``_WINDOW`` times are about as long as the ``_WINDOW`` times before them."""
     if len(times) < 2 * _WINDOW:
         return False
     before, last = times[-2 * _WINDOW : -_WINDOW], times[-_WINDOW:]

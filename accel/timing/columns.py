@@ -1,7 +1,7 @@
-"""The columns of the tables of ``accel bench`` (terminal, Markdown, HTML) and ``accel optimize``.
+"""Defines the columns of the tables that ``accel bench`` and ``accel optimize`` show.
 
-A row is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``, ``metric`` and
-``megabytes``. A value that a row doesn't have is None or missing.
+A row of a table is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``,
+``metric`` and ``megabytes``. A value that isn't known is None in the row, or is missing from the row.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _AROUND = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column. ``text`` returns a row's cell, which may be "". ``whole`` keeps cells and title on one line.
+    """A column of a table. ``text`` returns the text of a row's cell, which may be "". If ``whole`` is True, neither
+    the cells nor the title are wrapped.
 
-    Cells may be wrapped to ``readable`` characters, but not narrower. A ``readable`` of 0 forbids wrapping. A narrow
-    terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is always shown.
+    ``readable`` is the smallest width in characters to which cells may be wrapped. If ``readable`` is 0, cells are not
+    wrapped. A narrow terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is
+    always shown.
     """
 
     title: str
@@ -35,7 +37,7 @@ class Column:
     spare: int = 0
 
     def least_width(self, rows: Sequence[BenchRow]) -> int:
-        """Returns the smallest width in characters that keeps numbers whole and sentences readable."""
+        """Returns the smallest width in characters at which numbers are not wrapped and sentences stay readable."""
         titles = [self.title] if self.whole else self.title.split()
         wide = max(len(self.text(row)) for row in rows)
         return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)
@@ -52,8 +54,8 @@ def as_text(table: Any, width: int = 100) -> str:
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three decimals below 1, two below 100, one below 1000 and none above. Returns "" for
-    None."""
+    """Formats a number with three decimals below 1, two decimals below 100, one decimal below 1000 and no decimals from
+    1000. Returns "" for None."""
     if value is None:
         return ""
     digits = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 1 else 3
@@ -61,7 +63,8 @@ def number(value: float | None) -> str:
 
 
 def session_of(row: BenchRow) -> str:
-    """Returns the threads and the options that aren't the default, such as ``2 threads, no spinning``."""
+    """Returns the number of threads and all options that differ from their defaults, such as ``2 threads, no
+    spinning``."""
     usual = {option.name: option.default for option in fields(SessionOptions)} | {"threads": None}
     given = (row.get("options") or {}).items()
     return ", ".join(_in_words(name, value) for name, value in given if value != usual.get(name))
@@ -133,8 +136,8 @@ def named(*titles: str) -> list[Column]:
 
 
 def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Returns the columns that aren't empty. Leaves out the column of sessions if all candidates have equal
-    sessions."""
+    """Returns the columns that aren't empty. Leaves out the column ``session`` if all candidates have the same session
+    options."""
     found = []
     for column in columns:
         texts = {column.text(row) for row in rows}
@@ -144,7 +147,7 @@ def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -
 
 
 def fitting(rows: Sequence[BenchRow], columns: Sequence[Column], width: int) -> list[Column]:
-    """Returns the columns that fit into ``width`` characters, leaving out the columns with the largest ``spare``
+    """Returns the columns that fit into ``width`` characters. Leaves out the columns with the largest ``spare``
     first."""
     kept = list(columns)
     while sum(column.least_width(rows) + _AROUND for column in kept) + 1 > width:

@@ -1,4 +1,4 @@
-"""The energy of a run, from the machine's RAPL counters if the kernel allows reading them."""
+"""Measures the energy of runs with the machine's RAPL counters, if the kernel allows reading the counters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class Zone:
-    """A CPU package's counter of microjoules, which restarts at 0 after ``wraps``."""
+    """A CPU package's energy counter. The counter counts microjoules up to ``wraps``, and then restarts at 0."""
 
     counter: Path
     wraps: int
 
 
 class EnergyCounter:
-    """The energy of all CPU packages. The energy excludes memory and GPUs, and includes the work of other processes.
+    """Measures the energy of all CPU packages. The energy doesn't include memory and GPUs, but it includes the work of
+    other processes.
 
-    Linux reads the counters of Intel's and AMD's Running Average Power Limit
+    Linux reads Intel's and AMD's counters for the Running Average Power Limit, RAPL
     (Documentation/power/powercap/powercap.rst).
     """
 
@@ -28,9 +29,10 @@ class EnergyCounter:
 
     @classmethod
     def find(cls, root: Path = POWERCAP) -> EnergyCounter | None:
-        """Returns the counter of this machine, or None if there is no counter that this user may read."""
+        """Returns the energy counter of this machine, or None if there is no counter that this user may read."""
         zones = []
-        # intel-rapl:0 is a package, which includes its subzone intel-rapl:0:0.
+        # Only packages are counted, because the counter of a package such as intel-rapl:0 includes its subzones, such
+        # as intel-rapl:0:0.
         for folder in sorted(root.glob("intel-rapl:*")):
             if folder.name.count(":") > 1:
                 continue
@@ -43,10 +45,11 @@ class EnergyCounter:
         return cls(tuple(zones)) if zones else None
 
     def read(self) -> tuple[int, ...]:
-        """Returns the current microjoules of each package."""
+        """Returns the current value of each package's counter in microjoules."""
         return tuple(int(zone.counter.read_text()) for zone in self._zones)
 
     def joules(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
-        """Returns the joules used between two readings. The counters may wrap only once in between."""
+        """Returns the joules used between two readings. The result is wrong if a counter restarted more than once
+        between the readings."""
         pairs = zip(self._zones, before, after, strict=True)
         return sum((b - a) % (zone.wraps + 1) for zone, a, b in pairs) / 1e6

@@ -48,7 +48,8 @@ def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
 def peak_rss_mb(pid: int) -> float | None:
     """Returns the peak resident memory of a running process in MiB, or None if unknown.
 
-    Reads VmHWM, because a child inherits ``ru_maxrss`` from its parent.
+    Reads the kernel's ``VmHWM`` instead of ``ru_maxrss``, because a child process inherits ``ru_maxrss`` from its
+    parent.
     """
     kib = _field(Path(f"/proc/{pid}/status"), "VmHWM")
     return round(int(kib.split()[0]) / 1024, 1) if kib else None
@@ -72,7 +73,7 @@ def _gpus() -> list[str]:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Returns the value of the first ``name: value`` line in a kernel file, or None if there is none."""
+    """Returns the value in the first ``name: value`` line of a kernel file, or None if the file has no such line."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -25,9 +25,10 @@ def check_ending(path: Path) -> None:
 
 
 def write(path: Path, body: Body) -> None:
-    """Write ``body``, the JSON form of a report or a sweep, to a temporary file and rename it to ``path``.
+    """Writes ``body``, the JSON form of a report or a sweep, to ``path``. Writes to a temporary file first and renames
+    this file to ``path``.
 
-    Raises ``UsageError`` if the suffix is not in ``ENDINGS``, and ``MissingExtra`` for HTML without jinja2.
+    Raises ``UsageError`` if the suffix is not in ``ENDINGS``, and ``MissingExtra`` for HTML if jinja2 is not installed.
     """
     check_ending(path)
     if path.suffix == ".json":
@@ -45,7 +46,7 @@ def points_of(body: Body) -> Sequence[Body]:
 
 
 def markdown(points: Sequence[Body]) -> str:
-    """Returns the Markdown page with the machine and a table for each shape."""
+    """Returns a Markdown page that describes the machine and has a table for each shape."""
     lines = ["# accel bench", "", *(f"{line}  " for line in machine_lines(points[0]))]
     for point in points:
         lines += ["", f"## {shape_of(point)}", "", *table_lines(point), "", noise_of(point)]
@@ -71,7 +72,8 @@ def cells(point: Body) -> list[list[str]]:
 
 
 def shape_of(point: Body) -> str:
-    """Returns the sizes of the dims. Adds the session options if all candidates have the same options."""
+    """Returns the sizes of the dims as text. The text includes the session options if all candidates have the same
+    options."""
     sizes = ", ".join(f"{dim} {size}" for dim, size in point["sizes"].items()) or "its fixed shape"
     found = {session_of(row) for row in point["results"]}
     return ", ".join([sizes, *(found if len(found) == 1 and all(found) else ())])
@@ -87,7 +89,7 @@ def noise_of(point: Body) -> str:
 
 
 def machine_lines(point: Body) -> list[str]:
-    """Returns the lines about the machine and the versions."""
+    """Returns the lines about the machine and the library versions."""
     machine = point["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
@@ -99,7 +101,7 @@ def machine_lines(point: Body) -> list[str]:
 
 
 def html(points: Sequence[Body]) -> str:
-    """Returns one page with a table and the intervals of the speedups for each shape. The page loads nothing."""
+    """Returns one HTML page with a table and the intervals of the speedups for each shape. The page loads nothing."""
     try:
         import jinja2
     except ImportError:
@@ -119,7 +121,7 @@ WIDTH = 520  # the length of the axis in SVG units
 
 def bars(point: Body) -> list[dict[str, Any]]:
     """Returns the positions of each candidate's speedup and interval on a logarithmic axis from 0 to ``WIDTH``. ``one``
-    is the position of the baseline. Leaves out the rows with the verdict ``too noisy``.
+    is the position of the baseline, whose speedup is 1. Leaves out the rows with the verdict ``too noisy``.
     """
     timed = [row for row in point["results"] if row["ci95"] and row["verdict"] != "too noisy"]
     ends = [math.log(value) for row in timed for value in (1.0, *row["ci95"]) if value > 0]

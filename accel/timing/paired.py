@@ -1,8 +1,10 @@
-"""The paired schedule, in which every candidate has its own process and all processes except the timed one are paused.
+"""Times candidates in a paired schedule: every candidate has its own process, and only the process that is being timed
+runs.
 
 Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
-that keep running, slow one another down by different factors, up to 2. So each block runs while the processes of all
-other candidates are stopped. The order is shuffled in each round, and candidates are compared within their round.
+that keep running, slow one another down by different factors, up to 2. Therefore, the processes of all other candidates
+are stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
+compared within the same round.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung if a block and its warm-up take longer than both of these limits: ``_PATIENCE`` times the
-# block's planned time, and ``_PATIENCE_SECONDS``.
+# A process counts as hung if a block and its warm-up take longer than ``_PATIENCE_SECONDS`` and longer than
+# ``_PATIENCE`` times the block's planned time.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends at this multiple of its planned time. The multiple is above 1, so that a block that begins with a slow
-# run gets enough runs for a robust median.
+# A block ends early once it has taken this multiple of its planned time. The multiple is above 1, because a block that
+# begins with a slow run still needs enough runs for a robust median.
 _OVERRUN = 2.0
 
 
 class Lane:
-    """A candidate in its own process, and its results so far. The process is paused unless a block is timed."""
+    """Holds a candidate's process and its results so far. The process is paused except while a block is timed."""
 
     def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
         self.name = name
@@ -59,7 +61,7 @@ class Lane:
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Load the candidate and run every feed once."""
+        """Loads the candidate and runs every feed once."""
         self.feeds = len(feeds)
         self.opened = self.child.call("open")
         report(f"bench: first run of {self.name}")
@@ -68,15 +70,15 @@ class Lane:
         return first
 
     def calibrate(self, block_seconds: float) -> None:
-        """Measure the time of a pass, then pause the process."""
+        """Measures the time of one pass over the feeds, then pauses the process."""
         self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
         self.child.pause()
 
     def time_block(self, block_seconds: float) -> None:
-        """Time a block of runs and add the block to the rounds.
+        """Times a block of runs and adds the block to ``rounds``.
 
-        The fastest block so far determines the number of passes. If the machine or the session has become slower, the
-        block ends early, at the same multiple of its planned time for every candidate.
+        The number of passes is calculated from the fastest block so far. If the machine or the session has become
+        slower, the block ends early, at a multiple of its planned time that is the same for every candidate.
         """
         runs = self.feeds * self.candidate.streams  # runs in a pass
         passes = passes_for(block_seconds, self.pass_seconds, runs)
@@ -91,17 +93,19 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # If other work slowed down the calibration, the calibrated time of a pass would make the blocks too short.
+        # If other work slowed down the calibration, blocks that are planned with the calibrated time would be too
+        # short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
     def times(self) -> list[np.ndarray]:
-        """Returns the nanoseconds of every run, an array for each round."""
+        """Returns an array for each round with the nanoseconds of every run."""
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """Returns float64[rounds] in ms, where smaller is better. A value is the median run of a round, or for
-        throughput the time of the round divided by its number of runs.
+        """Returns a float64 array with one value for each round in milliseconds, where smaller is better. The value is
+        the median time of the round's runs. For throughput, the value is the time of the round divided by its number of
+        runs.
         """
         import numpy as np
 
@@ -110,12 +114,13 @@ class Lane:
         return np.array([block.ms_a_run for block in self.rounds])
 
     def fail(self, error: BaseException) -> None:
-        """Record ``error`` as the reason and drop the candidate. Kills its process, which frees the memory."""
+        """Records ``error`` as the reason why the candidate is dropped. Kills the candidate's process, which frees its
+        memory."""
         self.error = str(error)
         self.child.kill()
 
     def look_inside(self) -> None:
-        """Read the peak memory and the times of the phases once, after the timing."""
+        """Reads the peak memory and the times of the GPU phases once, after the timing."""
         self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
         self.child.resume()
         self.found["phases_ms"] = self.child.call("phases")
@@ -136,28 +141,30 @@ def measure(
     target_width: float = 0.05,
     limit_seconds: float | None = None,
 ) -> BenchReport:
-    """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
+    """Times ``candidates`` and compares them with ``baseline``, which is the index or the name of a candidate. All
+    candidates run the same feeds.
 
-    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often,
-    cast to the candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that
-    fails, or whose outputs differ from the baseline's in names, shapes or NaN, gets a row with ``error`` and is not
-    timed.
+    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often.
+    The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared with
+    the baseline's outputs. A candidate gets a row with ``error`` and is not timed if it fails, or if its outputs differ
+    from the baseline's outputs in names, shapes or NaN.
 
-    In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
-    at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes, whose
-    difference gives the noise floor. Candidates are compared with the two processes of the baseline together. After
-    ``rounds``, further rounds run while a confidence interval is wider than ``target_width`` (in ln). The further
-    rounds end at four times ``rounds``, or ``budget_seconds`` after the first round began. ``limit_seconds`` is the
-    time for everything, loading included. After the first 5 rounds, no round begins that would exceed
-    ``limit_seconds``.
+    There are ``rounds`` rounds, at least 5. In each round, every candidate warms up and runs a block of about
+    ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
+    baseline runs in two processes, whose difference gives the noise floor. Candidates are compared with the two
+    processes of the baseline together. After ``rounds`` rounds, further rounds run while a confidence interval of the
+    logarithm of a speedup is wider than ``target_width``. The further rounds end after four times ``rounds`` rounds in
+    all, or ``budget_seconds`` after the first round began. ``limit_seconds`` limits the time of the whole call,
+    including loading. After the first 5 rounds, no round begins that would exceed ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither
-    ``threads`` nor ``streams`` is given, a candidate uses the numbers in its manifest. If the manifest has no numbers,
-    the candidate uses one stream and all cores that this process may use. If only ``streams`` is given, ``threads`` is
-    all cores. If only ``threads`` is given, ``streams`` is 1. If any candidate has several streams, throughputs are
-    compared.
+    ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
+    manifest doesn't have these numbers, the candidate uses one stream and all cores that this process may use. If only
+    ``streams`` is given, ``threads`` is the number of cores. If only ``threads`` is given, ``streams`` is 1. If any
+    candidate has several streams, throughputs are compared instead of median times.
 
-    Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
+    Raises the errors that occur while the baseline is loaded or run. Raises ``UsageError`` if two candidates have the
+    same name or if there are too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
     ends = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
@@ -170,9 +177,9 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
-        # last tends to be 1% or 2% faster. The twin gives the baseline a part of the last process's advantage, and the
-        # noise floor includes the advantage.
+        # The baseline is loaded first to get the reference outputs, and it is loaded again last as a second process,
+        # the twin. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline gets
+        # a part of this advantage, and the noise floor includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -202,18 +209,19 @@ def measure(
 
 
 def _resolved(candidate: Candidate, threads: int | None, streams: int | None) -> Candidate:
-    """Returns the candidate with all options of its session and its number of streams."""
+    """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # Recorded streams and threads belong together, so a given number of either replaces both.
+        # The recorded numbers of streams and threads belong together. If one of the two numbers is given, both recorded
+        # numbers are replaced.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
 
 
 def _variables(candidate: Candidate) -> dict[str, str]:
-    """Returns environment variables that set OpenMP's threads and disable torch's compiler pool, which can't be
-    paused."""
+    """Returns environment variables that set OpenMP's number of threads and disable torch's pool of compiler processes,
+    because this pool can't be paused."""
     share = (candidate.options["threads"] or available_cores()) // candidate.streams
     return {"OMP_NUM_THREADS": str(max(1, share)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -247,8 +255,8 @@ def _check(
 
 
 def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
-    """Load a candidate and compare its outputs. If the candidate can't be timed, records the error and drops the
-    candidate."""
+    """Loads a candidate and compares its outputs with the reference outputs. If the candidate can't be timed, records
+    the error and drops the candidate."""
     try:
         first = lane.start(feeds)
         lane.found |= _differences(reference, first)
@@ -260,7 +268,8 @@ def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_second
 
 
 def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
-    """Returns the largest differences over outputs and feeds. Raises ``BadFeeds`` if the outputs aren't comparable."""
+    """Returns the largest differences between the outputs of two candidates over all outputs and feeds. Raises
+    ``BadFeeds`` if the outputs can't be compared."""
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
         raise BadFeeds(f"the outputs are {', '.join(sorted(has))}, but the baseline's are {', '.join(sorted(wanted))}")
@@ -284,9 +293,9 @@ def _run_rounds(
     target_width: float,
     ends: float,
 ) -> list[tuple[str, ...]]:
-    """Fill ``lane.rounds``. Returns the order of the candidates in each round.
+    """Runs the rounds and adds the blocks to ``lane.rounds``. Returns the order of the candidates in each round.
 
-    ``ends`` is the monotonic time at which the last round has to be over.
+    ``ends`` is the time of ``time.monotonic`` at which the last round has to be over.
     """
     shuffle = random.Random(seed).shuffle
     order: list[tuple[str, ...]] = []
@@ -338,7 +347,7 @@ def _report(
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        # The row of the baseline includes both of its processes.
+        # The row of the baseline includes the runs of both baseline processes.
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])
@@ -377,7 +386,7 @@ def _report(
 
 
 def _throughput(blocks: Sequence[Block], batch: int) -> float:
-    """Returns the samples per second."""
+    """Returns the throughput in samples per second."""
     return batch * sum(len(block.times) for block in blocks) / sum(block.seconds for block in blocks)
 
 

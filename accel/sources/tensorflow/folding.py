@@ -1,6 +1,6 @@
-"""Computes all that constants decide in a frozen graph: branches that are never taken, and noise without effect.
+"""Folds the constants of a frozen graph, and removes branches that are never taken and random ops without effect.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .graph import RANDOM, constant, leading_to_outputs, operation, without_weig
 from .idle_noise import without_idle_noise
 from .loaded import Frozen
 
-# How often to fold at most. A branch may contain another branch.
+# The maximum number of folding rounds. Branches may be nested, so one round may not be enough.
 _ROUNDS = 20
 _CHOICES = {"If": ("else_branch", "then_branch"), "StatelessIf": ("else_branch", "then_branch")}
 _CASES = frozenset({"Case", "StatelessCase"})
@@ -23,8 +23,9 @@ _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 
 def folded(frozen: Frozen) -> Frozen:
-    """Returns ``frozen`` without branches that are never taken and without random ops that have no effect. Calls of
-    functions are inlined. Works on the graph without its weights, which is quick for a model of any size."""
+    """Returns ``frozen`` without branches that are never taken and without random ops that have no effect. Function
+    calls are inlined. A copy of the graph without its weights is folded, so folding is quick for a model of any
+    size."""
     small = without_weights(frozen)
     before = {node.name: node for node in frozen.graph.node}
     weights = {n.name: before[n.name] for n in small.graph.node if n.op != before[n.name].op}
@@ -42,7 +43,7 @@ def folded(frozen: Frozen) -> Frozen:
 
 
 def training_ops(frozen: Frozen) -> int:
-    """Counts the ops of training that lead to the outputs: random ops, batch normalizations in training mode, and
+    """Counts the training ops that the outputs depend on: random ops, batch normalizations in training mode, and
     variances over the batch."""
     nodes = leading_to_outputs(frozen)
     squared = {node.name for node in nodes if node.op in ("SquaredDifference", "Square")}
@@ -73,7 +74,7 @@ def as_imported(graph: Any) -> Any:
 
 
 def _pruned(frozen: Frozen) -> Any:
-    """Returns the part of the graph that leads to the outputs, with the inputs."""
+    """Returns the graph with only its inputs and the nodes that its outputs depend on."""
     known = {node.name for node in frozen.graph.node}
     ends = dict.fromkeys(operation(name) for name in (*frozen.outputs.values(), *frozen.inputs.values()))
     return tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, [name for name in ends if name in known])
@@ -90,8 +91,9 @@ def _with_functional_branches(graph: Any) -> Any:
 
 
 def _with_taken_branches(graph: Any) -> Any:
-    """Replaces each ``If`` and ``Case`` on a constant by a call of the chosen function. An ``IdentityN`` gets the name
-    of the call, because TensorFlow aborts if the name of an inlined call is also the name of a scope."""
+    """Replaces each ``If`` and ``Case`` that has a constant condition by a call of the chosen branch. The call gets a
+    new name, because TensorFlow aborts if the name of an inlined call is also the name of a scope. An ``IdentityN``
+    takes over the old name."""
     nodes = {node.name: node for node in graph.node}
     made = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:
@@ -115,7 +117,7 @@ def _with_taken_branches(graph: Any) -> Any:
 
 
 def _chosen(node: Any, nodes: Mapping[str, Any]) -> Any:
-    """Returns the function that ``node`` calls if its choice is a constant, else None."""
+    """Returns the branch function that ``node`` runs if its condition is a constant, else None."""
     if node.op not in _CHOICES and node.op not in _CASES:
         return None
     value = constant(node.input[0], nodes)
@@ -145,8 +147,9 @@ def _simplified(frozen: Frozen) -> Any:
 
 
 def _without_copies(graph: Any) -> Any:
-    """Connects the readers of each ``IdentityN`` to its inputs, because constants aren't folded through it. Removes the
-    control inputs of every node that has data inputs, because TensorFlow would keep untaken branches for them."""
+    """Connects the readers of each ``IdentityN`` directly to the inputs of the ``IdentityN``, because TensorFlow
+    doesn't fold constants through this op. Removes the control inputs of every node that has data inputs, because
+    control inputs keep untaken branches in the graph."""
     copies = {node.name: node for node in graph.node if node.op == "IdentityN"}
     for node in graph.node:
         for place, name in enumerate(node.input):

@@ -1,6 +1,6 @@
-"""Loads each file format of TensorFlow models into a ``Loaded``, which can be called and frozen.
+"""Loads a TensorFlow model of any file format into a ``Loaded`` object, which can be called and frozen.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _from_old_signature(function: Any, inputs: list[Row], outputs: Mapping[str, 
 
 
 def _load_saved_model(path: str) -> tuple[Any, bool]:
-    """Loads the folder. Returns the loaded object, and whether it is a TF1 file."""
+    """Loads the folder. Returns the loaded object and a flag, which is True if TensorFlow loaded the folder as a TF1
+    model."""
     try:
         loaded = tf.saved_model.load(path)
         old = hasattr(loaded, "prune")
@@ -186,7 +187,7 @@ def _from_keras(model: Any, spec: TensorFlowSpec) -> Loaded:
 
 def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
     """Loads a Keras model that doesn't know its inputs, such as a subclass of ``keras.Model``, with the inputs that the
-    user declared. A model that was never called gets its weights by a call."""
+    user declared. Calls the model once, because a subclassed model creates its weights at the first call."""
     declared = [TensorSpec.parse(text) for text in spec.declared]
     if not declared:
         raise BadInputSpec(
@@ -295,8 +296,8 @@ def _from_call(
     *,
     keep: Any,
 ) -> Loaded:
-    """Traces ``call`` into one function. ``call`` takes tensors and returns tensors in order. ``keep`` owns the
-    variables, and has to live as long as the result."""
+    """Traces ``call`` into one function. ``call`` takes a tensor for each of ``inputs`` and returns a tensor for each
+    of ``outputs``, in this order. ``keep`` owns the variables, and must stay alive as long as the result."""
     traced = tf.function(call, autograph=False).get_concrete_function(*kinds)
     names = [name for name, _, _ in inputs]
 

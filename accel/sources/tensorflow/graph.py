@@ -1,6 +1,6 @@
-"""Functions that freeze TensorFlow graphs, find random ops, remove dropout and count nodes.
+"""Freezes TensorFlow graphs, finds random ops, removes dropout and counts nodes.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RANDOM = frozenset(
     }
 )  # fmt: skip
 
-# The operators that turn random numbers into a mask of zeros and ones. TF1 computes floor(keep + random), and TF2
-# compares the random numbers with the rate.
+# The operators that turn random numbers into a mask of zeros and ones. TF1 computes floor(keep probability + random
+# number), and TF2 compares the random number with the dropout rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
 )
@@ -39,7 +39,7 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
-# A constant with at most this many numbers may be a shape. A larger constant is a weight.
+# A constant with at most this many elements may be a shape. A constant with more elements is a weight.
 _FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
@@ -92,7 +92,7 @@ def _with_constants(function: Any) -> Any:
 
 
 def _make_no_op(node: Any) -> None:
-    """Removes an assignment, but keeps the order of execution."""
+    """Turns an assignment into a ``NoOp`` with the same control inputs, so the order of execution stays the same."""
     node.op = "NoOp"
     node.input[:] = [name for name in node.input if name.startswith("^")]
     node.attr.clear()
@@ -100,7 +100,7 @@ def _make_no_op(node: Any) -> None:
 
 def _without_assignments(graph: Any) -> Any:
     """Removes assignments from the functions of ``graph``, such as the training branch of a batch normalization. The
-    variables are constants by now, and a later read would see the old value."""
+    variables are constants already, so an assignment has no effect on later reads."""
     for function in graph.library.function:
         for node in function.node_def:
             if node.op in _ASSIGN:
@@ -142,7 +142,7 @@ def _with_values(graph: Any) -> Any:
 
 
 def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
-    """Returns the part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
+    """Returns the part of a TF1 session's graph that computes ``outputs``, with its variables as constants."""
     nodes = [name.partition(":")[0] for name in outputs]
     return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
 
@@ -150,7 +150,7 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 def graph_sha256(frozen: Frozen) -> str:
     """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
 
-    Node names are left out, because Keras numbers nodes within a process.
+    Node names don't change the hash, because Keras numbers the nodes in the order in which a process creates them.
     """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
@@ -169,8 +169,8 @@ def graph_sha256(frozen: Frozen) -> str:
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
-    """Raises ``RandomOps`` if the outputs depend on random ops. With ``stripped``, dropout was removed already, and the
-    error is a plain ``BadSource``."""
+    """Raises ``RandomOps`` if the outputs depend on random ops. If ``stripped`` is True, dropout was removed already,
+    and the error is a plain ``BadSource``."""
     found = [f"{node.name} ({node.op})" for node in leading_to_outputs(frozen) if node.op in RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -199,8 +199,8 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 
 def refuse_windows_beyond(frozen: Frozen, feeds: Mapping[str, np.ndarray]) -> None:
-    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs shaped like ``feeds``.
-    If a window is too large, oneDNN's convolutions return uninitialized memory and raise no error.
+    """Raises TensorFlow's ``ValueError`` if a convolution or pooling window of the graph is too large for inputs shaped
+    like ``feeds``. With such a window, oneDNN's convolutions return uninitialized memory and raise no error.
     """
     with tf.Graph().as_default():
         fixed = {
@@ -214,7 +214,7 @@ def leading_to_outputs(frozen: Frozen) -> list[Any]:
     """Returns the nodes that the outputs are computed from, including the nodes of called functions."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
-    # The function library still contains functions whose last call was inlined.
+    # The function library still contains functions that no node calls, because all their calls were inlined.
     called = {
         f for node in graph.node for a in node.attr.values() for f in (a.func.name, *(x.name for x in a.list.func)) if f
     }
@@ -233,8 +233,8 @@ def leading_to_outputs(frozen: Frozen) -> list[Any]:
 def strip_dropout(graph: Any) -> Any:
     """Returns ``graph`` with every dropout replaced by its input, because dropout is the identity at inference. A
     dropout turns random numbers into a mask of zeros and ones, and divides its input by the keep probability. Then the
-    dropout multiplies the divided input by the mask, or selects with the mask. Random ops outside a dropout stay in the
-    graph, and ``refuse_random`` reports them.
+    dropout multiplies the divided input by the mask, or uses the mask to select elements. Random ops outside a dropout
+    stay in the graph, and ``refuse_random`` reports them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}
@@ -304,7 +304,7 @@ def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
 
 
 def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
-    """Tells whether the tensor is a scalar constant, a placeholder of a keep probability, or computed from such
+    """Tells whether the tensor is a scalar constant, a placeholder with a default, or the result of arithmetic on such
     tensors."""
     node = nodes.get(operation(name))
     if node is None:

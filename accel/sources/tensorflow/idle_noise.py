@@ -1,6 +1,6 @@
-"""Takes random ops without effect out of a graph, such as dropout that keeps everything.
+"""Removes random ops without effect from a graph, such as a dropout that keeps every element.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ELEMENTWISE = frozenset(
         "Minimum", "GreaterEqual", "Greater", "Less", "LessEqual", "LogicalNot",
     }
 )  # fmt: skip
-# The value with which an operator returns its other input.
+# For each operator, an operand with this value makes the operator return its other operand unchanged.
 _NEUTRAL = {"Mul": 1, "Add": 0, "AddV2": 0, "Sub": 0, "RealDiv": 1, "Div": 1}
 _FROM_SECOND = frozenset({"Sub", "RealDiv", "Div"})
 _SELECT = frozenset({"Select", "SelectV2"})
 
 
 def without_idle_noise(graph: Any) -> Any:
-    """Returns ``graph`` without the random ops that don't change any result: masks of ones, zeros that are added, and
-    choices that always choose the same. Also replaces a choice by a constant with the chosen input."""
+    """Returns ``graph`` without the random ops that don't change any result: masks of ones, added zeros, and selections
+    that always pick the same input. Also replaces a selection with a constant condition by the selected input."""
     nodes = {node.name: node for node in graph.node}
     idle: dict[str, np.ndarray] = {}
     for node in graph.node:
@@ -65,8 +65,9 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
 
 
 def _idle(noise: Any, graph: Any, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the tensors that are computed from ``noise`` and constant numbers and always have the same value, with
-    this value. The value has rank 0 if the noise is a single number, else rank 1.
+    """Finds the tensors that depend on ``noise`` but always have the same value, and maps their names to this value.
+    Such tensors are computed from ``noise`` and constant numbers only. The value has rank 0 if the noise is a single
+    number, else rank 1.
 
     Computes the tensors from 1001 values that span the range of the noise.
     """
@@ -110,7 +111,7 @@ def _values(noise: Any) -> np.ndarray:
     kind = tf.as_dtype(noise.attr["dtype"].type)
     if noise.op in _NORMAL:
         return np.linspace(-100, 100, 1001).astype(kind.as_numpy_dtype)
-    # Uniform noise is below 1: TensorFlow fills the bits of the mantissa.
+    # Uniform noise is at most 1 - eps, because TensorFlow fills only the bits of the mantissa at random.
     end = 1 - float(np.asarray(tf.experimental.numpy.finfo(kind.as_numpy_dtype).eps))
     return np.linspace(0, end, 1001).astype(kind.as_numpy_dtype)
 
@@ -122,7 +123,7 @@ def _is_number(name: str, nodes: Mapping[str, Any]) -> bool:
 
 
 def _without_effect(node: Any, idle: Mapping[str, np.ndarray], nodes: Mapping[str, Any]) -> str:
-    """Returns the input that ``node`` returns unchanged because its other input is idle, or "" if there is none."""
+    """Returns the name of the input that ``node`` passes on unchanged, or "" if there is no such input."""
     names = [name for name in node.input if name[0] != "^"]
     if node.op in _SELECT:
         value = idle.get(operation(names[0]))
@@ -131,7 +132,7 @@ def _without_effect(node: Any, idle: Mapping[str, np.ndarray], nodes: Mapping[st
         if value is None or value.size != 1:
             return ""
         chosen = str(names[1] if value.reshape(-1)[0] else names[2])
-        # A choice of zeros is dropout that drops everything, and not a dropout without effect.
+        # A node that always selects a constant number may be a dropout that drops every element, so it is kept.
         return "" if _is_number(operation(chosen), nodes) else chosen
     if node.op not in _NEUTRAL or node.name in idle:
         return ""

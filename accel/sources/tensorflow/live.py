@@ -1,6 +1,6 @@
-"""``capture`` writes a live model of Keras or TensorFlow to the cache as a SavedModel.
+"""Writes a live Keras or TensorFlow model to the cache as a SavedModel.
 
-Runs in the caller's process, which has loaded TensorFlow already.
+This module runs in the caller's process, which has loaded TensorFlow already.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from accel.spelling import option
 
 from ..live import FACTS
 
-# The size of a dynamic dim in a made-up example.
+# The size of every dynamic dim in an example that ``_made_up`` creates.
 _ANY_SIZE = 2
 
 
 def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, Any]] | None = None) -> Path:
-    """Writes ``model`` to the cache as a SavedModel. Returns the path of its folder.
+    """Writes ``model`` to the cache as a SavedModel and returns the path of the SavedModel's folder.
 
-    ``example`` holds the arguments of a call as a tuple, a single tensor, or the dict of the inputs. A Keras model that
-    knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. Without ``dynamic`` and
-    ``example``, the axes that a Keras model leaves open are dynamic. With ``example`` alone, the first axis is dynamic
-    if the model runs with another batch size. A model that was never called gets its variables by a call.
+    ``example`` holds the arguments of a call: a tuple, a single tensor, or a dict of the inputs by name. A Keras model
+    that knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. Without ``dynamic`` and
+    ``example``, the axes without a fixed size in the Keras model are dynamic. With ``example`` alone, the first axis is
+    dynamic if the model runs with another batch size. The model is called once, so a model that was never called before
+    creates its variables.
 
-    Raises ``BadInputSpec`` if the inputs are unknown, ``BadSource`` if the model fails on the example or can't be
+    Raises ``BadInputSpec`` if the inputs are unknown, and ``BadSource`` if the model fails on the example or can't be
     saved.
     """
     known = list(getattr(model, "inputs", None) or [])
@@ -72,7 +73,9 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     else:
         axes = _batch_axes(call, arrays)
     if unknown := set(axes) - set(arrays):
-        raise BadInputSpec(f"dynamic has no input {sorted(unknown)[0]!r}; the inputs are {', '.join(arrays)}")
+        raise BadInputSpec(
+            f"dynamic names axes of {sorted(unknown)[0]!r}, which is not an input; the inputs are {', '.join(arrays)}"
+        )
     shapes = {
         name: [None if axis in axes.get(name, ()) else size for axis, size in enumerate(value.shape)]
         for name, value in arrays.items()
@@ -92,7 +95,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
 
 
 def _parameters(model: Any) -> list[str]:
-    """Returns the names of the parameters of a call of the model."""
+    """Returns the names of the parameters that a call of the model takes."""
     return list(inspect.signature(model.call if _is_keras(model) else model.__call__).parameters)
 
 
@@ -116,7 +119,8 @@ def _made_up(model: Any, known: Sequence[Any]) -> Any:
 
 
 def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[str]) -> list[str]:
-    """Returns a name for each tensor of the example: a name of Keras, a key of a dict, or a parameter's name."""
+    """Returns a name for each tensor of the example: the name of a Keras input, a key of the dict, or the name of a
+    parameter."""
     if isinstance(given, Mapping):
         return list(found)
     own = [str(getattr(one, "name", "")) for one in known]
@@ -127,8 +131,8 @@ def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[s
 
 
 def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    """Runs the model with one more row. Returns the first axis of the inputs that have the batch, or no axes if the
-    model takes no other batch size."""
+    """Runs the model with a batch that is one row larger. Returns the first axis of each input that has a batch axis,
+    or an empty dict if the model fails on the larger batch."""
     size = next((value.shape[0] for value in arrays.values() if value.ndim), 0)
     batched = [name for name, value in arrays.items() if value.ndim and value.shape[0] == size]
     rows = np.arange(size + 1) % max(size, 1)
@@ -140,8 +144,9 @@ def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.nd
 
 
 def _key(model: Any, facts: str) -> str:
-    """Returns a key for the cache. The key of a model of Keras' own layers depends on the config, the weights and
-    ``facts``. Any other model gets a new key at each call, because its code can't be part of the key."""
+    """Returns a key for the cache. If all layers of the model are Keras' own, the key depends on the model's config,
+    its weights and ``facts``. Any other model gets a new key at each call, because its code can't be part of the
+    key."""
     layers = getattr(model, "_flatten_layers", None)
     plain = layers is not None and all(type(one).__module__.startswith("keras.src.") for one in layers())
     if not plain:

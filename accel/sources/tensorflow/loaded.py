@@ -1,4 +1,4 @@
-"""A loaded TensorFlow model of any file format, with its call, inputs and outputs."""
+"""Defines the classes for a loaded TensorFlow model of any file format and for its frozen graph."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Frozen:
 class Loaded:
     """A model that can be called and converted.
 
-    ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has a row for each input.
-    ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared`` has a row
-    for each output if the file declares its outputs, else no rows. ``placeholders`` has the values of the placeholders
-    that were set, by name.
+    ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has the name, dtype and shape of
+    each input. ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared``
+    has the name, dtype and shape of each output if the file declares its outputs, else it is empty. ``placeholders``
+    maps the names of the placeholders that were set to their values.
     """
 
     call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
@@ -45,7 +45,7 @@ class Loaded:
 
 
 def plain_name(name: str) -> str:
-    """Returns the user's name of a tensor, such as ``x`` for ``x:0`` and ``x_1`` for ``x:1``."""
+    """Returns the name that users see for a tensor, such as ``x`` for ``x:0`` and ``x_1`` for ``x:1``."""
     operation, _, index = name.partition(":")
     return operation if index in ("", "0") else f"{operation}_{index}"
 
@@ -64,7 +64,7 @@ def dtype_name(kind: Any) -> str:
 
 
 def shape_of(shape: Any) -> list[int | None] | None:
-    """Returns the dims of a shape of TensorFlow or Keras, or None if the rank is unknown."""
+    """Returns the dims of a TensorFlow or Keras shape, or None if the rank is unknown."""
     import tensorflow as tf
 
     shape = tf.TensorShape(shape)

@@ -1,4 +1,5 @@
-"""Describes, counts and runs a TensorFlow model of any file format. Imported only in the TensorFlow process."""
+"""Describes, counts and runs a TensorFlow model of any file format. Only the child process that runs TensorFlow imports
+this module."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# How many more times the model runs on the same inputs. One more run is not enough, because a random choice among a few
-# values may repeat itself.
+# The number of repeated runs on the same inputs, which find random outputs. One repeated run is not enough, because a
+# random choice among a few values may repeat itself.
 _AGAIN = 4
-# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim,
-# such as the length of a sound, because an image of this size would take too long.
+# Ranges to try for the dynamic dims if a model can't take the usual sizes. The largest range is tried only for models
+# with one dynamic dim, such as the length of a sound, because a model would take too long on an image of this size.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
-# How many models stay loaded. A conversion loads the same model several times.
+# The number of models that stay loaded. A conversion loads the same model several times.
 _KEPT = 2
 _Run = Callable[[Feeds], "dict[str, np.ndarray]"]
 
@@ -38,15 +39,17 @@ _loaded: dict[TensorFlowSpec, tuple[tuple[object, ...], Loaded]] = {}
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """Loads the model that ``spec`` names. The last few models are kept as long as their files don't change."""
+    """Loads the model that ``spec`` names. The last few models stay loaded, and a model is loaded again if its files
+    change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    # The current folder matters, because a factory's path and the files that it reads may be relative.
+    # The stamp includes the current folder, because the path of a factory and the files that the factory reads may be
+    # relative.
     stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
         return kept[1]
-    # TensorFlow's warnings would hide the error that follows.
+    # TensorFlow's log shows only errors, because warnings would hide the error that follows them.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     made = tflite.load(spec) if spec.form == "tflite" else forms.load(spec)
     _loaded[spec] = (stamp, made)
@@ -59,12 +62,12 @@ def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
     """Describes the model that ``spec`` names. Returns a dict with the specs of its ``inputs`` and ``outputs``, the
-    ranges of its ``dims``, its ``properties``, a ``sha256`` and the ``placeholders`` that were set. The ``sha256`` is
-    the hash of the graph that a factory returned, else "".
+    ranges of its ``dims``, its ``properties``, a ``sha256`` and the ``placeholders`` that were set. If the source is a
+    factory, ``sha256`` is the hash of the graph that the factory returned, else "".
 
-    Runs the model at several sizes, and repeatedly at one size to find random outputs. If the model can't take the
-    usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the user's own specs (see
-    ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
+    Runs the model at several sizes. Repeats the run at one size to find random outputs. If the model can't take the
+    usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the input specs that the
+    user gave (see ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
     if spec.form == "python":  # a factory may use files that ``load`` doesn't watch
         _loaded.pop(spec, None)
@@ -93,7 +96,7 @@ def describe(
             specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
             bare = Signature(with_given(specs, inputs, spec.path))
             batch = bare.batch_dim
-            # A fixed batch is probed at other sizes too, to find the output dims that follow the batch.
+            # A batch with a fixed size is probed at other sizes too, to find the output dims that depend on the batch.
             said = {d: r for d, r in (dims or {}).items() if d in bare.dims and (d != batch or r.min < r.max)}
             free = tuple(d for d in bare.dims if d not in said and d != batch)
             if larger and (not free or (larger is _LARGER[-1] and len(free) > 1)):
@@ -147,7 +150,8 @@ def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _run_whole(
     model: Loaded, outline: Frozen | None, where: str, feeds: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Runs the model like ``run``, but first refuses inputs that are smaller than a window of the graph."""
+    """Runs the model like ``run``, but first refuses inputs that are smaller than a convolution or pooling window of
+    the graph."""
     if outline is not None:
         with _failures(feeds, where):
             refuse_windows_beyond(outline, feeds)
@@ -176,7 +180,7 @@ def _reason(error: Exception) -> str:
     follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
-    # Keeps the name of a node and drops its attributes.
+    # Keeps a node's name in the message and drops the node's attributes.
     text = re.sub(r"'\{\{node (\S+)\}\} = .*", r"\1", " ".join(kept[:3]))
     return one_line(text or type(error).__name__)[:240]
 
@@ -186,8 +190,8 @@ def _probe(
 ) -> tuple[tuple[TensorSpec, ...], bool]:
     """Returns the specs of the outputs, and whether all outputs are sound (see ``_is_sound``) at every size.
 
-    The dims ``doubled`` are probed only at their usual and their largest size, because a net with downsampling can't
-    take an image that is one pixel larger.
+    The dims in ``doubled`` are probed only at their usual and their largest size, because a network that downsamples
+    can't take an image that is one pixel larger.
     """
     cases = probe_cases(signature)
     for case in cases[1:]:
@@ -199,8 +203,8 @@ def _probe(
             if not same_output(value, again[name]):
                 strip = spec.form != "tflite" and not spec.strip
                 raise BadSource(
-                    f"the output {name!r} of {spec.path} differs from run to run on the same inputs: something random "
-                    "is left in it; save it for inference"
+                    f"the output {name!r} of {spec.path} differs from run to run on the same inputs, because the "
+                    "model still draws random numbers; save it for inference"
                     + (f", or take dropout out with {option('strip_training_ops', True)}" if strip else "")
                 )
     far, found = far_runs(signature, run_on)
@@ -208,8 +212,8 @@ def _probe(
 
 
 def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
-    """Tells whether every output has elements and all floats are finite. For example, a mean over zero pixels is
-    NaN."""
+    """Tells whether every output has elements and all its floats are finite. An output may be NaN if an input is too
+    small: a mean over zero pixels is NaN."""
     import numpy as np
 
     return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
@@ -236,8 +240,8 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the inputs with names for their dynamic dims. The first naming has separate names for each input. The
-    second naming has one name per axis, which all inputs share."""
+    """Yields the input specs with names for their dynamic dims: first with separate names for each input, then with one
+    name per axis that all inputs share."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:
@@ -262,8 +266,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns the name of a dynamic dim, which is ``batch``, ``length`` for sequences, ``height`` or ``width`` for NHWC
-    images, else ``dim_<axis>``."""
+    """Returns a fixed dim unchanged, and a name for a dynamic dim, which is ``batch``, ``length`` for sequences,
+    ``height`` or ``width`` for NHWC images, else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

@@ -1,6 +1,6 @@
-"""Sets placeholders of a frozen graph that are no inputs, such as a keep probability or a switch ``is_training``.
+"""Sets placeholders of a frozen graph that are not inputs, such as a keep probability or a switch ``is_training``.
 
-Imported only in the TensorFlow process.
+Only the child process that runs TensorFlow imports this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def left_out(frozen: Frozen) -> dict[str, Any]:
-    """Returns the placeholders that the outputs need, by name, except the inputs."""
+    """Maps names to the placeholders that the outputs depend on, except the inputs."""
     nodes = {node.name: node for node in frozen.graph.node}
     inputs = {_tensor(name) for name in frozen.inputs.values()}
     found: dict[str, Any] = {}
@@ -48,9 +48,9 @@ def _tensor(name: str) -> str:
 
 
 def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dict[str, str]]:
-    """Returns ``frozen`` with constants in place of the placeholders that the user left out of the inputs, and their
-    values by name. The user's values come first. With ``spec.strip``, other placeholders get their values at
-    inference. The rest get their defaults.
+    """Returns ``frozen`` with constants in place of the placeholders that the user left out of the inputs. Also returns
+    the values of these placeholders by name. A value that the user gave is always used. If ``spec.strip`` is True, the
+    other placeholders get the values that suit inference. The remaining placeholders get their defaults.
 
     Raises ``BadInputSpec`` for a value that can't be set. Raises ``BadSource`` if a placeholder has no value.
     """
@@ -67,8 +67,8 @@ def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dic
 
 
 def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any], spec: TensorFlowSpec) -> BadSource:
-    """Returns the error for placeholders without a value. The error is ``RandomOps`` if ``strip_training_ops`` sets all
-    of them."""
+    """Returns the error for placeholders without a value. The error is ``RandomOps`` if ``strip_training_ops`` would
+    set all these placeholders."""
     bare = spec.form != "saved_model"
     where = option("graph_inputs") if bare else "the signature"
     start = (
@@ -126,8 +126,8 @@ def _number(text: str, kind: Any) -> Any:
 
 
 def _shape(node: Any) -> list[int] | None:
-    """Returns the shape of the constant in place of a placeholder: its shape, or a single number if its rank is
-    unknown. Returns None if a dim is open."""
+    """Returns the shape of the constant that replaces a placeholder. A placeholder of unknown rank becomes a single
+    number. Returns None if the size of a dim is open."""
     shape = tf.TensorShape(node.attr["shape"].shape)
     if shape.rank is None:
         return []
@@ -135,7 +135,7 @@ def _shape(node: Any) -> list[int] | None:
 
 
 def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with constants in place of the placeholders ``values``."""
+    """Returns ``frozen`` with the constants ``values`` in place of the placeholders of these names."""
     graph = tf.compat.v1.GraphDef()
     graph.CopyFrom(frozen.graph)
     for node in graph.node:
@@ -151,7 +151,7 @@ def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
 
 
 def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with the defaults of all ``needed`` placeholders that have no other value."""
+    """Returns ``frozen`` with defaults in place of all ``needed`` placeholders that have no other value."""
     for node in frozen.graph.node:
         if node.name in needed and node.op == "PlaceholderWithDefault":
             kind = node.attr["dtype"].type
@@ -164,8 +164,9 @@ def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
 def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Maps the name of each placeholder that has one sensible value at inference to this value. The sensible value is
-    the value that leaves the fewest training ops. Leaves out placeholders whose default is the sensible value.
+    """Maps the names of placeholders to their values for inference. The value for inference is the value that leaves
+    the fewest training ops in the graph. Leaves out placeholders for which no value is better than the others, and
+    placeholders whose default is the value for inference.
 
     Also returns the names of the placeholders that the outputs depend on.
     """

@@ -1,5 +1,5 @@
-"""The child process that TensorFlow runs in. The child's log is kept off the terminal, and a crash of the child is only
-an error in the parent."""
+"""Runs TensorFlow in a child process. The child's log doesn't appear on the terminal. If the child crashes, the parent
+process raises an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from accel.child import Child
 from accel.errors import ChildCrashed, MissingExtra
 
-# The reference is computed on the CPU, because the rounding of a GPU's TF32 would look like an error of the conversion.
+# TensorFlow computes the reference outputs on the CPU, because TF32 rounding on a GPU would look like an error of the
+# conversion.
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
 
 _process: Child | None = None
@@ -21,8 +22,8 @@ def in_tensorflow(target: str, /, **arguments: Any) -> Any:
     """Calls ``target(**arguments)`` in the TensorFlow process and returns the result.
 
     The first call starts the process. Later calls use the same process, because importing TensorFlow takes seconds. The
-    call runs in the current folder of the caller, where a factory may read files. Raises ``MissingExtra`` if TensorFlow
-    is not installed. Raises ``ChildCrashed`` with the last line of the process' log if the process dies.
+    call runs in the caller's current folder, because a factory may read files there. Raises ``MissingExtra`` if
+    TensorFlow is not installed. Raises ``ChildCrashed`` with the last line of the process' log if the process dies.
     """
     global _process
     require_tensorflow()

@@ -1,4 +1,4 @@
-"""TensorFlow sources: a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file, a Python factory.
+"""Opens TensorFlow models: a SavedModel, Keras file, frozen graph, TF1 checkpoint, TFLite file or Python factory.
 
 This module only names and hashes files. TensorFlow itself runs in the TensorFlow process (see ``process``).
 """
@@ -31,8 +31,8 @@ class TensorFlowSpec:
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
     ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
     ``x:0``. ``strip`` removes dropout that training left in the model. ``declared`` holds the inputs that the user
-    declares for a Keras model, which may not know its inputs. ``placeholders`` are the values of a graph's placeholders
-    that are no inputs, as pairs of name and value.
+    declares, because a Keras model may not know its inputs. ``placeholders`` has a pair of name and value for each
+    placeholder of a graph that is not an input.
     """
 
     form: str
@@ -73,7 +73,7 @@ def source_options(loading: Mapping[str, Any]) -> dict[str, Any]:
 def saved_model_file(path: Path) -> Path | None:
     """Returns the main file of a SavedModel. ``path`` is the folder of the SavedModel or the main file itself.
 
-    Returns None if ``path`` is no SavedModel.
+    Returns None if ``path`` is not a SavedModel.
     """
     if path.name in _SAVED_MODEL and path.is_file():
         return path
@@ -99,7 +99,7 @@ def _written_in_tensorflow(text: str) -> bool:
     """Tells whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, and
     not torch.
 
-    Parses the file, because this process must not import it.
+    Parses the file instead of importing it, because an import would load TensorFlow into this process.
     """
     where, colon, _ = text.rpartition(":")
     if not colon:
@@ -141,8 +141,8 @@ def open_tensorflow(
 
     ``inputs`` names or fixes the model's dynamic dims, and gives the range of integer inputs. ``graph_inputs`` and
     ``graph_outputs`` are tensor names of a frozen graph or checkpoint. ``signature`` is the name of a SavedModel's
-    signature. ``strip_training_ops`` removes dropout that training left in the model, and sets the placeholders of
-    training. ``placeholders`` sets placeholders of a graph that are no inputs.
+    signature. ``strip_training_ops`` removes dropout that training left in the model, and sets placeholders such as
+    ``is_training`` for inference. ``placeholders`` sets placeholders of a graph that are not inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is
     missing. Raises ``UsageError`` for an option that this file format does not have.
@@ -228,9 +228,9 @@ def _tensor_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _files(form: str, path: Path, text: str) -> list[Path]:
-    """Returns the files of the model, the main file first.
+    """Returns the files of the model, with the main file first.
 
-    Raises ``BadSource`` if a file is missing, ``InvalidModel`` if the main file is empty.
+    Raises ``BadSource`` if a file is missing, and ``InvalidModel`` if the main file is empty.
     """
     if form == "python":
         where = text.rpartition(":")[0]
@@ -260,7 +260,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 
 
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """Returns ``found`` with the dims and value ranges of ``given``, matched by name.
+    """Returns the specs ``found`` with the dims and value ranges of the specs ``given`` that have the same names.
 
     Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. ``where`` names the model in messages.
     """

@@ -1,4 +1,5 @@
-"""Describes and runs TFLite files with TensorFlow's own interpreter. Imported only in the TensorFlow process."""
+"""Describes and runs TFLite files with TensorFlow's own interpreter. Only the child process that runs TensorFlow
+imports this module."""
 
 from __future__ import annotations
 
@@ -62,8 +63,9 @@ def _interpreter(path: Path) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Hides the notice that the interpreter moves to another package.
-        # The interpreter's built-in kernels define the result of the file, and XNNPACK's kernels may differ.
+        warnings.simplefilter("ignore")  # hides the notice that the interpreter will move to another package
+        # The interpreter's built-in kernels define the correct outputs of the file. XNNPACK's kernels may compute other
+        # outputs.
         interpreter = tf.lite.Interpreter(
             str(path),
             num_threads=1,
@@ -74,8 +76,8 @@ def _interpreter(path: Path) -> Any:
 
 
 def names(interpreter: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Maps the user's names of inputs and outputs to tensor indices. The names come from the signature if the file has
-    one, else from the tensors."""
+    """Maps the user's names of inputs and outputs to tensor indices. The names come from the file's signature, or from
+    the tensors if the file has no signature."""
     signatures = interpreter.get_signature_list()
     if signatures:
         runner = interpreter.get_signature_runner(
@@ -97,7 +99,7 @@ def is_quantized(path: Path) -> bool:
 
 
 def operators(path: Path) -> set[str]:
-    """Returns TFLite's names of the operators in the file."""
+    """Returns the TFLite names of the operators in the file."""
     return {str(op["op_name"]) for op in _interpreter(path)._get_ops_details()}
 
 
@@ -113,7 +115,7 @@ def count_file(path: Path) -> dict[str, Any]:
         for tensor in (graph.Tensors(i) for i in range(graph.TensorsLength())):
             kind, size = kinds[tensor.Type()], model.Buffers(tensor.Buffer()).DataLength()
             number = math.prod(tensor.Shape(axis) for axis in range(tensor.ShapeLength()))
-            # Of the int32 tensors (axes, sizes and biases of quantized layers), only the biases have a scale.
+            # A quantized file has int32 tensors for axes, sizes and biases, but only the biases have a scale.
             scaled = tensor.Quantization() is not None and tensor.Quantization().ScaleLength() > 0
             if size and number > 1 and (kind.startswith("float") or scaled):
                 parameters += number
@@ -136,5 +138,5 @@ def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """Returns ``x`` for ``serving_default_x:0``."""
+    """Returns the user's name of a tensor, such as ``x`` for ``serving_default_x:0``."""
     return plain_name(name.removeprefix("serving_default_"))

@@ -1,6 +1,6 @@
-"""Opens PyTorch models, with one module per kind of source (factory, exported program or TorchScript, transformers
-folder, accel train).
+"""Opens PyTorch models. Each kind of source has its own module: factory, exported program or TorchScript, transformers
+folder, ``accel train`` folder.
 
-Takes a spec, with inputs, weights and dims. Returns an artifact of kind ``torch``. ``source.module_of`` returns the
-artifact's module.
+``source.open_torch`` takes a spec, inputs, weights and dims, and returns an artifact of kind ``torch``.
+``source.module_of`` returns the artifact's module.
 """

@@ -1,4 +1,4 @@
-"""The arguments that a live module is called with, read from example inputs."""
+"""Reads from example inputs which arguments a live module is called with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from accel.sources.structure import Template, arguments_of, describe, fill, is_a
 
 
 class Function(torch.nn.Module):
-    """A function of tensors as a module. A method of a module brings the weights of its module."""
+    """Wraps a function of tensors as a module. If the function is a method of a module, the wrapper also holds that
+    module with its weights."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ def callable_as(module: torch.nn.Module, templates: Mapping[str, Template]) -> t
 
 
 def names_in(templates: Mapping[str, Template]) -> list[str]:
-    """Returns the names of the tensors in ``templates``, in order."""
+    """Returns the names of the tensors in ``templates``, in the order of the arguments."""
     found: list[str] = []
 
     def walk(template: Template) -> None:
@@ -93,7 +94,7 @@ def _signature(module: torch.nn.Module) -> inspect.Signature:
 
 
 def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:
-    """Returns the templates of the arguments by parameter, and the tensors in the arguments by name.
+    """Returns a template for each argument by parameter name, and the tensors in the arguments by name.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
     single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` doesn't take these
@@ -128,7 +129,7 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
 
 
 def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns the reason why ``forward`` doesn't take these arguments, or ""."""
+    """Returns the reason why ``forward`` doesn't take these arguments, or "" if ``forward`` takes them."""
     if isinstance(module, torch.jit.ScriptModule):
         return ""
     try:
@@ -139,7 +140,8 @@ def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def unwrapped(model: Any) -> torch.nn.Module:
-    """Returns the module inside the wrappers of torch.compile and data parallelism. Returns a function as a module."""
+    """Returns the module inside the wrappers of torch.compile and data parallelism. A function is wrapped as a
+    module."""
     while True:
         if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
             model = model.module
@@ -150,7 +152,7 @@ def unwrapped(model: Any) -> torch.nn.Module:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """Returns the name of the module's class, or of the function."""
+    """Returns the name of the module's class, or the name of the function that the module wraps."""
     if isinstance(module, Function):
         return getattr(module.function, "__qualname__", type(module.function).__qualname__).rpartition(">.")[2]
     if isinstance(module, torch.jit.ScriptModule):

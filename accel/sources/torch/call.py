@@ -22,7 +22,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of further runs, each with other random values, for a model whose output sizes may depend on values.
+# The number of additional runs with different random inputs for a model whose output sizes may depend on input values.
 _SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
@@ -30,14 +30,14 @@ _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dr
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor. The tensor shares the memory of a contiguous array. Converts bfloat16 bit by
-    bit."""
+    """Returns the array as a tensor. The tensor shares the memory of a contiguous array. A bfloat16 tensor has the same
+    bits as the array."""
     import numpy as np
 
     value = np.asarray(value, order="C")  # np.ascontiguousarray would give a scalar a dim
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # torch warns, but no caller writes to the tensor
+    if not value.flags.writeable:  # torch warns about read-only arrays, but no caller writes to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(value)
@@ -45,7 +45,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:
-    """Returns the tensor as a NumPy array, with bfloat16 as the dtype of ml_dtypes."""
+    """Returns the tensor as a NumPy array. A bfloat16 tensor becomes an array with the bfloat16 dtype of ml_dtypes."""
     import ml_dtypes
 
     value = value.detach().cpu().contiguous()
@@ -56,7 +56,7 @@ def to_array(value: torch.Tensor) -> np.ndarray:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Returns the tensors in a result of ``forward`` by name (see ``accel.sources.structure.describe``)."""
+    """Maps names to the tensors in a result of ``forward`` (see ``accel.sources.structure.describe``)."""
     return {name: one for name, one in describe(value, prefix)[1].items() if isinstance(one, torch.Tensor)}
 
 
@@ -73,15 +73,15 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
-        # Whether forward writes to its inputs, or None before the first run.
+        # True if forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
     def call(self, *tensors: torch.Tensor) -> Any:
-        """Returns the module's own result, such as a dataclass."""
+        """Calls the module and returns its result unchanged, for example a dataclass."""
         return self.module(**dict(zip(self.names, tensors, strict=True))) if self.keywords else self.module(*tensors)
 
     def by_name(self, result: Any) -> dict[str, torch.Tensor]:
-        """Returns the tensors in the module's own result by name."""
+        """Maps names to the tensors in ``result``, which ``call`` returned."""
         found = flatten(result)
         return dict(zip(self.outputs, found.values(), strict=False)) if self.outputs else found
 
@@ -120,14 +120,14 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Runs one forward pass from numpy to numpy, without gradients (see ``run_own``)."""
+    """Runs one forward pass without gradients on NumPy arrays, and returns NumPy arrays (see ``run_own``)."""
     with torch.inference_mode():
         return {name: to_array(value) for name, value in module.by_name(run_own(module, signature, feeds)).items()}
 
 
 def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> Any:
-    """Returns the module's own result of one forward pass without gradients. A model that writes to its inputs
-    (``x -= mean``) gets copies, so ``feeds`` never change."""
+    """Runs one forward pass without gradients and returns the module's result unchanged. A model that writes to its
+    inputs (``x -= mean``) gets copies, so ``feeds`` never change."""
     with torch.inference_mode(False):  # an inference tensor has no ``_version``, which counts writes
         tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
         if module.writes_inputs is not False:
@@ -154,8 +154,8 @@ def in_training(module: torch.nn.Module) -> str:
 
 
 class ByValue(TorchDispatchMode):
-    """Sets ``seen`` if an operator runs that returns a Python number (``item``), or a tensor whose size depends on
-    values (``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
+    """Sets ``seen`` if an operator returns a Python number, as ``item`` does, or a tensor whose size depends on values,
+    as ``nonzero`` does. Also sets ``seen`` if an operator of a library other than torch runs."""
 
     seen = False
 
@@ -171,7 +171,8 @@ def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[tuple[TensorSpec, ...], Template]:
     """Runs the module at several sizes. Returns the specs of its outputs (names, dtypes and dims) and the structure of
-    its result. ``names`` lists names for the outputs in order. ``where`` names the source in messages.
+    its result. ``names`` lists the names that the user gave to the outputs, in order. ``where`` names the source in
+    messages.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """
@@ -212,10 +213,11 @@ def discover_outputs(
         raise BadSource(f"{where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors")
     if names and len(names) != len(first):
         raise BadInputSpec(
-            f"{where} returns {len(first)} tensors ({', '.join(first)}) and {len(names)} names are given; "
+            f"{where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
             "give one name for each tensor"
         )
-    # An output that is an input itself, as in the models of sentence-transformers, needs a name of its own.
+    # A model may return an input as an output, as sentence-transformers models do. Such an output needs another name
+    # than the input.
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]

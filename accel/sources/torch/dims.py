@@ -1,4 +1,4 @@
-"""The dims of a signature for ``torch.export``."""
+"""Converts the dims of a signature for ``torch.export``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from accel.signature import DimRange
 
 
 def export_dim(name: str, bounds: DimRange, *, open_end: bool = False) -> torch.export.Dim:
-    """Returns ``bounds`` as a ``torch.export.Dim`` called ``name``. ``open_end`` leaves out the upper bound. A dim with
-    a step becomes ``step`` times another dim, so that the exported program records the step.
+    """Returns a ``torch.export.Dim`` with the name ``name`` and the range ``bounds``. If ``open_end`` is True, the dim
+    has no upper bound. A dim with a step becomes ``step`` times another dim, so that the exported program records the
+    step.
     """
     step = bounds.step
     most = None if open_end else bounds.max // step

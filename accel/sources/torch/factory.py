@@ -1,4 +1,5 @@
-"""Modules made by the user's function ``package.module:factory`` or ``file.py:factory``."""
+"""Opens a PyTorch module that a function of the user returns, given as ``package.module:factory`` or
+``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from .weights import load_weights
 
 
 class MadeByTensorFlow(BadSource):
-    """Raised if a factory returns a TensorFlow model although neither its name nor its file shows this."""
+    """Raised if a factory returns a TensorFlow model although the factory's file doesn't look like TensorFlow code."""
 
 
 def open_factory(spec: str, weights: Path | None) -> Found:
-    """Calls the factory that ``spec`` names and loads ``weights`` into the module it returns.
+    """Calls the factory that ``spec`` names and loads ``weights`` into the module that the factory returns.
 
-    Raises ``BadSource`` if the factory does not exist, raises, or returns no module.
+    Raises ``BadSource`` if the factory does not exist, raises an error, or returns no module.
     """
     code, factory = load_object(spec, "factory")
     declaration: Declaration | None = getattr(factory, "__accel__", None)
@@ -74,7 +75,7 @@ def _found_pipeline(
     """Opens a pipeline like a live module, because its function takes any arguments."""
     if example is None:
         raise BadSource(
-            f"{spec} returned a pipeline without an example; return the arguments of a call with it: "
+            f"{spec} returned a pipeline without an example; return the pipeline with the arguments of a call: "
             "return pipeline, (x,)"
         )
     found = open_captured(capture(pipeline, example))

@@ -1,4 +1,4 @@
-"""Hashes of a module's weights, code and attributes."""
+"""Hashes a module's weights, code and attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from accel.artifact import combined_sha256, file_sha256
 
 from ..python_object import is_installed
 
-# The attributes that every module has. Another hash covers the parameters and buffers.
+# The attributes that every PyTorch module has, which the hash leaves out. ``state_sha256`` hashes the parameters and
+# buffers.
 _OWN = {
     "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
     "_version", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -62,8 +63,8 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
 
     A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
     The hash also covers the functions, classes and plain values that these functions use by global names. An object
-    that can be neither walked nor pickled is hashed by the name of its class. A pickle of the module can't be hashed
-    instead, because its bytes differ between two runs of the same program.
+    that can't be pickled and has no ``__dict__`` is hashed by the name of its class. A pickle of the whole module would
+    not do, because the bytes of the pickle differ between two runs of the same program.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return hashlib.sha256(script_bytes(module)).hexdigest()
@@ -74,21 +75,23 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
         for key, value in vars(part).items():
             if key not in _OWN:
                 walk.add(key)
-                # Torch numbers the hooks of all modules of a process together, so the numbers differ between runs.
+                # Only the hooks are hashed, without their numbers. Torch numbers the hooks of all modules in a process
+                # together, so the numbers differ between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
     return walk.digest.hexdigest()
 
 
 def function_sha256(function: Any) -> str:
-    """Returns the sha256 of a function's code, and of the functions, classes and plain values that it uses by name."""
+    """Returns the sha256 of a function's code and of all functions, classes and plain values that the code uses by
+    name."""
     walk = _Walk()
     walk.value(function)
     return walk.digest.hexdigest()
 
 
 def script_bytes(module: torch.jit.ScriptModule) -> bytes:
-    """Returns a TorchScript module as the bytes of a file."""
+    """Returns the bytes of the file that ``torch.jit.save`` writes for a TorchScript module."""
     body = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
@@ -97,7 +100,7 @@ def script_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 
 class _Walk:
-    """Adds objects to one digest. If an object was added before, only its number is added."""
+    """Adds objects to one digest. If the same object is added again, only its number is added."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -148,8 +151,8 @@ class _Walk:
             self.value(value)
 
     def _pickled(self, value: Any) -> bool:
-        """Adds the pickle of an object of an installed package. Returns False for any other object, because a pickle
-        holds no code."""
+        """Adds the pickle of ``value`` to the digest if the class of ``value`` is from an installed package. Returns
+        False otherwise, because a pickle doesn't hold the code of the class."""
         if isinstance(value, torch.nn.Module) or not is_installed(type(value).__module__):
             return False
         try:
@@ -159,7 +162,7 @@ class _Walk:
         return True
 
     def kind(self, kind: type) -> None:
-        """Adds the names and the code of a class and of the classes that it derives from."""
+        """Adds the names and the code of a class and its base classes to the digest."""
         for base in kind.__mro__:
             if id(base) in self._seen and base is not kind:
                 continue

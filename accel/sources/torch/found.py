@@ -1,4 +1,4 @@
-"""``Found`` holds the PyTorch module that a spec names, with everything known about its inputs."""
+"""Defines ``Found``, which holds the PyTorch module that a spec names and the known facts about its inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..checkpoints.checkpoint import Checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A module, the files it was read from, and the inputs that the spec declares.
+    """A module, the files that it was read from, and the inputs that the spec declares.
 
     ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
     ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
-    module, one of which is selected by running the module. ``example`` holds example declarations of the module's
-    inputs. ``name`` names a live module in messages. ``live`` holds the facts that the manifest records about a live
-    module.
+    module. Running the module shows which signature is right. ``example`` holds example declarations of the module's
+    inputs. ``name`` is the name of a live module in messages. ``live`` holds the facts that the manifest records about
+    a live module.
     """
 
     module: torch.nn.Module

@@ -17,7 +17,7 @@ from accel.signature import Bound, Feeds, Signature, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest batch of the runs. A larger batch would only take longer.
+# The largest batch size in the runs of the model. A larger batch would take longer and show nothing more.
 _LARGEST_BATCH = 3
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
@@ -83,9 +83,10 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """If ``run`` raises on some integers at some sizes, returns ``signature`` with bounds that name dims.
+    """If ``run`` raises for some integer inputs at some sizes, returns ``signature`` with dims as the bounds of these
+    inputs.
 
-    Tries each dim, and each dim minus 1, as the largest integer. Tries the single inputs first, and then all inputs
+    Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
     together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
     declared ``values`` are changed.
     """
@@ -105,7 +106,7 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signatu
 
 
 def bounds_words(before: Signature, after: Signature) -> str:
-    """Returns words for the bounds that ``find_bounds`` found, or "" if it found none."""
+    """Describes the bounds that ``find_bounds`` found as text, or returns "" if there are none."""
     found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
     if not found:
         return ""
@@ -126,7 +127,8 @@ def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
 
 
 def _runs(signature: Signature, run: Callable[[Feeds], object]) -> bool:
-    """Tells whether ``run`` takes the smallest, the largest and random integers at the sizes of every case."""
+    """Tells whether ``run`` raises no error for the smallest, the largest and random integers at the sizes of every
+    case."""
     return all(_takes(signature, case, run) for case in signature.cases(_LARGEST_BATCH))
 
 

@@ -1,5 +1,4 @@
-"""Live modules. ``capture`` writes a module of this process to the cache, and ``open_captured`` opens it in any
-process."""
+"""Writes a live PyTorch module to the cache, and opens the cached module in any process."""
 
 from __future__ import annotations
 
@@ -35,28 +34,29 @@ from .found import Found
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
-# The names of the dynamic axes of each input, as {0: "batch"} or as a sequence. A sequence has a name, a
-# torch.export.Dim or None for each axis.
+# The names of the dynamic axes of each input, given as a dict such as {0: "batch"} or as a sequence. The sequence holds
+# a name, a torch.export.Dim or None for each axis.
 Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
 
 
-# cloudpickle copies the modules that code names, and can't copy these two kinds of modules.
+# cloudpickle copies the modules that the code refers to, but it can't copy torch.ops and the namespaces in torch.ops.
 copyreg.pickle(type(torch.ops), lambda _: (getattr, (torch, "ops")))
 copyreg.pickle(type(torch.ops.aten), lambda space: (getattr, (torch.ops, space.name)))
 
 
 def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | None = None) -> Path:
-    """Writes ``model`` and its example inputs to the cache. Returns the path of the file, which is a source.
+    """Writes ``model`` and its example inputs to the cache. Returns the path of the file, which can be opened like any
+    other source.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, or a single tensor. ``dynamic`` names
-    the dynamic axes of the inputs, as in ``{"x": {0: "batch", 2: "height"}}``. By default the first axis is dynamic if
+    the dynamic axes of the inputs, as in ``{"x": {0: "batch", 2: "height"}}``. By default, the first axis is dynamic if
     the model runs with another batch size. ``model`` isn't changed: a copy is set to evaluation mode and moved to the
     CPU.
 
-    Raises ``BadSource`` if the model can't be copied or fails on the example, ``BadInputSpec`` if the example doesn't
-    fit the model.
+    Raises ``BadSource`` if the model can't be copied or fails on the example, and ``BadInputSpec`` if the example
+    doesn't fit the model.
     """
     module = unwrapped(model)
     arguments, inputs = arguments_of_example(module, example)
@@ -111,7 +111,8 @@ def open_captured(path: Path) -> Found:
     """Opens a module that ``capture`` wrote.
 
     Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
-    ``BadSource`` if the module computes other outputs than the live module, because the code was changed.
+    ``BadSource`` if the opened module computes other outputs than the live module did, because the module's code was
+    changed.
     """
     if not path.is_file():
         raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
@@ -122,7 +123,7 @@ def open_captured(path: Path) -> Found:
     module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
     if kept["outputs"]:
         outputs = _run(module, kept["inputs"], path.stem)
-        # No error for a model that draws random numbers, because such a model is refused later.
+        # A model that draws random numbers raises no error here, because it is refused later.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
                 f"{path.stem} computes other outputs than in the process that it comes from; if its code was changed "
@@ -166,7 +167,9 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
     ranges: dict[str, list[int]] = {}
     for name, given in dynamic.items():
         if name not in tensors:
-            raise BadInputSpec(f"dynamic has no input {name!r} to name axes of; the inputs are {', '.join(tensors)}")
+            raise BadInputSpec(
+                f"dynamic names axes of {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
+            )
         rank = tensors[name].ndim
         pairs = given.items() if isinstance(given, Mapping) else enumerate(given or ())
         for axis, dim in pairs:
@@ -174,7 +177,7 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
                 continue
             if not -rank <= axis < rank:
                 raise BadInputSpec(
-                    f"{name} has {rank} axes, and dynamic names its axis {axis}; name one of 0..{rank - 1}"
+                    f"{name} has {rank} axes, but dynamic names its axis {axis}; name one of 0..{rank - 1}"
                 )
             label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
             found.setdefault(name, {})[axis % rank] = label
@@ -186,8 +189,8 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
 def _described(
     module: torch.nn.Module, tensors: Tensors, axes: Axes | None, ranges: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the signature of the inputs as JSON, and a note about the batch dim if ``axes`` doesn't name the dynamic
-    axes."""
+    """Returns the signature of the inputs as JSON, and a note. The note says how the batch dim was found if ``axes`` is
+    None, else it is empty."""
     note = ""
     if axes is None:
         axes, note = _batch_axes(module, tensors)
@@ -208,7 +211,8 @@ def _described(
 
 
 def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
-    """Runs the module with one more row. Returns the batch axis of each input, and a note about this run."""
+    """Runs the module with a batch that is one row larger. Returns the batch axis of each input that has one, and a
+    note about the result of this run."""
     size = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 0)
     batched = [name for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == size]
     if not size:
@@ -233,7 +237,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     try:
         with torch.no_grad():
             result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
-    except AccelError:  # the message names the fix already
+    except AccelError:  # the error message already names the fix
         raise
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
@@ -246,7 +250,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # torch added a property to the class that the copy shares
+            if parametrize.is_parametrized(part):  # torch added properties to the class, which the copy shares
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
@@ -275,7 +279,7 @@ def _read(path: Path) -> torch.nn.Module:
 
 
 def _unpicklable(module: torch.nn.Module) -> str:
-    """Returns words for the attribute that can't be pickled, or ""."""
+    """Describes the first attribute that can't be pickled as text, or returns "" if there is none."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             if attribute in ("_parameters", "_buffers", "_modules"):

@@ -24,7 +24,8 @@ _ANY_SIZE, _DECLARED = 2**13, 32
 
 
 def open_exported_program(path: Path) -> Found:
-    """Opens a ``.pt2`` file. Inputs and ranges come from the program's example inputs and range constraints.
+    """Opens a ``.pt2`` file. The inputs and the ranges of their dims come from the program's example inputs and range
+    constraints.
 
     Raises ``BadSource`` or ``InvalidModel`` if the file can't be read.
     """
@@ -54,7 +55,7 @@ def open_exported_program(path: Path) -> Found:
             written = str(size.node.expr)
             step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another expression has this name
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another expression already has this name
                 dim = f"{symbol}_in_steps_of_{step}"
             dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])
@@ -86,8 +87,8 @@ def _multiple_of(expression: Any) -> tuple[int, str]:
 
 
 class _Program(torch.nn.Module):
-    """An exported program that takes all tensors in order. The program stays in the mode (training or evaluation) of
-    its export."""
+    """An exported program as a module that takes all tensors in order. The program stays in the mode (training or
+    evaluation) of its export."""
 
     def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class _Program(torch.nn.Module):
 def open_torchscript(path: Path) -> Found:
     """Opens a TorchScript file.
 
-    Raises ``BadSource`` if the file holds weights only, ``InvalidModel`` if it can't be read.
+    Raises ``BadSource`` if the file holds only weights, and ``InvalidModel`` if the file can't be read.
     """
     _check_file(path)
     if path.suffix == ".safetensors" or not _is_torchscript(path):

@@ -34,7 +34,8 @@ from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
 
-# The modules that this process has opened, by the sha256 of their sources. Building a module again costs seconds.
+# Maps the sha256 of each source to the module that this process opened from the source. Building a module again would
+# take seconds.
 _opened: dict[str, torch.nn.Module] = {}
 
 
@@ -49,7 +50,7 @@ def open_torch(
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
-    folder, a folder of ``accel train``, or a model of the Hugging Face Hub at a commit. ``inputs`` replaces the inputs
+    folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
     the factory's module. ``like`` returns the signature of another version of the model, and is called if neither
     ``spec`` nor ``inputs`` declares the inputs.
@@ -100,7 +101,8 @@ def open_torch(
     code = code_sha256(found.module)
     if found.live:
         state, code = found.live["state_sha256"], found.live["code_sha256"]
-    # Two factories of one file may differ only in attributes, which the hashes above don't cover.
+    # The hash includes the factory's name, because the modules of two factories in one file may differ only in
+    # attributes. The other hashes don't cover attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
@@ -143,7 +145,7 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
 
 
 def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]:
-    """Returns the structure of the arguments of ``forward`` by parameter (see ``accel.sources.structure``)."""
+    """Maps each parameter of ``forward`` to the structure of its argument (see ``accel.sources.structure``)."""
     if len(specs) == 1:
         return {(forward_parameters(found.module) or [specs[0].name])[0]: {"tensor": specs[0].name}}
     named = [spec.name for spec in specs]
@@ -152,14 +154,14 @@ def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]
 
 
 def _live_call(found: Found) -> Mapping[str, Any]:
-    """Returns the structure of the arguments of a live module, or an empty mapping for another module."""
+    """Returns the structure of the arguments of a live module, or an empty mapping for any other module."""
     call: Mapping[str, Any] = found.live["call"] if found.live else {}
     return call
 
 
 def _pipeline(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns the names of the parts of a pipeline and the sha256 of its function, or an empty dict for another module.
-    Keeps the function for other processes."""
+    """Returns the names of the parts of a pipeline and the sha256 of its function, or an empty dict for any other
+    module. Writes the function to the cache for other processes."""
     pipeline = pipeline_in(module)
     if pipeline is None:
         return {}
@@ -195,7 +197,7 @@ def _precision(module: torch.nn.Module) -> str:
 
 def _find(spec: str, weights: Path | None) -> Found:
     asked = model_id(spec)
-    if asked is not None and asked.commit:  # Source replaces any other revision by its commit
+    if asked is not None and asked.commit:  # ``Source`` has already replaced any other revision by its commit
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)

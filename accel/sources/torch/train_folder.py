@@ -1,4 +1,4 @@
-"""Models trained by ``accel train``, given as the run folder with ``final/`` in it or as the folder ``final``."""
+"""Opens models that ``accel train`` trained, from the run folder or from its subfolder ``final``."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def final_folder(folder: Path) -> Path | None:
 
 def open_train_folder(folder: Path) -> Found:
     """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
-    signature, or from the recorded samples.
+    signature, or from recorded samples if no signature was recorded.
 
-    Raises ``InvalidModel`` if a file is missing or changed since the training, ``BadSource`` if the factory is not
+    Raises ``InvalidModel`` if a file is missing or changed since the training, and ``BadSource`` if the factory is not
     found.
     """
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -82,8 +82,8 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """Returns the spec of a factory with the code that training used. Returns the spec of the copy in ``folder`` if the
-    file of ``spec``, or a recorded file beside it, is gone or has changed."""
+    """Returns the spec of a factory with the code that training used. Returns ``spec`` if its file and the recorded
+    files beside it still exist unchanged, else the spec of the copy in ``folder``."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:
         return spec

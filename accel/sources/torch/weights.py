@@ -13,12 +13,13 @@ from ..checkpoints.names import fit
 
 
 def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
-    """Loads ``path`` into ``module``: one file (.safetensors, a sharded index, .pt, .pth, .bin, .ckpt) or the folder of
-    a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
+    """Loads the weights in ``path`` into ``module``. ``path`` is one file (.safetensors, a sharded index, .pt, .pth,
+    .bin, .ckpt) or the folder of a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
-    Returns the loaded checkpoint with its format, files and notes. Assembles and copies one tensor at a time. Raises
-    ``BadSource`` for a pickle with code. If names don't match even without wrappers' prefixes, raises ``BadSource``
-    with the first unmatched name.
+    Returns the loaded checkpoint with its format, files and notes. Reads and copies one tensor at a time, unless the
+    module loads state dicts in its own way. Raises ``BadSource`` if ``path`` is a pickle with code. If the names of the
+    weights don't match the module even without the prefixes that wrappers add, raises ``BadSource`` with the first
+    unmatched name.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
@@ -26,7 +27,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     if any(tensor.is_meta for tensor in own.values()):
-        raise BadSource(f"the model for {path} is on the meta device; let the factory make it on the CPU")
+        raise BadSource(f"the model for {path} is on the meta device; let the factory create the model on the CPU")
     if _loads_its_own_way(module) or not set(checkpoint.tensors) <= set(own):
         module.load_state_dict({name: lazy.read() for name, lazy in checkpoint.tensors.items()}, strict=False)
         return checkpoint
@@ -46,7 +47,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
 
 
 def _loads_its_own_way(module: torch.nn.Module) -> bool:
-    """Tells whether a submodule overrides the loading of a state dict."""
+    """Tells whether a submodule changes how a state dict is loaded."""
     plain = torch.nn.Module._load_from_state_dict
     kinds = (type(part) for part in module.modules())
     return any(

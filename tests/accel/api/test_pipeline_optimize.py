@@ -123,7 +123,7 @@ def test_the_commands(model: str, tmp_path: Path, cli: Any) -> None:
     assert "pipeline, " in cli("inspect", "out").stdout
     for arguments, message in (
         (("export", model, "-o", "out.onnx"), "a pipeline is exported to a folder; pass e.g. -o out/"),
-        (("export", "halves.py:alone", "-o", "out"), "returned a pipeline without an example; return the arguments"),
+        (("export", "halves.py:alone", "-o", "out"), "returned a pipeline without an example; return the pipeline"),
         (("inspect", "out", "--graph", "x.html"), "draw one of its parts: out/first/model.onnx"),
     ):
         ran = cli(*arguments)

@@ -1,5 +1,6 @@
-"""Opens folders of pretrained models by their configs, with one module per library (transformers,
-sentence-transformers, timm).
+"""Opens folders of pretrained models according to their configs. Each library (transformers, sentence-transformers,
+timm) has its own module.
 
-Takes a folder of the user or of the cache of huggingface_hub. Returns a ``Found``. No code of the folder is run.
+The folder may be the user's own or part of the huggingface_hub cache. Each module returns a ``Found`` and never runs
+code from the folder.
 """

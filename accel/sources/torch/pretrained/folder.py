@@ -16,10 +16,10 @@ _CONFIG = "config.json"
 
 
 def open_folder(folder: Path, name: str = "") -> Found:
-    """Opens the model of ``folder``. ``name`` names the model in messages, by default the path of the folder.
+    """Opens the model in ``folder``. ``name`` is the model's name in messages, by default the folder's path.
 
-    Raises ``BadSource`` if a file is missing or the model needs code of its own, ``InvalidModel`` if the library can't
-    load the model, ``MissingExtra`` if the library is not installed.
+    Raises ``BadSource`` if a file is missing or the model needs its own code. Raises ``InvalidModel`` if the library
+    can't load the model. Raises ``MissingExtra`` if the library is not installed.
     """
     name = name or str(folder)
     if (folder / MODULES).is_file():
@@ -39,7 +39,8 @@ def open_folder(folder: Path, name: str = "") -> Found:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """Reads a config. Raises ``InvalidModel`` if its content is not of ``kind`` (a dict or a list)."""
+    """Reads a config. Raises ``InvalidModel`` if the JSON content is not of the type ``kind``, which is dict or
+    list."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -50,7 +51,8 @@ def read_json(path: Path, kind: type) -> Any:
 
 
 def weight_files(folder: Path, name: str) -> Sequence[Path]:
-    """Returns the files of the weights, the index included: safetensors, or pickled weights if there are none.
+    """Returns the weight files and their index. The files are safetensors, or pickled weights if the folder has no
+    safetensors.
 
     Raises ``BadSource`` if the folder has no weights.
     """

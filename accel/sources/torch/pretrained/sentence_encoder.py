@@ -1,4 +1,4 @@
-"""A model of sentence-transformers as a module with named inputs.
+"""Wraps a sentence-transformers model as a module with named inputs.
 
 Keep other code out of this file, because the module's hash in manifests covers the whole file.
 """
@@ -11,7 +11,7 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class SentenceEncoder(torch.nn.Module):
-    """A model of sentence-transformers with named tensors instead of a dict, and the embedding as its only output."""
+    """A sentence-transformers model that takes named tensors instead of a dict, and returns only the embedding."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Folders of sentence-transformers: a text encoder with pooling, which maps a text to one vector."""
+"""Opens sentence-transformers folders. Each folder holds a text encoder with pooling, which maps a text to one
+vector."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from .transformers_inputs import forms
 
 
 def open_sentence_encoder(folder: Path, name: str) -> Found:
-    """Opens the model of ``folder`` with all modules of its modules.json, such as pooling and normalization.
+    """Opens the model in ``folder`` with all modules that modules.json lists, such as pooling and normalization.
 
-    Raises ``BadSource`` if the model needs code of its own or takes other inputs than text, ``InvalidModel`` if
-    sentence-transformers can't load the folder, ``MissingExtra`` if sentence-transformers is not installed.
+    Raises ``BadSource`` if the model needs its own code or takes other inputs than text. Raises ``InvalidModel`` if
+    sentence-transformers can't load the folder. Raises ``MissingExtra`` if sentence-transformers is not installed.
     """
     modules = read_json(folder / MODULES, list)
     try:
@@ -26,11 +27,11 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
         places = [folder / str(one["path"]) for one in modules]
     except (KeyError, TypeError) as error:
         raise InvalidModel(f"{folder / MODULES} lists no modules; save the model again") from error
-    # sentence-transformers would import any class that the file names, even from another library.
+    # sentence-transformers would import any class that modules.json names, even from another library.
     if not all(kind.startswith("sentence_transformers.") for kind in kinds):
         raise own_code(name)
     if any(not place.resolve().is_relative_to(folder.resolve()) for place in places):
-        raise InvalidModel(f"{folder / MODULES} names folders outside its folder; refused: save the model again")
+        raise InvalidModel(f"{folder / MODULES} names folders outside the model's folder; save the model again")
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Folders of timm: config.json with an architecture, and weights."""
+"""Opens timm folders, which hold weights and a config.json that names the architecture."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .folder import weight_files
 
 
 def open_timm(folder: Path, name: str) -> Found:
-    """Opens the model of ``folder`` by the architecture that its config names, for images of the size in the config.
+    """Opens the model in ``folder``. The folder's config names the architecture and the image size.
 
-    Raises ``InvalidModel`` if timm can't load the folder, ``UnsupportedHere`` if timm can't be imported.
+    Raises ``InvalidModel`` if timm can't load the folder, and ``UnsupportedHere`` if timm can't be imported.
     """
     weights = weight_files(folder, name)
     try:
         import timm
     except ImportError as error:
         raise UnsupportedHere(f"{name} is a model of timm, which is not installed; run: pip install timm") from error
-    except Exception as error:  # torchvision fails beside another build of torch
+    except Exception as error:  # torchvision fails if it was built for another torch
         raise UnsupportedHere(
             f"timm can't be imported here ({one_line(error, 120)}); install the torchvision that belongs to torch "
             f"{_torch_version()}"

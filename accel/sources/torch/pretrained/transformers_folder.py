@@ -1,4 +1,4 @@
-"""Folders written by transformers' ``save_pretrained``: config.json and weights."""
+"""Opens folders that transformers' ``save_pretrained`` wrote, with config.json and weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .transformers_inputs import example, forms
 
 
 def open_transformers(folder: Path, name: str, config: Mapping[str, Any]) -> Found:
-    """Opens the model of ``folder`` by the architecture that its config names. Never executes files of the folder.
+    """Opens the model in ``folder`` with the architecture that ``config`` names. Never executes code from the folder.
 
-    Raises ``BadSource`` if the weights are missing or the model needs code of its own, ``InvalidModel`` if transformers
-    can't load the folder, ``MissingExtra`` if transformers is not installed.
+    Raises ``BadSource`` if the weights are missing or the model needs its own code. Raises ``InvalidModel`` if
+    transformers can't load the folder. Raises ``MissingExtra`` if transformers is not installed.
     """
     weights = weight_files(folder, name)
     transformers = quiet_transformers()
@@ -29,7 +29,7 @@ def open_transformers(folder: Path, name: str, config: Mapping[str, Any]) -> Fou
     kind = kind or transformers.AutoModel
     safe = weights[0].suffix == ".safetensors"
     try:
-        # Pickled weights are read by a reader that runs no code.
+        # ``weights_only=True`` reads pickled weights without running their code.
         module = kind.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=safe, weights_only=True, trust_remote_code=False
         )
@@ -56,7 +56,7 @@ def quiet_transformers() -> Any:
 
 
 def own_code(name: str) -> BadSource:
-    """Returns the error for a model whose class is code in its folder."""
+    """Returns the error for a model whose class is defined by code in the model's folder."""
     return BadSource(
         f"{name} needs code of its own, which accel doesn't run; write a function that loads the model with "
         "trust_remote_code=True and give it as FILE.py:FUNCTION"

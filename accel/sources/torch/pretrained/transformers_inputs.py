@@ -15,20 +15,20 @@ from ...declare import input_example
 from ...output_specs import farthest, probe_cases
 from ..call import NamedModule, run_named
 
-# No default range of a text's length goes beyond this size. Gates run at both ends of a range, and a longer text would
-# take too long.
+# The largest text length in a default range. Gates run the model at both ends of a range, and a longer text would take
+# too long.
 _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
 _BATCH = DimRange(1, 1, 8)
-# 0.5 to 5 seconds of sound at 16 kHz.
+# The number of samples in 0.5 to 5 seconds of sound at 16 kHz.
 _SAMPLES = DimRange(8000, 16000, 80000)
 _FRAMES = DimRange(32, 128, 1024)
 
 
 def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
-    """Returns the signatures that ``module`` may have, the most likely first. Returns an empty tuple if the config
-    doesn't determine the inputs. ``folder`` is the folder that may hold the config of the preprocessor."""
+    """Returns the signatures that ``module`` may have, with the most likely signature first. Returns an empty tuple if
+    the config doesn't determine the inputs. ``folder`` may hold the preprocessor's config."""
     config, takes = module.config, set(inspect.signature(module.forward).parameters)
     main = module.main_input_name
     pictures = _images(config, folder) if "pixel_values" in takes else None
@@ -48,8 +48,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # Boxes with random corners are the second choice. Some models look up the width of a box in a table, and random
-        # corners may give a negative width.
+        # The first choice is boxes with random corners, and the second choice is boxes with all corners at 0. Some
+        # models look up the width of a box in a table, and random corners may give a negative width.
         return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
         # A model that compares each image with each text may take different numbers of images and texts.
@@ -62,9 +62,9 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
 
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
-    """Returns the first signature of ``found`` with which the module runs. Narrows the ranges to sizes that run,
-    because a config may lack the size of a position table. Keeps the ranges in ``given``. Returns the first signature
-    unchanged if the module runs with none.
+    """Returns the first signature of ``found`` with which the module runs. Narrows the ranges of the dims to sizes at
+    which the module runs, because a config may lack the size of a position table. Keeps the ranges in ``given``. If the
+    module runs with no signature of ``found``, returns the first signature unchanged.
     """
     module.eval()
     for form in found:
@@ -126,7 +126,7 @@ def _sees(config: Any, takes: Container[str]) -> bool:
 
 
 def _hears(config: Any, takes: Container[str]) -> bool:
-    """Tells whether the model takes audio besides text."""
+    """Tells whether the model takes audio in addition to text."""
     return "input_ids" in takes and getattr(config, "audio_config", None) is not None
 
 
@@ -138,7 +138,7 @@ def _part(config: Any, name: str) -> Any:
 
 
 def _whole(config: Any, name: str) -> int | None:
-    """Returns the attribute ``name`` of ``config`` if it is a number above 0, else None."""
+    """Returns the attribute ``name`` of ``config`` if it is an integer above 0, else None."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 
@@ -187,8 +187,8 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
 
 
 def _first_position(module: Any, positions: int) -> int:
-    """Returns the row of the position table for the first position. In models like RoBERTa, this row follows the
-    padding row."""
+    """Returns the index of the row that holds the first position in the position table. In models like RoBERTa, this
+    row follows the padding row."""
     import torch
 
     for name, part in module.named_modules():
@@ -235,7 +235,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _preprocessed_size(folder: Path) -> tuple[int, int] | None:
-    """Returns the image size in the preprocessor's config beside the model, else None."""
+    """Returns the image size in the preprocessor's config, or None if ``folder`` has no config with a size."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         try:
             found = json.loads((folder / name).read_text(encoding="utf-8"))
