@@ -155,7 +155,7 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this method.
+        """Records ``step`` and returns True if ``step`` is the best step so far. Only rank 0 calls this method.
 
         The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
         ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
@@ -185,16 +185,17 @@ class Checkpoints:
         return body
 
     def standing(self) -> dict[str, Any] | None:
-        """Returns the record of the best step, or None if there is no record that still counts.
+        """Returns the record of the best step, or None if there is no valid record.
 
-        A record doesn't count if ``config.best`` has changed, or if the step's checkpoint is missing. The checkpoint is
+        A record is invalid if ``config.best`` has changed, or if the step's checkpoint is missing. The checkpoint is
         missing if the run was killed after ``mark_best`` and before the save.
         """
         best = self.best()
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds, on rank 0, the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints."""
+        """Adds the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints. Only rank 0 calls
+        this method."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -286,7 +287,8 @@ class Checkpoints:
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:
-        """Returns a message that names a damaged file in ``path``, or "". Each rank checks some of the files."""
+        """Returns a message that names a damaged file in ``path``, or "" if no file is damaged. Each rank checks some
+        of the files."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if self.group is not None else (1, 0)
         said = ""
         for name, (size, crc) in list(run["files"].items())[rank::ranks]:
