@@ -1,12 +1,12 @@
-"""Is the verdict of `accel bench` right? Compares a model with itself, and with a copy whose runs take 10% longer.
+"""Checks the verdicts of `accel bench`. Compares a model with itself, and with a copy whose runs take 10% longer.
 
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again
 
 The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. The goals: Of the 40 runs of a model against itself, at most two report a
-difference. All 20 runs with a delay report the delay. Each run has another seed, and so another order of the blocks.
-The runs alternate between the runtimes.
+needs a quiet machine for eight minutes. The first goal is that at most two of the 40 runs of a model against itself
+report a difference. The second goal is that all 20 runs with a delay report the delay. Each run has its own seed, and
+therefore its own order of the blocks. The runs alternate between the runtimes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Delayed:
 
 
 def delayed(candidate: Candidate) -> Delayed:
-    """Opens the delayed candidate in its process."""
+    """Opens the session of the delayed candidate."""
     return Delayed(open_session(candidate.artifact, candidate.runtime, candidate.options))
 
 
@@ -84,8 +84,8 @@ def models(folder: Path) -> dict[str, Artifact]:
 
 
 def names(same: int = SAME, late: int = DELAYED) -> list[str]:
-    """Returns the names of the runs in their order. Runs with and without a delay are mixed evenly, so that an
-    interrupted series covers both kinds."""
+    """Returns the names of the runs in the order in which they run. Runs with and without a delay are mixed evenly, so
+    that an interrupted series covers both kinds."""
     made = [((i + 0.5) / same, f"same-{i + 1:02}") for i in range(same)]
     made += [((i + 0.5) / late, f"delayed-{i + 1:02}") for i in range(late)]
     return [name for _, name in sorted(made)]

@@ -1,14 +1,13 @@
-"""Does `accel optimize` choose the fastest candidate that a user could have picked on this CPU, and is the choice
-accurate?
+"""Checks that `accel optimize` chooses the fastest candidate on this CPU without losing accuracy.
 
     python benchmarks/cpu_latency.py                     # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
 Each row is a model at one batch size. In paired blocks, a row compares PyTorch (eager, torch.compile), ONNX Runtime
 (fp32, quantize_static, quantize_dynamic), OpenVINO with NNCF (called by hand), and accel's choice. Each measured row is
-written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
-whether the goal is met. The script needs a quiet machine. The page shows the time of each row. On two cores the script
-should take less than 25 minutes. The options ``--rounds 7 --seconds 0`` make the run shorter.
+written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The results page
+tells whether the goal is met. The script needs a quiet machine. The results page shows how long each row took. On two
+cores the script should take less than 25 minutes. The options ``--rounds 7 --seconds 0`` make the run shorter.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ROWS = [
 ]  # fmt: skip
 SAMPLES = 64
 CHOICE = "accel's choice"
-# The goals: the least mean speedup and the largest loss of accuracy.
+# The goals are a minimum mean speedup and a maximum loss of accuracy.
 GOAL_SPEEDUP, GOAL_LOSS = 7.0, 0.01
 
 
@@ -52,7 +51,7 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # All rows of a model use the same files. The cache is empty, so that this run reuses no older stage.
+    # All rows of a model use the same files. The cache is empty, so that this run reuses no cached stage.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -68,8 +67,8 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A model with its data and the artifacts that the other tools made of the model. ``failed`` maps the
-    name of each failed tool to the error."""
+    """A model with its data and the artifacts that the other tools made from the model. ``failed`` maps the name of
+    each failed tool to the error."""
 
     model: Model
     folder: Path
@@ -142,9 +141,9 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """Quantizes with onnxruntime.quantization.quantize_static: default settings, per channel, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, the pre-processing leaves this step out, as ONNX Runtime's
-    documentation advises for transformers."""
+    """Quantizes per channel with onnxruntime.quantization.quantize_static and its defaults, after ONNX Runtime's
+    pre-processing. If symbolic shape inference fails, repeats the pre-processing without this inference, as ONNX
+    Runtime's documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -175,8 +174,8 @@ def ort_dynamic(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:  # n
 
 
 def openvino_nncf(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """Quantizes OpenVINO's own model with nncf.quantize, with the preset for transformers if the model has
-    attention."""
+    """Reads the model with OpenVINO and quantizes it with nncf.quantize. Uses the preset for transformers if the model
+    has more than one input."""
     import nncf
     import openvino
 
@@ -235,7 +234,7 @@ def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
     """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
     True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. The verdict
-    is None if the interval extends beyond the noise, because the row then proves nothing.
+    is None if the interval extends beyond the noise floor, because the row then proves nothing.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """

@@ -1,4 +1,4 @@
-"""The report of a benchmark, as rows, JSON and a table."""
+"""Holds the results of a benchmark and returns them as rows, JSON or a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from . import page
 from .columns import as_text, fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# A cosine below this value means that the weights of the two models differ. Even a badly quantized model has a larger
-# cosine with its source.
+# If the outputs of two models have a cosine similarity below this value, the weights of the models differ. Even a badly
+# quantized model has a larger cosine similarity with its source model.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ class Row:
     """The results of one candidate. Times are in ms per run, over all iterations, or None if the candidate was not
     timed.
 
-    ``error`` is the reason if the candidate was not timed. The ratio of a round is the baseline's median divided by the
-    candidate's. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95% interval.
+    ``error`` is the reason why the candidate was not timed, or None. The ratio of a round is the baseline's median
+    divided by the candidate's. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95% interval.
     ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
     ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of
     the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run.
     ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library. ``samples_per_second``
-    is the samples of all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages,
-    or None if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and
-    ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the options of the session, including
-    threads and streams (concurrent runs).
+    is the number of samples in all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU
+    packages, or None if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``,
+    ``compute`` and ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the options of the session,
+    including threads and streams (concurrent runs).
     """
 
     name: str
@@ -69,13 +69,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BenchReport:
-    """The results of a benchmark, a row for each candidate in the given order.
+    """The results of a benchmark, with one row per candidate in the given order.
 
-    ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` compares the baseline with itself, which
-    gives the noise floor. ``order`` has a tuple for each round, with the candidates in the order in which they were
-    timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every ``speedup`` compares
-    throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of every run. ``samples``
-    is not part of the JSON.
+    ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` is the speedup between two processes of
+    the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple for each round, with the candidates
+    in the order in which they were timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above
+    1, every ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the
+    nanoseconds of every run. ``samples`` is not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -92,7 +92,7 @@ class BenchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Returns a warning for each reason to trust the figures less."""
+        """Returns a warning for each problem that makes the figures less reliable."""
         found = [
             f"{row.name} gives other outputs than {self.baseline} (cosine {row.cosine:.2f}): are they the same model, "
             f"with the same {option('weights')}?"
@@ -164,7 +164,7 @@ class Sweep:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        # Six digits exceed a clock's precision and keep a committed file readable.
+        # Six significant digits are more precise than the clock, and keep a committed JSON file readable.
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -200,7 +200,7 @@ def table(report: BenchReport, width: int | None = None) -> Table:
     )
     for column in shown:
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        # Columns of text share the width that the numeric columns leave.
+        # Text columns share the width that remains beside the numeric columns.
         least = None if width is None or column.readable else column.least_width(rows)
         made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold", width=least)
     for row in rows:
@@ -211,7 +211,7 @@ def table(report: BenchReport, width: int | None = None) -> Table:
 
 @dataclass(frozen=True)
 class AsWideAsFits:
-    """Prints ``table(report)`` in the width of the terminal."""
+    """Prints ``table(report)``, fitted to the terminal's width."""
 
     report: BenchReport
 

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline"]
 
-# With fewer rounds, even the interval from the smallest to the largest median covers less than 95%.
+# With fewer rounds, even the interval from the smallest to the largest median contains the true value in less than 95%
+# of cases.
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
-# process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the
-# processes. A single pair of processes may differ by less than 2%, so the floor is never lower.
+# process loaded last tends to be faster. More rounds in the same processes don't average out the difference between the
+# processes. A single pair of processes may happen to differ by less than 2%, so the noise floor is set to at least 2%.
 MIN_FLOOR = 0.02
-# Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
+# Above this noise floor, a benchmark may miss relevant effects, such as a quantized model that is 10% faster.
 NOISY_FLOOR = 0.05
-# Above this noise floor, a speedup that isn't significant says nothing, so tables don't show the speedup.
+# Above this noise floor, tables don't show speedups that aren't significant, because such speedups mean nothing.
 TOO_NOISY_FLOOR = 1.0
 _RESAMPLES = 10_000
 
@@ -47,12 +48,12 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """Returns ln(high / low), where 0.05 means an interval of about ±2.5%."""
+        """Returns the width of the interval as ln(high / low). A width of 0.05 means an interval of about ±2.5%."""
         return log(self.high / self.low)
 
 
 def summarize(rounds: Sequence[np.ndarray]) -> Summary:
-    """Returns the summary of ``rounds``, which has an array per round with the nanoseconds of each run."""
+    """Returns the summary of ``rounds``, which holds one array per round with the time of each run in nanoseconds."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6
@@ -77,11 +78,11 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
     """Returns the paired speedup of ``candidate`` over ``reference``. ``candidate`` and ``reference`` are
     float64[rounds] with the medians of the same rounds.
 
-    The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
-    The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An Introduction to the
-    Bootstrap, 1993, ch. 13). Each resample draws whole rounds, so both medians of a round stay together. Rounds are the
-    unit of repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013.
-    ``tail_probability`` widens the interval for few rounds.
+    The blocks of one round run shortly after each other, so a slow period of the machine affects both medians, but not
+    their ratio. The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An
+    Introduction to the Bootstrap, 1993, ch. 13). Each resample draws whole rounds, so both medians of a round stay
+    together. Rounds are the unit of repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
+    ISMM 2013. ``tail_probability`` widens the interval for few rounds.
     """
     import numpy as np
 
@@ -95,7 +96,7 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
 
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
-    """Returns the lower percentile of the bootstrap interval as a fraction: Φ(-√(n/(n-1)) · t(n-1)) for n rounds.
+    """Returns the tail probability of the bootstrap interval, which is Φ(-√(n/(n-1)) · t(n-1)) for n rounds.
 
     The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, the interval of the
     plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives the expanded percentile interval
@@ -137,12 +138,13 @@ class Baseline:
 
 
 def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baseline:
-    """Returns the baseline from the medians of its two processes, both float64[rounds].
+    """Returns the baseline. ``first`` and ``second`` are float64[rounds] with the medians of the baseline's two
+    processes.
 
-    The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
-    process would affect every ratio. The A/A interval is the interval of the speedup of one process over the other. The
-    floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``. Effects inside the
-    A/A interval occur even between identical processes.
+    The baseline's median in a round is the geometric mean of the medians of both processes, because the random offset
+    of a single process would affect every ratio. The A/A interval is the interval of the speedup of one process over
+    the other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``.
+    Effects inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 
@@ -163,7 +165,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval is at most as wide as ``target`` (in ln) or a quarter of the effect. Doesn't look at
-    the verdict, because stopping at the first verdict would give false verdicts.
+    """Tells whether the interval's width is at most ``target`` or a quarter of the effect, whichever is larger. Ignores
+    the verdict, because a benchmark that stops at the first verdict reports false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

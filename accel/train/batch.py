@@ -11,7 +11,8 @@ from torch import nn
 
 from accel.errors import BadConfig
 
-# The inputs and the targets: each a tensor, or a tuple or dict of tensors. Without a sample, the targets are None.
+# A batch holds inputs and targets. Inputs and targets are a tensor, a tuple of tensors, or a dict of tensors. The
+# targets are None if a rank has no sample.
 Batch = tuple[Any, Any]
 
 

@@ -37,8 +37,9 @@ class Built:
     """This rank's part of the model.
 
     ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
-    ``memory`` is the state of PowerSGD. ``flops`` counts the FLOPs of one sample, forward and backward; 0 means that
-    the FLOPs weren't counted. ``alike`` tells whether all ranks hold the same gradients after a backward pass.
+    ``memory`` is the state of PowerSGD. ``flops`` is the number of FLOPs of one sample in the forward and backward
+    pass, or 0 if the FLOPs weren't counted. ``alike`` tells whether all ranks hold the same gradients after a backward
+    pass.
     """
 
     module: nn.Module
@@ -112,7 +113,7 @@ def make_data(config: TrainConfig) -> Any:
 
 
 def make_model(spec: str, seed: int) -> nn.Module:
-    """Returns the model of a factory, the same on every rank.
+    """Returns the model that a factory makes, with the same weights on every rank.
 
     Raises ``BadConfig`` if the factory doesn't make an ``nn.Module``.
     """
@@ -168,6 +169,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Returns the FLOPs of a sample, without recomputation: three times those of the forward pass."""
+    """Returns three times the FLOPs of the forward pass of a sample, to include the backward pass without
+    recomputation."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

@@ -21,7 +21,7 @@ ALIVE = "alive"
 
 
 def beat(out: Path) -> None:
-    """Tells the watchdog that the run makes progress. Any rank may call it."""
+    """Tells the watchdog that the run makes progress. Any rank may call this function."""
     with suppress(OSError):
         (out / ALIVE).touch()
 
@@ -29,8 +29,8 @@ def beat(out: Path) -> None:
 class StepLog:
     """Writes one JSON object every ``log_every`` steps, at the last step, and for each evaluation.
 
-    Writes the same figures as TensorBoard scalars if the config asks for them. The MFU needs ``flops``, the FLOPs of a
-    step over all ranks, and ``peak``, the FLOP/s of all devices; 0 means unknown.
+    Writes the same figures as TensorBoard scalars if ``config.tensorboard`` is set. ``flops`` is the number of FLOPs of
+    a step over all ranks, and ``peak`` is the FLOP/s of all devices. If either is 0, no MFU is written.
     """
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:

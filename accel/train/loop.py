@@ -1,4 +1,5 @@
-"""The training loop: build, resume, step, evaluate, save, finish. Every rank runs the same loop."""
+"""Runs the training loop: builds the model, resumes, steps, evaluates, saves and finishes. Every rank runs the same
+loop."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from .passes import take
 from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
 from .ranks import Ranks
 
-# The run stops after this many overflowing steps in a row, because the loss scale can't help any more.
+# The run stops if this many steps in a row overflow, because a smaller loss scale doesn't help any more.
 _MOST_SKIPPED = 50
 
 
@@ -148,13 +149,13 @@ class Trainer:
         """Runs one optimizer step and returns the step's figures.
 
         Loss and gradient are means over every counted target of the global batch. The gradients of summed losses are
-        divided once, by the count over all ranks and micro-batches.
+        divided once, by the number of targets over all ranks and micro-batches.
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
-        # DDP and FSDP average gradients over the ranks. The loss is first divided by the previous step's number of
-        # targets. This division keeps float16 sums small. If this step has as many targets as the previous step, as
-        # usual, the gradients need no second division.
+        # DDP and FSDP average gradients over the ranks. To keep float16 sums small, the loss is first divided by the
+        # previous step's number of targets. Most steps have as many targets as the previous step, and then the
+        # gradients need no second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -219,8 +220,8 @@ class Trainer:
     def _first_bad(self, *, gradients: bool = False) -> str:
         """Returns a message that names a weight (or gradient) that isn't finite, or "" if all are finite.
 
-        If several ranks have a weight (or gradient) that isn't finite, the message names the first on the lowest of
-        these ranks. Every rank has to call this method, because a rank sees only its own shards.
+        If several ranks have a weight (or gradient) that isn't finite, the message names the lowest of these ranks.
+        Every rank has to call this method, because a rank sees only its own shards.
         """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
@@ -257,8 +258,8 @@ class Trainer:
             self.save()
 
     def measure(self) -> bool:
-        """Runs ``evaluate`` on rank 0, on a separate model with the unsharded weights. Tells whether the result is the
-        best so far.
+        """Runs ``evaluate`` on rank 0, on a separate model with the unsharded weights. Returns True if the result is
+        the best so far.
 
         If ``evaluate`` fails on rank 0, saves a checkpoint of this step and then raises the error on every rank.
         """
@@ -291,8 +292,8 @@ class Trainer:
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Returns the metrics of the unsharded weights as plain numbers.
 
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but numbers
-        by name.
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but a dict
+        of numbers.
         """
         assert self.evaluate is not None
         name = self.config.evaluate
@@ -328,7 +329,8 @@ class Trainer:
         return model.eval()
 
     def state(self) -> dict[str, Any]:
-        """Returns the tensors of a checkpoint: ``model.*``, ``optimizer.*`` and, with PowerSGD, ``compression.*``."""
+        """Returns the checkpoint's tensors, named ``model.*``, ``optimizer.*`` and, with PowerSGD,
+        ``compression.*``."""
         memory = self.built.memory.state_dict() if self.built.memory is not None else {}
         return self._weights() | {f"compression.{name}": value for name, value in memory.items()}
 
@@ -352,7 +354,7 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Writes a checkpoint of this step, in the background if the config says so.
+        """Writes a checkpoint of this step, in the background if ``checkpoint.asynchronous`` is set.
 
         Does nothing if this step already has a checkpoint.
         """

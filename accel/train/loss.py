@@ -1,4 +1,4 @@
-"""Losses. Each loss is a sum and a count, so that the gradient doesn't depend on how a batch is cut."""
+"""Computes losses. Each loss is a sum and a count, so that the gradient doesn't depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
-    """Returns ``outputs`` as plain tensors, or as the sharded logits that ``cross_entropy`` takes.
+    """Returns ``outputs`` as whole tensors, or unchanged if ``loss`` is ``cross_entropy``.
 
     ``cross_entropy`` takes logits that are sharded along the vocabulary (a DTensor). ``cross_entropy`` and its backward
     pass run inside torch's ``loss_parallel()``. A loss other than ``cross_entropy`` gets whole tensors.

@@ -1,5 +1,5 @@
-"""The forward and backward passes of a step, one micro-batch after the other. ``parallel.pipeline`` has the passes of a
-pipeline."""
+"""Runs the forward and backward passes of a step, one micro-batch after the other. ``parallel.pipeline`` runs the
+passes of a pipeline."""
 
 from __future__ import annotations
 

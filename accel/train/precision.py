@@ -1,6 +1,6 @@
-"""Precision modes: the dtypes of parameters and products, the optimizer with master weights, the loss scale.
+"""Implements the precision modes, the optimizer with master weights, and loss scaling.
 
-mode                 apex  parameters, gradients   master   products   loss scale
+Mode                 apex  parameters, gradients   master   products   loss scale
 fp32                 O0    float32                 -        float32    -
 autocast-bf16              float32                 -        bfloat16   -
 autocast-fp16        O1    float32                 -        float16    dynamic
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .config.schema import APEX, OptimizerConfig
 
-# The advice that a run logs if the config names its precision mode as apex does.
+# A run logs this advice if the config uses apex's name for the precision mode.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
     "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
@@ -93,7 +93,7 @@ class MasterOptimizer:
             group["lr"] = lr
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the optimizer state on this rank: master weights and moments, with shards as plain tensors.
+        """Yields this rank's part of the optimizer state (master weights and moments) as plain tensors.
 
         Leaves out scalars, such as step counts.
         """
@@ -113,7 +113,8 @@ class MasterOptimizer:
         return found
 
     def materialize(self) -> None:
-        """Allocates the optimizer state before the first step, so that a checkpoint can be read into the tensors."""
+        """Allocates the optimizer state before the first step, so that a checkpoint can be read into the state's
+        tensors."""
         stepped = self.master or self.parameters
         old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
@@ -127,10 +128,9 @@ class MasterOptimizer:
             group["lr"], group["weight_decay"] = lr, decay
 
     def forget_all_but(self, saved: Collection[str]) -> None:
-        """Drops the moments of each parameter that has no moments in ``saved``, which has the names of ``state_dict``.
-
-        A parameter has no moments in ``saved`` if the parameter got no gradient before the checkpoint, or if every step
-        was skipped. The bias correction has to start with the parameter's first gradient.
+        """Drops the moments of each parameter that has no moments in ``saved``. ``saved`` holds names as in
+        ``state_dict``. A parameter has no moments in ``saved`` if the parameter got no gradient before the checkpoint,
+        or if every step was skipped. Adam's bias correction has to start with the parameter's first gradient.
         """
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
@@ -167,7 +167,7 @@ class LossScale:
     """Dynamic loss scaling.
 
     If a gradient on any rank is not finite, the scale halves and every rank skips the step. After ``interval`` good
-    steps the scale doubles. Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+    steps the scale doubles. The method is from Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
 
     def __init__(self, first: float, interval: int, *, enabled: bool) -> None:
@@ -196,11 +196,11 @@ class LossScale:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the 2-norm of all gradients together, a float32 scalar, the same on every rank.
+    """Returns the 2-norm of all gradients together. The result is a float32 scalar and the same on every rank.
 
-    The norm is not finite if any gradient is not finite. Plain tensors and DTensors of different meshes can't be in one
-    norm (pytorch#180346). So the squares of each layout are summed separately, over the ranks that hold the layout's
-    shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
+    The norm is not finite if any gradient is not finite. torch can't compute one norm over plain tensors and DTensors
+    of different meshes (pytorch#180346). So the squares are summed separately for each layout, over the ranks that hold
+    the layout's shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)
@@ -223,10 +223,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
-    """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank``, a float32 scalar.
-
-    If all ranks hold the same gradients, the sums add up to the square of ``gradient_norm``, and no rank has to read
-    all gradients.
+    """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank`` as a float32 scalar.
+    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``, and no rank
+    has to read all gradients.
     """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]

@@ -1,4 +1,4 @@
-"""The position of this process among the ranks of a run."""
+"""Describes the position of this process among the ranks of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 class Ranks:
     """The rank of this process, the world size, the device, and the mesh of each technique (None if unused).
 
-    ``data`` is the mesh that ZeRO works over. The mesh has one axis, or two axes (replicas and shards), and includes
+    ``data`` is the mesh that ZeRO works over. This mesh has one axis, or two axes (replicas and shards), and includes
     the ranks that share sequences (``cp``). This rank trains on part ``data_rank`` of the samples, out of
     ``data_ranks`` parts. ``saving`` is a gloo group of all ranks.
     """
@@ -38,6 +38,6 @@ class Ranks:
     def counts(self) -> bool:
         """Tells whether the sum over all ranks includes this rank's loss and target count.
 
-        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group counts.
+        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group is counted.
         """
         return self.tp is None or self.tp.get_local_rank() == 0

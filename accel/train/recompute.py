@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks store few activations, and run again in the backward pass."""
+"""Implements activation checkpointing. Blocks store few activations, and run again in the backward pass."""
 
 from __future__ import annotations
 

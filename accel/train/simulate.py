@@ -1,7 +1,7 @@
 """Simulates a training step of any world size on one machine.
 
-Fake tensors have shapes but no memory, and a fake process group answers every collective. The simulation sums the bytes
-that a rank would hold and send, from the calls that the engine really makes.
+Fake tensors have shapes but no memory, and a fake process group answers every collective. The simulation runs the
+training engine's own calls and sums the bytes that a rank would hold and send.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Simulated:
     """The peak of each kind of memory on rank 0 of the simulated world, and the bytes that rank 0 sent in the step.
 
     ``activations`` are the bytes that autograd saved in the forward pass. ``activations`` are counted only at ZeRO
-    stage 0, because at stages 1 to 3 the saved bytes would include gathered parameters. ``sent`` counts the bytes to
-    data-parallel ranks, ``sent_tp`` to tensor-parallel ranks, and ``sent_pp`` from stage to stage.
+    stage 0, because at stages 1 to 3 the saved bytes would include gathered parameters. ``sent`` counts the bytes sent
+    to data-parallel ranks, ``sent_tp`` the bytes sent to tensor-parallel ranks, and ``sent_pp`` the bytes sent to
+    pipeline stages.
     """
 
     parameters: int = 0
@@ -71,8 +72,8 @@ def simulate(
     context parallel and CPU offload are not simulated. ``activations`` leaves out the tensors that ``selective``
     recomputation keeps, because autograd doesn't see these tensors.
 
-    No process group may exist. A gradient is counted only while the step keeps the gradient. At ZeRO stage 0, DDP and
-    DDP's traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
+    Raises ``RuntimeError`` if a process group exists. A gradient is counted only while the step keeps it in memory. At
+    ZeRO stage 0, DDP and DDP's traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
@@ -116,11 +117,11 @@ def simulate_pipeline(
     accumulation: int,
     again: str = "none",
 ) -> list[int]:
-    """Returns, for each rank of a pipeline, the peak of the bytes that autograd has saved.
+    """Returns the peak of the bytes that autograd has saved, for each rank of a pipeline.
 
     Cuts ``factory``'s model into stages. The micro-batches of ``inputs`` run through the stages in the order of torch's
-    schedule, in float32. If a backward pass has two halves, the second half frees the saved bytes. No process group may
-    exist.
+    schedule, in float32. If a backward pass has two halves, the second half frees the saved bytes. Raises
+    ``RuntimeError`` if a process group exists.
     """
     with _fake_world(pp):
         turns = _turns(pp, pipeline, accumulation)
@@ -143,8 +144,8 @@ def simulate_pipeline(
 
 
 def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
-    """Returns the passes of each rank in order, as (pass, stage). A pass is F (forward), B (backward), I (the first
-    half of a backward pass) or W (the second half)."""
+    """Returns the passes of each rank in order, as tuples (pass, stage). A pass is F (forward), B (backward), I (the
+    first half of a backward pass) or W (the second half)."""
     mine = places(pp, pipeline)
     count = sum(map(len, mine))
     stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
@@ -219,7 +220,7 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class Sent(TorchDispatchMode):
-    """Sums the bytes that a ring would send for each collective, and the bytes that pipeline stages send.
+    """Sums the bytes that ring algorithms would send for each collective, and the bytes that pipeline stages send.
 
     DDP and FSDP2 call the collectives of c10d. DTensor calls functional collectives. In an all-to-all, a rank sends as
     many bytes as in an all-gather over a ring.
@@ -263,6 +264,7 @@ class Sent(TorchDispatchMode):
 
 
 def _ranks(arguments: Sequence[Any]) -> int:
-    """Returns how many ranks take part in a collective. The first argument that is not a tensor holds the group."""
+    """Returns how many ranks take part in a collective. The first ``ScriptObject`` among the arguments is the process
+    group."""
     group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
     return dist.ProcessGroup.unbox(group).size()

@@ -1,4 +1,5 @@
-"""Checkpoints of a run, and `final/`: the trained weights with the code and the inputs that describe the model.
+"""Writes and reads the checkpoints of a run, and writes `final/`, the trained model with its code and example inputs.
 
-Takes the state of model and optimizer on every rank. Writes each checkpoint atomically, as a folder in the run folder.
+Takes the state of the model and the optimizer on every rank. Writes each checkpoint atomically, as a folder in the run
+folder.
 """

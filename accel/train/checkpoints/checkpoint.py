@@ -1,12 +1,12 @@
-"""Checkpoints. Each checkpoint is written atomically and can be read on any world size and ZeRO stage.
+"""Writes and reads checkpoints. Each checkpoint is written atomically and can be read at any world size and ZeRO stage.
 
-    RUN/checkpoints/step-00000200/   DCP shards and their .metadata, and run.json: step, loss scale, config, model
-    RUN/checkpoints/best.json        the best step so far, and the metric
-    RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
+``RUN/checkpoints/step-00000200/`` holds DCP's shards and ``.metadata``, and ``run.json`` with the step, the loss scale,
+the config and the model's factory. ``RUN/checkpoints/best.json`` names the best step so far and the metric.
+``accel.train.checkpoints.final`` describes ``RUN/final/``, the model for ``accel export``.
 
 A folder without ``run.json`` is unfinished, and no run resumes from an unfinished folder. ``run.json`` is written after
-every rank's shards are on disk. At last, the checkpoint's folder gets its final name. ``run.json`` holds the size and
-CRC-32 of each file. If a checkpoint is damaged, a run reports the damage and uses the previous checkpoint.
+every rank's shards are on disk. Finally, the checkpoint's folder is renamed to its final name. ``run.json`` holds the
+size and CRC-32 of each file. If a checkpoint is damaged, a run reports the damage and uses the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"
         self.config = config
-        self.group = group  # A separate gloo group, so that background saves don't mix with other collectives.
+        self.group = group  # Background saves use this separate gloo group.
         self.damaged: list[str] = []  # The faults of the damaged checkpoints that were skipped.
         self._passed: set[str] = set()
         self._pending: tuple[Future[Any] | Any, Path, dict[str, Any]] | None = None
@@ -67,12 +67,12 @@ class Checkpoints:
         return name not in self._passed and (self.folder / name / RUN).is_file()
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Writes ``state``, a dict of tensors, and ``run``, a dict of plain values that has ``step``. Each rank writes
-        its shards.
+        """Writes a checkpoint of ``state`` and ``run``. ``state`` is a dict of tensors. ``run`` is a dict of plain
+        values, among them ``step``. Each rank writes its shards.
 
-        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
-        in the background until ``wait`` finishes the save. All ranks have to call ``wait`` together, and ``wait`` is
-        quick once no rank is ``writing``.
+        Waits for the previous save first. If ``asynchronous`` is set, copies the tensors and writes the copies in the
+        background until ``wait`` finishes the save. All ranks have to call ``wait`` together. If no rank is
+        ``writing``, ``wait`` returns quickly.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -111,7 +111,7 @@ class Checkpoints:
         return self._pending is not None and not self._pending[0].done()
 
     def wait(self) -> None:
-        """Waits until the background save is complete and its folder has the final name."""
+        """Waits until the background save is complete and the checkpoint's folder has its final name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None
@@ -155,7 +155,7 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this method.
+        """Records ``step`` and returns True if ``step`` is the best step so far. Only rank 0 calls this method.
 
         The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
         ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
@@ -185,16 +185,17 @@ class Checkpoints:
         return body
 
     def standing(self) -> dict[str, Any] | None:
-        """Returns the record of the best step, or None if there is no record that still counts.
+        """Returns the record of the best step, or None if there is no valid record.
 
-        A record doesn't count if ``config.best`` has changed, or if the step's checkpoint is missing. The checkpoint is
+        A record is invalid if ``config.best`` has changed, or if the step's checkpoint is missing. The checkpoint is
         missing if the run was killed after ``mark_best`` and before the save.
         """
         best = self.best()
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds, on rank 0, the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints."""
+        """Adds the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints. Only rank 0 calls
+        this method."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -286,7 +287,8 @@ class Checkpoints:
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:
-        """Returns a message that names a damaged file in ``path``, or "". Each rank checks some of the files."""
+        """Returns a message that names a damaged file in ``path``, or "" if no file is damaged. Each rank checks some
+        of the files."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if self.group is not None else (1, 0)
         said = ""
         for name, (size, crc) in list(run["files"].items())[rank::ranks]:

@@ -1,9 +1,10 @@
-"""``final/``: the trained model for ``accel export``.
+"""Writes ``final/``, the trained model for ``accel export``.
 
-model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.json
-config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
-inputs.safetensors                the inputs of up to 64 samples, for names and ranges if the factory declares none
-NAME.py                           the file of a file.py:factory, and the modules that it imported from the same folder
+``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists.
+``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
+``inputs.safetensors`` holds the inputs of up to 64 samples. ``accel export`` takes names and ranges from these inputs
+if the factory declares none. ``NAME.py`` is the file of ``file.py:factory``. The modules that this file imported from
+the same folder are copied too.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def write_run(
     metrics: Mapping[str, float],
     code: Mapping[str, bytes],
 ) -> None:
-    """Writes ``final/`` of a run into ``folder`` (rank 0): weights, factory, declared signature, some inputs.
+    """Writes the weights, the factory, the declared signature and example inputs of a run into ``folder``, on rank 0.
 
     ``names`` are the names of ``forward``'s inputs. ``code`` is the result of ``sources`` at the start of the run.
     """
@@ -133,7 +134,8 @@ def input_options(folder: Path) -> list[str]:
 
 
 def sources(spec: str) -> dict[str, bytes]:
-    """Returns the Python files of ``file.py:factory`` by name: ``file.py``, then the imported files of the same folder.
+    """Returns the Python files of ``file.py:factory`` by name. ``file.py`` comes first, before the imported files of
+    the same folder.
 
     Returns an empty dict for ``package.module:factory``, whose code is not copied.
     """
@@ -164,7 +166,7 @@ def write_final(
     signature: Mapping[str, Any] | None,
     code: Mapping[str, bytes],
 ) -> None:
-    """Writes ``folder`` under another name and renames the complete folder (rank 0).
+    """Writes the files into a temporary folder and then renames it to ``folder``. Only rank 0 calls this function.
 
     Raises ``CannotWrite`` if the disk is full.
     """

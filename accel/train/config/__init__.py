@@ -1,5 +1,5 @@
-"""The config of a training run: dataclasses and choices, TOML, validity rules, the learning rate schedule.
+"""Defines the config of a training run: dataclasses, TOML files, validity rules and the learning rate schedule.
 
-Takes a TOML file and `--key=value`. Returns a checked `TrainConfig`, or raises `BadConfig` with the fix in one
-sentence.
+Takes a TOML file and overrides such as `--key=value`. Returns a checked `TrainConfig`, or raises `BadConfig` with the
+fix in one sentence.
 """

@@ -1,4 +1,5 @@
-"""Checks that a config can run, without torch or a process group. Each problem is one sentence with its fix."""
+"""Checks that a config can run, without torch or a process group. Each message names a problem and its fix in one
+sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate schedule."""
+"""Computes the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .schema import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Returns the learning rate of ``step`` (from 0).
+    """Returns the learning rate of ``step``. The first step is 0.
 
     The rate warms up linearly. After the warm-up, the rate stays constant, or falls linearly or as a cosine to
     ``floor`` times ``lr``.

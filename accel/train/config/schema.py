@@ -1,4 +1,5 @@
-"""The config of a training run: frozen dataclasses, one per table of the TOML file, and the choices of each key."""
+"""Defines the config of a training run as frozen dataclasses, one per table of the TOML file, and the choices of each
+key."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> str:
-        """Returns the mode, as one of ``MODES`` even if ``mode`` is a name of apex (O0 to O3)."""
+        """Returns the mode as one of ``MODES``, with apex's names (O0 to O3) translated."""
         return APEX.get(self.mode, self.mode)
 
 
@@ -56,9 +57,8 @@ class ParallelConfig:
 
     ``tp`` is the number of ranks that share each tensor. Between the modules that the plan cuts, ``sequence_parallel``
     also shards the sequence over the tensor-parallel ranks. ``pp`` is the number of pipeline stages, which run in the
-    order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the same
-    samples. ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation
-    checkpointing.
+    order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks over which each sequence is split.
+    ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation checkpointing.
 
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
@@ -89,8 +89,8 @@ class ParallelConfig:
 class OptimizerConfig:
     """The optimizer.
 
-    ``clip`` limits the norm of all gradients together; 0 means no limit. SGD uses ``momentum``. Adam uses ``betas`` and
-    ``eps``.
+    ``clip`` is the limit for the norm of all gradients together, or 0 for no limit. SGD uses ``momentum``. Adam uses
+    ``betas`` and ``eps``.
     """
 
     name: str = "adamw"
@@ -118,7 +118,7 @@ class ScheduleConfig:
 class CheckpointConfig:
     """The rules by which checkpoints are written and kept.
 
-    ``every`` is the number of steps between two checkpoints, 0 for a single checkpoint at the end. ``keep`` is the
+    ``every`` is the number of steps between two checkpoints, or 0 for a single checkpoint at the end. ``keep`` is the
     number of newest checkpoints to keep. ``best`` names a metric of ``evaluate``, and the checkpoint that is best by
     this metric is kept too. A ``-`` in front (``-loss``) means that lower is better. ``asynchronous`` writes
     checkpoints while training goes on.
@@ -132,7 +132,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
-    """The shape of a transformer. ``accel plan`` uses this shape for a model without a config. 0 means unknown."""
+    """The shape of a transformer. ``accel plan`` uses this shape for a model without a config. A value of 0 means
+    unknown."""
 
     params: int = 0
     layers: int = 0
@@ -156,13 +157,12 @@ class TrainConfig:
     ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
     and pass. Gradients are accumulated over the micro-batches of a step. ``pack`` is the length of the sequences into
     which samples of any length are packed (see ``data/packing.py``). With ``pack``, the batch sizes count sequences.
-    ``pack = 0`` takes samples unchanged. With ``drop_last = false``, the last and smaller batch of an epoch is used
-    too.
+    ``pack = 0`` takes samples unchanged. With ``drop_last = false``, the smaller last batch of an epoch is used too.
 
     ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
     each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for
-    the MFU in the log. The run stops after ``hang_seconds`` without a step (0: never) and names the hanging rank. The
-    first step may take ten times ``hang_seconds``.
+    the MFU in the log. If a step takes longer than ``hang_seconds``, the run stops and names the hanging rank.
+    ``hang_seconds = 0`` sets no limit. The first step may take ten times ``hang_seconds``.
     """
 
     model: str = ""
@@ -201,11 +201,11 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> TrainConfig:
-        """Builds a config from nested plain values; the inverse of ``dataclasses.asdict``."""
+        """Builds a config from nested plain values. This method is the inverse of ``dataclasses.asdict``."""
         return toml.build(cls, body)
 
     def to_toml(self) -> str:
-        """Returns the whole config as TOML; loading that text gives an equal config."""
+        """Returns the whole config as TOML. Loading the TOML text gives an equal config."""
         return toml.dump(dataclasses.asdict(self))
 
     def data_ranks(self, world_size: int) -> int:

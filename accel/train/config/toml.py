@@ -33,7 +33,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def dump(body: Mapping[str, Any]) -> str:
-    """Returns ``body``, which holds values and one level of tables, as TOML."""
+    """Returns ``body`` as TOML. ``body`` may hold tables, but no tables inside tables."""
     tables = {name: value for name, value in body.items() if isinstance(value, dict)}
     lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
     for name, table in tables.items():
@@ -42,8 +42,8 @@ def dump(body: Mapping[str, Any]) -> str:
 
 
 def override(body: dict[str, Any], text: str) -> None:
-    """Sets a value in the nested dict ``body``, as ``table.key=value`` says. Takes a value that isn't valid TOML as a
-    string."""
+    """Sets a value in the nested dict ``body`` from ``text``, such as ``table.key=value``. A value that isn't valid
+    TOML is taken as a string."""
     path, equals, value = text.partition("=")
     *tables, key = path.strip().replace("-", "_").split(".")
     if not equals or not key:

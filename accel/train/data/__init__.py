@@ -1,4 +1,4 @@
-"""Training data: the order of samples on each rank, and the packing of documents into sequences.
+"""Orders the training samples of each rank, and packs documents into sequences.
 
-Takes a map-style dataset of `(inputs, targets)`. Returns this rank's micro-batches, from any step on.
+Takes a map-style dataset of `(inputs, targets)`. Returns this rank's micro-batches, starting at any step.
 """

@@ -1,4 +1,4 @@
-"""Packing: puts several documents of any length into one sequence, and trains as if each document were alone.
+"""Packs several documents of any length into one sequence, so that the model trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` into sequences of 128 positions. A sample has ``int64[n]``
 tokens and ``int64[n]`` targets, and n may differ between samples. Documents are placed longest first, each into the
@@ -38,9 +38,10 @@ class Packed(torch.utils.data.Dataset[Any]):
     """A dataset that packs ``documents`` into sequences of ``length`` positions, in the same way on every rank and in
     every run.
 
-    A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``. ``documents`` numbers the
-    documents within the sequence, and -1 is padding. Takes the lengths from the list ``documents.lengths``, or reads
-    every document once if the list is missing. Raises ``BadData`` if a document is longer than a sequence.
+    A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``. In a sample, ``documents`` holds
+    the number of each position's document, or -1 for padding. Takes the document lengths from the list
+    ``documents.lengths``, or reads every document once if the list is missing. Raises ``BadData`` if a document is
+    longer than a sequence.
     """
 
     def __init__(self, documents: Sequence[Any], length: int) -> None:
@@ -82,12 +83,12 @@ class Packed(torch.utils.data.Dataset[Any]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Returns the documents of each sequence of ``room`` tokens.
+    """Assigns documents to sequences of ``room`` tokens, and returns the document numbers of each sequence.
 
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with that number.
+    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences that have this number.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
@@ -119,12 +120,12 @@ class OwnDocument(AroundAttention):
         self._masks: dict[bool, torch.Tensor] = {}
 
     def enter(self, documents: torch.Tensor) -> None:
-        """Sets the document numbers of the sequences that run next."""
+        """Sets the document numbers of the batch that runs next."""
         self.documents = documents
         self._masks = {}
 
     def _mask(self, causal: bool) -> torch.Tensor:
-        """Returns which positions see each other: bool[batch, 1, positions, positions]."""
+        """Returns the attention mask bool[batch, 1, positions, positions], which is False between documents."""
         if causal not in self._masks:
             same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
             self._masks[causal] = same.tril() if causal else same
@@ -180,7 +181,7 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a mask bool[positions] for each document; the batch has one sequence."""
+    """Returns a mask bool[positions] for each document of a batch with one sequence."""
     return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
 
 

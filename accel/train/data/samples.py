@@ -17,8 +17,8 @@ Sample = tuple[Any, Any]
 class Order(torch.utils.data.Sampler[int]):
     """The samples of one data-parallel rank.
 
-    Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and deals each batch out to
-    the ranks. So the global batch of a step is the same on any number of ranks.
+    Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and divides each batch among
+    the ranks. So the global batch of a step is the same for any number of ranks.
 
     ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
     With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer
@@ -62,10 +62,10 @@ class Order(torch.utils.data.Sampler[int]):
 
 
 class MicroBatches:
-    """The steps of an ``Order``, each cut into ``count`` micro-batches of ``size`` samples.
+    """Cuts each step of an ``Order`` into ``count`` micro-batches of ``size`` samples.
 
-    If samples run out, the last micro-batches are smaller or empty. Every rank runs the same number of micro-batches,
-    because the ranks wait for each other in their collectives.
+    If a step has too few samples, the last micro-batches are smaller or empty. Every rank runs the same number of
+    micro-batches, because the ranks wait for each other in their collectives.
     """
 
     def __init__(self, order: Order, size: int) -> None:
@@ -102,11 +102,11 @@ def loader(
     processes: int,
     drop_last: bool = True,
 ) -> Any:
-    """Returns a StatefulDataLoader over ``data`` for one rank, which yields micro-batches ``(inputs, targets)`` without
-    end.
+    """Returns a StatefulDataLoader over ``data`` for one rank. The loader yields micro-batches ``(inputs, targets)``
+    without end.
 
     The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
-    with step ``first``. The loader counts its position in global batches, so resuming is exact on another world size
+    with step ``first``. The loader counts its position in global batches, so resuming is exact at another world size
     too. Raises ``BadData`` if the data has fewer samples than a batch.
     """
     try:

@@ -1,4 +1,4 @@
-"""Compressed gradients: communication hooks of DDP that send fewer bytes between the ranks.
+"""Compresses gradients in communication hooks of DDP, so that the ranks send fewer bytes.
 
 ``bf16`` and ``fp16`` round the gradients and send half the bytes. ``powersgd`` approximates each weight's gradient by a
 product of two thin matrices (Vogels et al. 2019, "PowerSGD"). ``powersgd`` keeps the approximation error for the next
@@ -36,9 +36,9 @@ def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSG
 class PowerSGD:
     """Torch's PowerSGD with a state that can be saved and loaded.
 
-    A parameter's state has ``error`` (what the approximation left out of the gradient) and ``q`` (the matrix that the
-    next approximation starts with). Torch keeps the state by bucket, and DDP changes the buckets after the first step
-    of a process. So this class saves the state by parameter whenever the buckets change.
+    A parameter's state has ``error`` (the gradient minus its approximation) and ``q`` (the matrix that the next
+    approximation starts with). Torch keeps the state by bucket, and DDP changes the buckets after the first step of a
+    process. So this class saves the state by parameter whenever the buckets change.
 
     Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
     saves a single copy of the state, and any number of ranks can load this copy.
@@ -49,7 +49,7 @@ class PowerSGD:
         self.state = powerSGD_hook.PowerSGDState(
             module.process_group,
             matrix_approximation_rank=config.compression_rank,
-            # PowerSGD begins after DDP has rebuilt its buckets, which is after the first step.
+            # PowerSGD begins after the first step, because DDP rebuilds its buckets after that step.
             start_powerSGD_iter=max(2, config.compression_start),
         )
         self.parameters = {name: p for name, p in module.module.named_parameters() if p.requires_grad}
@@ -60,7 +60,7 @@ class PowerSGD:
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Compresses and reduces a bucket, as DDP's communication hook."""
+        """Compresses and reduces a bucket. DDP calls this method as a communication hook."""
         names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
         if self._buckets.get(index, names) != names:  # earlier buckets are unchanged and already being reduced
             for old in [old for old in self._buckets if old >= index]:
@@ -99,7 +99,7 @@ class PowerSGD:
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """Maps each compressed parameter among ``names`` to the shape of its q.
+        """Returns each compressed parameter among ``names`` with the shape of its ``q``.
 
         The order is the same as in torch's hook, which groups parameters of equal shape.
         """

@@ -1,10 +1,11 @@
-"""Ulysses context parallel: ranks share the sequences of a batch, and share the heads during attention.
+"""Implements Ulysses context parallelism. Each rank has a part of every sequence, and a part of the heads in attention.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
-embeds tokens and positions) works on whole sequences, and its output is cut. After the cut, two all-to-alls around each
-call of ``F.scaled_dot_product_attention`` let a rank see all positions for its share of the heads. Everything after the
-cut, except attention, has to treat each position alone. Before training, a run on a sample checks that the cut doesn't
-change the model's output. ZeRO sees each rank as a data-parallel rank.
+The method is from Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module
+(``parallel.cp_split``, which embeds tokens and positions) works on whole sequences, and its output is split over the
+ranks. After the cut, two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all
+positions for its share of the heads. After the cut, every operation except attention has to process each position
+independently. Before training, a run on a sample checks that the cut doesn't change the model's output. ZeRO treats
+each rank as a data-parallel rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _FIX = (
 class Ulysses(AroundAttention):
     """A context in which attention sees whole sequences.
 
-    Takes and returns float[batch, heads, own positions, width].
+    ``attention`` takes and returns float[batch, heads, this rank's positions, width].
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -73,11 +74,11 @@ class Ulysses(AroundAttention):
 
 
 def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
-    """Makes ``module`` work on this rank's part of the sequence, in place. No part of ``module`` may be cut yet.
+    """Changes ``module`` in place to work on this rank's part of the sequence. ``module`` must not be sharded yet.
 
     Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
-    output. The output changes if positions are counted after the cut, or if something besides attention looks at other
-    positions.
+    output. The output changes if the model computes positions after the cut, or if an operation other than attention
+    reads other positions.
     """
     mesh, name = ranks.cp, config.parallel.cp_split
     assert mesh is not None
@@ -91,7 +92,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.eval()
     with torch.no_grad():
         expected = part(call(module, inputs), mesh)
-        # A copy, because a view would keep the whole output in memory until the backward pass.
+        # Copies the part, because a view would keep the whole output in memory until the backward pass.
         embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
         Ulysses(mesh).wrap(module)
         try:

@@ -1,13 +1,13 @@
-"""Pipeline parallel: a chain of modules, cut into stages of equal cost and run in torch's schedules.
+"""Implements pipeline parallelism. Cuts a chain of modules into stages of similar cost, and runs torch's schedules.
 
-    gpipe        all forward passes, then all backward passes           Huang et al. 2019
-    1f1b         one forward, one backward in turn                      Narayanan et al. 2019, "PipeDream"
-    interleaved  two stages a rank, 1f1b over them                      Narayanan et al. 2021, section 2.2
-    zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
+``gpipe`` runs all forward passes, then all backward passes (Huang et al. 2019). ``1f1b`` alternates forward and
+backward passes (Narayanan et al. 2019, "PipeDream"). ``interleaved`` runs 1f1b over two stages per rank (Narayanan et
+al. 2021, section 2.2). ``zero-bubble`` places two stages per rank in a V, and runs each backward pass in two halves (Qi
+et al. 2024, "Zero Bubble", ZB-V).
 
-The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
-stands for its entries). ``forward`` has to run the modules of the chain one after the other. Before the cut, a run on a
-sample checks the order of the chain.
+The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names. In
+``pipeline_chain``, the name of a ``ModuleList`` means all its entries. ``forward`` has to run the modules of the chain
+one after the other. Before the cut, a run on a sample checks the order of the chain.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TWO_STAGES = ("interleaved", "zero-bubble")
 
 
 class Stage(nn.Module):
-    """Successive modules of a chain, under their names in the whole model."""
+    """Holds successive modules of a chain, under their names in the whole model."""
 
     def __init__(self, parts: Mapping[str, nn.Module], mode: str) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Stage(nn.Module):
             home.add_module(last, part)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
-        """Returns the result of the chain after this stage."""
+        """Runs this stage's modules and returns their output."""
         x: Any = inputs
         with autocast(self._mode, inputs[0].device.type):
             for name in self._order:
                 x = call(self.get_submodule(name), x)
-        # The next stage receives this tensor, and gloo and NCCL can't send a transposed view.
+        # The tensor is sent to the next stage, and gloo and NCCL can't send a transposed view.
         found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
 
@@ -71,8 +71,8 @@ class Stage(nn.Module):
 class _Place(PipelineStage):
     """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Before the first step, torch runs the module once to learn the shapes. In every stage but the first, this run is on
-    uninitialized memory. After the run, the module's buffers get their previous values back.
+    Before the first step, torch runs the module once to learn the shapes. In every stage except the first, the input of
+    this run is uninitialized memory. After the run, the module's buffers get their previous values back.
     """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cuts ``costs`` into ``stages`` non-empty groups of neighbors so that the most expensive group costs least.
+    """Cuts ``costs`` into ``stages`` non-empty groups of neighbors, and minimizes the cost of the most expensive group.
 
     Finds the exact optimum by dynamic programming. Raises ``BadConfig`` if there are fewer costs than stages.
     """
@@ -167,8 +167,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n] describes the best cut of the first n parts into k groups: the cost of the most expensive group, and
-    # the start of the last group.
+    # best[k][n] describes the best cut of the first n parts into k groups. The entry has the cost of the most expensive
+    # group, and the index at which the last group starts.
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k
@@ -185,7 +185,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def places(pp: int, schedule: str) -> list[list[int]]:
-    """Returns the stages of each rank: one, or two in a loop (interleaved), or two in a V (zero-bubble)."""
+    """Returns the stage numbers of each rank. A rank has one stage, or two in a loop (interleaved) or a V
+    (zero-bubble)."""
     if schedule == "interleaved":
         return [[rank, pp + rank] for rank in range(pp)]
     if schedule == "zero-bubble":

@@ -1,11 +1,11 @@
-"""Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
+"""Runs FSDP2's collectives in 8 bits, as in ZeRO++: qwZ gathers parameters, and qgZ reduces gradients.
 
 The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in blocks. Each block has a scale, so an
 outlier affects only one block. Each parameter begins a new block, so that a norm's weights of 1 don't affect a
 neighbor's weights of 0.02.
 
-A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
-backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, but in the paper the
+A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice, because under
+hpZ the backward pass gathers the forward pass's rounded values unchanged. All blocks are int8, but in the paper the
 reduction between nodes is int4. The error of a value is at most half a step, which is 1/254 of the block's largest
 value.
 """
@@ -25,9 +25,9 @@ _LEVELS = 127
 
 
 def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantizes 1-D floats to int8 [blocks, block] and float32 scales [blocks]. Zeros fill the last block.
+    """Quantizes 1-D floats to int8 codes [blocks, block] and float32 scales [blocks]. Pads the last block with zeros.
 
-    The scale of a block with NaN or infinity is not finite, so the whole block comes back as NaN.
+    The scale of a block with NaN or infinity is not finite, so ``dequantize`` returns NaN for the whole block.
     """
     count = -(-values.numel() // block)
     padded = torch.zeros(count * block, dtype=torch.float32, device=values.device)
@@ -40,19 +40,21 @@ def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns float32 [..., blocks, block] from int8 codes and scales. A block whose scale isn't finite becomes NaN."""
+    """Returns float32 values [..., blocks, block] from int8 codes and scales. A block whose scale isn't finite becomes
+    NaN."""
     return codes.to(torch.float32) * torch.where(scales.isfinite(), scales, torch.nan)[..., None]
 
 
 def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Quantizes joined 1-D parameters, whose lengths are ``sizes``, to int8 codes and float32 block scales."""
+    """Quantizes concatenated 1-D parameters to int8 codes and float32 block scales. ``sizes`` are the parameters'
+    lengths."""
     parts = [quantize(part) for part in values.split(list(sizes))]
     codes = [codes.view(-1)[:size] for (codes, _), size in zip(parts, sizes, strict=True)]
     return torch.cat(codes), torch.cat([scales for _, scales in parts])
 
 
 def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns float32 [rows, values] from the codes and scales that ``encode`` returned for each row."""
+    """Returns a float32 tensor [rows, values] from the codes and scales that ``encode`` returned for each row."""
     blocks = [-(-size // BLOCK) for size in sizes]
     found = []
     for code, scale, size, count in zip(
@@ -65,7 +67,7 @@ def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class _Comm:
-    """The base of a custom FSDP2 collective: everything except ``__call__``."""
+    """The base class of the custom FSDP2 collectives. Subclasses add ``__call__``."""
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module

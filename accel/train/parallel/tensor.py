@@ -1,20 +1,20 @@
-"""Tensor and sequence parallel from a plan by module-name pattern, on PyTorch's DTensor styles.
+"""Applies tensor and sequence parallelism with PyTorch's DTensor styles. A plan maps module-name patterns to styles.
 
     [tensor_parallel]
     "embed.tokens" = "vocabulary"               # an embedding or the head: cut along the vocabulary
     "embed.positions" = "split"                 # computes whole sequences, then gives each rank its part
     "blocks.*.norm?" = "sequence"               # works on each rank's part of the sequence
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
-    "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks
+    "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks.
 
 Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
 sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
 sequence, and ``row`` reduce-scatters the sequence.
 
-The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy needs no gather of the
-logits. The code must not fix the number of heads, because a rank has fewer heads. ``view(b, s, -1, width)`` works with
-any number of heads.
+The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy is computed on the
+sharded logits. The model's code must not use a fixed number of heads, because a rank has only some of the heads.
+``view(b, s, -1, width)`` works with any number of heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SEQUENCE = 1
 
 
 def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Returns the style of each module that a pattern of ``plan`` names. ``*`` matches anything but a dot.
+    """Returns the style of each module whose name a pattern of ``plan`` matches. ``*`` matches anything but a dot.
 
     Raises ``BadConfig`` if a pattern matches no module, two patterns disagree, or a style doesn't fit its module.
     """
@@ -86,10 +86,9 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Cuts, in place, each module that ``styles`` names, over the one axis of ``mesh``. Names don't
-    change.
+    """Shards each module that ``styles`` names over the only axis of ``mesh``, in place. Names don't change.
 
-    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if the size of a column or row isn't a multiple of the
+    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if the size of a column or row isn't a multiple of the
     number of ranks.
     """
     shared = _shared(module)

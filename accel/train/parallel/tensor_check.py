@@ -1,4 +1,4 @@
-"""Runs a sample before training to check that tensor parallel hasn't changed the model.
+"""Runs a sample before training to check that tensor parallelism hasn't changed the model's output.
 
 The model's own code processes a rank's shard of a linear layer's output. The model's code may split a head, use a fixed
 number of heads, or take query, key and value from one product. In each of these cases, torch raises an error about
@@ -40,7 +40,8 @@ _SEQUENCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A call of ``F.scaled_dot_product_attention``: the module that calls it, and the shapes of query and key."""
+    """Describes a call of ``F.scaled_dot_product_attention``, with the calling module and the shapes of query and
+    key."""
 
     module: str
     query: torch.Size
@@ -48,13 +49,13 @@ class Attention:
 
     @property
     def has_heads(self) -> bool:
-        """Tells whether query and key are [batch, heads, positions, width]."""
+        """Tells whether query and key have the shape [batch, heads, positions, width]."""
         return len(self.query) == len(self.key) == 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A forward pass on ``inputs``: its output on the CPU, and its attention calls in order.
+    """The result of a forward pass on ``inputs``, with the output on the CPU and the attention calls in order.
 
     ``output`` is None if the model didn't return a tensor.
     """
@@ -80,7 +81,8 @@ def try_whole(
 
 
 def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequence[Attention], tp: int) -> None:
-    """Raises ``BadConfig`` if a column of ``styles`` makes attention heads that ``tp`` ranks can't share evenly."""
+    """Raises ``BadConfig`` if a column layer in ``styles`` makes attention heads that ``tp`` ranks can't share
+    evenly."""
     for seen in (one for one in attentions if one.has_heads):
         inside, width = f"{seen.module}." if seen.module else "", seen.query[_WIDTH]
         for name in (name for name, style in styles.items() if style == "column" and name.startswith(inside)):
@@ -98,8 +100,7 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     """Raises ``BadConfig`` if ``module``, now sharded over ``mesh``, fails on a sample. Also raises ``BadConfig`` if
     the output of ``module`` differs from ``whole``.
 
-    ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
-    between sharded modules.
+    ``exact`` means that parameters and products are float32. ``sequence`` means that sequence parallelism is on.
     """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []

@@ -1,15 +1,13 @@
-"""Implements ZeRO with PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for stages 1 to 3.
+"""Implements ZeRO with PyTorch's DDP for stage 0, and with FSDP2 (``fully_shard``) for stages 1 to 3.
 
-    stage  what is sharded             reshard after forward   reduce gradients
-    0      nothing (DDP)               -                       on the last micro-batch
-    1      optimizer states            no                      on the last micro-batch
-    2      + gradients                 no                      on every micro-batch
-    3      + parameters                yes (blocks)            on every micro-batch
+Stage 0 shards nothing. Stage 1 shards the optimizer states. Stages 0 and 1 reduce gradients on the last micro-batch of
+a step. Stage 2 also shards the gradients, and reduces gradients on every micro-batch. Stage 3 also shards the
+parameters, and frees the gathered parameters of each block after the block's forward pass.
 
-Under FSDP2 the optimizer always works on shards. Stages 1 to 3 differ in the time for which unsharded gradients and
-parameters stay in memory. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step.
-After the last micro-batch the gathered parameters are always freed, because the optimizer updates the shards and a
-gathered copy would hide the update.
+Under FSDP2 the optimizer always works on shards. Stages 1 to 3 differ in how long unsharded gradients and parameters
+stay in memory. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the
+last micro-batch the gathered parameters are always freed, because the optimizer updates only the shards and the
+gathered copy would keep the old values.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ def shard(
     parts: Sequence[nn.Module] | None = None,
     hpz: int = 0,
 ) -> nn.Module:
-    """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
+    """Distributes ``module`` over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
-    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients are averaged over the data-parallel
-    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). For a single process, ``mesh`` is None
-    and ``module`` stays unchanged.
+    At stage 0, returns ``module`` wrapped in DDP. At stages 1 to 3, returns ``module`` itself. Gradients are averaged
+    over the data-parallel ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). For a single
+    process, ``mesh`` is None and ``module`` stays unchanged.
 
     Tensor and pipeline parallel need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, with shards over one
-    rank. ``parts`` are the modules whose parameters are gathered together, by default the blocks. If ``hpz`` is set
-    (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. The ``hpz``
-    shards cost memory, and save a gather over all ranks.
+    rank. Each module in ``parts`` gathers its parameters together. By default, ``parts`` are the model's blocks. If
+    ``hpz`` is set (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward.
+    The ``hpz`` shards cost memory, but the backward pass then needs no gather over all ranks.
     """
     if mesh is None:
         return module
@@ -57,14 +55,15 @@ def shard(
     reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    # Both passes use the parameters outside the blocks, so freeing these parameters in between would save nothing.
+    # The forward and backward pass both use the parameters outside the blocks, so freeing these parameters between the
+    # passes would save nothing.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     return module
 
 
 @contextmanager
 def micro_batch(module: nn.Module, zero: int, *, last: bool) -> Iterator[None]:
-    """Returns the context of the forward and backward pass of one micro-batch.
+    """Opens the context in which one micro-batch runs its forward and backward pass.
 
     ``last`` marks the last micro-batch of a step.
     """

@@ -1,4 +1,4 @@
-"""The processes of a training run: the launcher, the program of one rank, the watchdog that finds a hanging rank.
+"""Runs the processes of a training run: the launcher, the ranks, and the watchdog that finds a hanging rank.
 
 Takes a `TrainConfig` and a run folder. Returns the report of rank 0 (steps, loss, metrics), or raises one error for all
 ranks.

@@ -1,4 +1,4 @@
-"""The launcher of a run: starts the ranks, shows their progress, and turns their failures into one error."""
+"""Starts the ranks of a run, shows their progress, and turns their failures into one error."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def train(
     rendezvous: str | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
+    """Trains the model of ``config`` and writes into the folder ``out``. Returns the steps, loss and metrics of rank 0.
 
     ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
-    The machines meet at the address ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest
-    checkpoint. With ``fresh``, training starts over.
+    ``rendezvous`` is the address at which the machines find each other. If ``out`` holds checkpoints, training
+    continues from the newest checkpoint. With ``fresh``, training starts over.
 
     Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
@@ -74,7 +74,7 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # If ranks and rendezvous shared a store, restarted ranks would read stale keys of the killed ranks.
+        # If ranks and torchrun's rendezvous shared a store, restarted ranks would read the killed ranks' stale keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
@@ -105,7 +105,7 @@ def train(
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
-    """Raises ``BadConfig`` if ``config`` can't run on any number of machines that ``nnodes`` allows."""
+    """Raises ``BadConfig`` if ``nnodes`` allows no number of machines on which ``config`` can run."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or a range MIN:MAX")
@@ -252,7 +252,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path`` if the file exists, and accel's example config of the same name if not. So
+    """Returns ``path`` if the file exists, or else accel's example config of the same name. So the path
     ``examples/digits.toml`` works in any folder."""
     if path.is_file() or path.parent.name != "examples":
         return path

@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m accel.train.run.rank CONFIG.json OUT``, started by ``launch``."""
+"""Runs one rank. ``launch`` starts this module as ``python -m accel.train.run.rank CONFIG.json OUT``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERRORS = "errors"
 
 
 def main(config_file: Path, out: Path) -> int:
-    """Runs this rank and returns the exit code. Writes an error with its time and traceback to
+    """Runs this rank and returns the exit code. If the rank fails, writes the error with its time and traceback to
     ``OUT/errors/rank-K.json``."""
     import torch.distributed as dist
 
@@ -75,9 +75,8 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
 
 
 def _of_the_loader(error: BaseException) -> str:
-    """Returns the error of a process that loads samples, or "" if ``error`` comes from this process.
-
-    An error of a process that loads samples holds this process's whole traceback as its text.
+    """Returns the error of a DataLoader worker process, or "" if ``error`` comes from this process. The text of a
+    worker's error is the worker's whole traceback.
     """
     text = str(error).strip()
     if not re.match(r"Caught \w+ in DataLoader worker", text):
@@ -91,7 +90,7 @@ def disk_full(where: Path | str) -> CannotWrite:
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:
-    """Raises ``BadConfig`` if a rank doesn't see the folder of rank 0, into which every rank writes shards.
+    """Raises ``BadConfig`` if a rank can't see the folder of rank 0. Every rank writes its shards into this folder.
 
     Every rank has to call this function.
     """
@@ -120,6 +119,7 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed rank must not wait for other ranks in the destructors of its process groups. gloo's threads outlive the
-    # interpreter's teardown if a mesh holds a group, and can crash the process.
+    # Skips the destructors of the process groups, because a failed rank would wait for other ranks in these
+    # destructors. If a mesh holds a group, the threads of gloo also outlive the interpreter's teardown and can crash
+    # the process.
     os._exit(code)

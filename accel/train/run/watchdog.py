@@ -1,8 +1,8 @@
 """Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
 
-Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched ``OUT/alive``
-for too long, the watchdog sends every rank a signal that asks for its stack. The watchdog counts a rank as waiting if
-the rank's innermost frame is torch's, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
+Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touches ``OUT/alive``
+for too long, the watchdog sends every rank a signal, and the ranks write their stacks. A rank counts as waiting if its
+innermost frame is in torch, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def clear(out: Path) -> None:
 
 
 def enrol(out: Path, rank: int) -> None:
-    """Makes this rank write a stack on SIGUSR1 and on a crash in native code. Every rank calls this function at each
+    """Makes this rank write its stack on SIGUSR1 and on a crash in native code. Every rank calls this function at each
     start."""
     (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
@@ -80,8 +80,8 @@ def who_hangs(out: Path) -> str:
 def where_it_died(out: Path, rank: int) -> str:
     """Returns a clause with the Python line at which a rank crashed in native code.
 
-    Returns "" if the rank left no stack, as after SIGKILL. Also returns "" if the crashed thread ran no Python, like
-    gloo's threads. Reads only the stack of the crashed thread.
+    Returns "" if the rank left no stack, for example after SIGKILL. Also returns "" if the crashed thread ran no
+    Python, like gloo's threads. Reads only the stack of the crashed thread.
     """
     try:
         said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
@@ -128,7 +128,7 @@ def _here(out: Path) -> dict[int, int]:
 
 
 def _outside_torch(stack: str) -> str:
-    """Returns the location of the innermost frame, or "" if the frame is torch's."""
+    """Returns the location of the stack in the user's code, or "" if the innermost frame is in torch."""
     frames = _FRAME.findall(stack)
     if frames[0][0].startswith(f"{sysconfig.get_paths()['purelib']}/torch/"):
         return ""
@@ -136,7 +136,7 @@ def _outside_torch(stack: str) -> str:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> str:
-    """Returns the innermost frame of the user's code, or the innermost frame of all if there is no user's code."""
+    """Returns the innermost frame of the user's code, or the stack's innermost frame if the stack has no user code."""
     theirs = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "stdlib"))
     file, line, function = next((frame for frame in frames if not frame[0].startswith(theirs)), frames[0])
     return f"in {function} at {file}:{line}"
