@@ -5,7 +5,7 @@ Usage:
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
     python benchmarks/gpu_gemm.py --seconds 240   # less time: the most important rows come first
     python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
-    python benchmarks/gpu_gemm.py --warm 0/4      # only compiles the kernels of every fourth problem: 0/4, 1/4, 2/4 or 3/4.
+    python benchmarks/gpu_gemm.py --warm 0/4      # only compiles the kernels of every fourth problem (0/4 to 3/4).
 
 Each row computes act(a @ b + bias) on random data. Consecutive calls get different operands, so a call's operands
 aren't in the L2 cache. The result files are written after every row, so an interrupted run keeps its results. The
