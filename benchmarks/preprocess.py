@@ -5,9 +5,10 @@ Usage:
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again     # measures the row digits again.
 
-With preprocessing inside, the inputs of the graph are bytes. The two variants run alternately, on one thread, in ONNX
-Runtime. A row has the median and the 99th percentile of both variants, and the difference between their outputs. Each
-row is written to benchmarks/results/preprocess.json and .md as soon as it is measured. Needs a quiet machine.
+With preprocessing inside the graph, the inputs of the graph are bytes. The two variants run alternately, on one thread,
+in ONNX Runtime. A row has the median and the 99th percentile of both variants, and the difference between their
+outputs. Each row is written to benchmarks/results/preprocess.json and .md as soon as it is measured. Needs a quiet
+machine.
 """
 
 from __future__ import annotations

@@ -168,7 +168,8 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        if row["class"] == "crashed" and "SIG" in row["message"]:  # accel may run the crashed code in a child
+        # The crashed code may be code that accel usually runs in a child process, so the try is repeated that way.
+        if row["class"] == "crashed" and "SIG" in row["message"]:
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":
             unmade.add(name)

@@ -39,8 +39,8 @@ Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
     """``opset`` is the exact opset of the file. ``layout`` sets the layout of images inside the graph to
-    ``channels_first``, to ``channels_last``, or with ``auto`` to the layout with fewer transposes. Inputs and outputs
-    of the model keep their layout."""
+    ``channels_first`` or ``channels_last``. The layout ``auto`` chooses the layout with fewer transposes. Inputs and
+    outputs of the model keep their layout."""
 
     opset: int = 20
     layout: str = "auto"

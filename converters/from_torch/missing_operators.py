@@ -1,4 +1,4 @@
-"""Translates to ONNX the operators that torch's exporter leaves out or translates wrongly."""
+"""Gives ONNX translations of operators that torch's exporter leaves out or translates wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates operators to ONNX that overflow in the translation of torch's exporter, but not in PyTorch."""
+"""Gives ONNX translations of operators that overflow in the translation by torch's exporter, but not in PyTorch."""
 
 from __future__ import annotations
 
