@@ -1,14 +1,16 @@
-"""How fast are the fused GEMMs beside cuBLASLt, a GEMM with a separate epilogue, and torch.compile?
+"""Compares the speed of the fused GEMMs with cuBLASLt, a GEMM with a separate epilogue, and torch.compile.
+
+Usage:
 
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
     python benchmarks/gpu_gemm.py --seconds 240   # less time: the most important rows come first
     python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
-    python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
+    python benchmarks/gpu_gemm.py --warm 0/4      # only compiles the kernels of every fourth problem (0/4 to 3/4).
 
 Each row computes act(a @ b + bias) on random data. Consecutive calls get different operands, so a call's operands
-aren't in the L2 cache. The files are written after every row, so an interrupted run keeps its results. The measurements
-run in a separate process. If a kernel hangs or kills that process, the row records the failure, and a new process
-measures the next row. Needs an NVIDIA GPU.
+aren't in the L2 cache. The result files are written after every row, so an interrupted run keeps its results. The
+measurements run in a separate process. If a kernel hangs or kills its process, the row records the failure, and a new
+process measures the next row. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from accel.kernels.choose import choices, dispatch, tune
 from accel.kernels.choose.tuned import Table
 
 RESULTS = Path(__file__).parent / "results"
-# The goals: each ratio has to be at least this large. The notes under the table explain the goals.
+# A goal is met if the measured ratio is at least this large. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
 PADDED = 32  # _int_mm needs at least 17 rows, so fewer rows are padded to this number
@@ -73,8 +75,8 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """Maps names to the functions to time beside the fused kernel. cuBLASLt adds the bias in the epilogue if supported.
-    The operands get each library's layout before the timing starts."""
+    """Maps names to the functions that are timed for comparison with the fused kernel. cuBLASLt adds the bias in its
+    epilogue where it supports that. The operands get each library's layout before the timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 
@@ -142,7 +144,8 @@ def named(spec: GemmSpec, error: str = "") -> dict[str, Any]:
 
 
 def measured(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns the row of ``measure``, or a row with the error of ``measure``, so that the next problems still run."""
+    """Calls ``measure`` and returns its row. If ``measure`` raises, returns a row with the error, so that the next
+    problems still run."""
     try:
         return measure(spec, table)
     except Exception as error:
@@ -160,8 +163,8 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's error divided by its
-    bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's numerical error divided
+    by the error bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
@@ -198,7 +201,7 @@ def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def timed(row: dict[str, Any], name: str, run: Run) -> None:
-    """Adds the microseconds of ``run`` to the row, or the error of a library that refuses the shape."""
+    """Times ``run`` and adds the microseconds to the row. If ``run`` raises, adds the error to the row instead."""
     try:
         row["us"][name] = tune.microseconds(run)
     except Exception as error:
@@ -206,7 +209,7 @@ def timed(row: dict[str, Any], name: str, run: Run) -> None:
 
 
 def warm(part: int, of: int) -> None:
-    """Runs the candidates of every ``of``-th problem once, to fill Triton's cache of compiled kernels."""
+    """Runs the candidate kernels of every ``of``-th problem once, to fill Triton's cache of compiled kernels."""
     capability = torch.cuda.get_device_capability()
     names = dispatch.native_names(capability)
     for spec, _ in list(problems())[part::of]:
@@ -318,8 +321,8 @@ def read(folder: Path) -> dict[str, Any]:
 def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = supervised_rows.STALLED, go_on: bool = False
 ) -> int:
-    """Runs ``command`` as ``supervised_rows`` does. If a row kills the process or exceeds ``stalled`` seconds, the
-    row is recorded as failed. Once all rows are measured, a crash is recorded as an error of torch.compile."""
+    """Runs ``command`` with ``supervised_rows.supervise``. If a row kills the process or exceeds ``stalled`` seconds,
+    the row is recorded as failed. Once all rows are measured, a crash is recorded as an error of torch.compile."""
 
     def blame(why: str) -> bool:
         body = read(folder)
@@ -355,7 +358,7 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(seconds: float, folder: Path, go_on: bool) -> None:
-    """Measures, in this process, the rows without a result."""
+    """Measures in this process all rows that have no result yet."""
     started = time.monotonic()
     device = dispatch.device_of(torch.cuda.current_device())
     here = {
@@ -391,7 +394,7 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us'] or rows[-1]['errors']}", flush=True)
         if not gpu_answers():
             raise SystemExit(supervised_rows.LOST)
-    # torch.compile comes last, because tuning takes up to a minute per problem.
+    # torch.compile is measured last, because its tuning takes up to a minute per problem.
     waiting = uncompiled(rows)
     for row, (spec, _) in zip(rows, wanted, strict=False):
         if row in waiting and left() > 60:

@@ -1,9 +1,11 @@
-"""How much faster than native PyTorch is `accel optimize`'s choice for MiniLM on this CPU, and is the choice accurate?
+"""Compares the speed and accuracy of `accel optimize`'s choice for MiniLM with native PyTorch on this CPU.
 
-    python benchmarks/minilm_cpu.py            # writes benchmarks/results/minilm_cpu.json and .md
+Usage:
 
-Uses real weights, real text of 128 tokens at batch 1, and the metric on WordSim353 and the Lee corpus. Needs a quiet
-machine.
+    python benchmarks/minilm_cpu.py            # writes benchmarks/results/minilm_cpu.json and .md.
+
+Uses real weights and real texts of 128 tokens at batch 1. The accuracy is measured on WordSim353 and the Lee corpus.
+Needs a quiet machine.
 """
 
 from __future__ import annotations

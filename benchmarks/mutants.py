@@ -1,15 +1,17 @@
-"""Do the tests catch faults? Changes one line of the code at a time, and runs the tests near that line.
+"""Measures how many faults the tests catch. Changes one line of code at a time, and runs the tests near that line.
 
-    python benchmarks/mutants.py                          # 120 mutants of this checkout
-    python benchmarks/mutants.py --before FOLDER          # the survivors again, in the checkout of an older commit
+Usage:
 
-cosmic-ray draws and writes the mutants: ``pip install cosmic-ray``. The first run writes all mutants to
-``results/mutants.json``, and each run adds results there. An interrupted run continues with the mutants that have no
-result yet. The tests run in a copy of the checkout.
+    python benchmarks/mutants.py                          # tests 120 mutants of this checkout
+    python benchmarks/mutants.py --before FOLDER          # reruns the survivors in the checkout of an older commit.
 
-A mutant is caught if a test fails that passes without the mutant, or if the tests hang. A mutant is absent if its line
-is missing in a checkout, or stands there several times. If no survivor of today is caught in the older checkout, the
-older tests caught no mutant that today's tests miss.
+Needs cosmic-ray (``pip install cosmic-ray``), which makes the mutants. The first run writes all mutants to
+``results/mutants.json``, and each run adds its results to this file. An interrupted run continues with the mutants that
+have no result yet. The tests run in a copy of the checkout.
+
+A mutant counts as caught if the tests hang, or if a test fails that passes without the mutant. A mutant counts as
+absent if the checkout doesn't have its line, or has the line several times. With ``--before``, the results show whether
+the older tests catch a mutant that today's tests miss.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("accel", "converters", "kernels", "serve")
-# Test files that run for one mutant at most, the nearest first.
+# The largest number of test files that run for one mutant.
 _FILES = 8
 _SECONDS = 600
 
@@ -74,15 +76,15 @@ def main() -> None:
 
 
 def write(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Writes the results. A reader never sees half of them."""
+    """Writes the results to a new file and renames the file, so that nobody reads an incomplete file."""
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Returns ``count`` different mutants. Each line of code is equally likely; annotations are left out, because
-    Python never evaluates them."""
+    """Returns ``count`` different mutants. Each line of code is about equally likely. Type annotations are left out,
+    because Python never evaluates them."""
     import cosmic_ray.plugins
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code
@@ -117,7 +119,7 @@ def tracked(tree: Path, folders: Sequence[str]) -> Iterator[str]:
 
 
 def _annotations(code: str) -> set[tuple[int, int]]:
-    """Returns the positions (line, column) inside annotations."""
+    """Returns the positions (line, column) inside type annotations."""
     found: set[tuple[int, int]] = set()
     for node in ast.walk(ast.parse(code)):
         for name in ("annotation", "returns"):
@@ -136,8 +138,8 @@ def _definition(code: str, line: int) -> str:
 
 
 def find(mutant: Mutant, tree: Path) -> Mutant | None:
-    """Returns the mutant's place in ``tree``, which may be of another commit. Returns None if the line is missing or
-    stands there several times."""
+    """Finds the mutant's line in ``tree``, which may be a checkout of another commit. Returns None if ``tree`` doesn't
+    have the line, or has the line several times."""
     lines = (tree / mutant.path).read_text(encoding="utf-8").splitlines() if (tree / mutant.path).is_file() else []
     if lines[mutant.line : mutant.line + 1] == [mutant.was]:
         return mutant
@@ -194,15 +196,15 @@ def _failed(tree: Path, python: str, arguments: Sequence[str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "hangs"
-    if done.returncode in (0, 5):  # 5: all tests were deselected
+    if done.returncode in (0, 5):  # exit status 5: all tests were deselected
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return found[1] if found else "pytest"
 
 
 def near(mutant: Mutant, tree: Path) -> list[str]:
-    """Returns the test files near ``mutant``, the nearest first: those named after its file, those that name the
-    function around the mutant, those that import its module, and those of its folder."""
+    """Returns the test files near ``mutant``, the nearest first. A test file is near if it is named after the mutant's
+    file, mentions the function around the mutant, imports the mutant's module, or is in the matching folder."""
     path = Path(mutant.path)
     module = ".".join((path if path.parts[0] == "accel" else "accel" / path).with_suffix("").parts)
     package, _, name = module.rpartition(".")

@@ -1,14 +1,16 @@
-"""Builds the kernel library, runs the tests and the benchmark on a machine with an NVIDIA GPU, within ten minutes.
+"""Builds the kernel library and runs the tests and the benchmark on a machine with an NVIDIA GPU, within ten minutes.
+
+Usage:
 
     python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
     python benchmarks/on_gpu.py --seconds 300  # less time
-    python benchmarks/on_gpu.py --out results  # all files there: gpu_run and gpu_gemm, .json and .md
-    python benchmarks/on_gpu.py --go-on        # adds the rows that the benchmark had no time for in the first run
+    python benchmarks/on_gpu.py --out results  # writes all result files to the folder results
+    python benchmarks/on_gpu.py --go-on        # adds the rows that the benchmark had no time for in the first run.
 
-Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
-still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The
-library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If neither library
-exists, nvcc builds the library in $ACCEL_CACHE_DIR.
+Steps run one after another. The commands of a step run in parallel. If a step fails or takes too long, the next step
+still runs. The result files are written after each step, so an interrupted run keeps its results. Nothing is
+downloaded. The kernel library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu).
+If neither library exists, nvcc builds the library in $ACCEL_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # The versions on a GPU machine may differ from constraints.txt, and their warnings must not fail a test.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# -v prints each test on a separate line, because a run that is cut off or crashes prints no summary with the names.
+# -v prints a line with the name of each test. A run that crashes or is cut off prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")
@@ -42,7 +44,7 @@ PASSED = re.compile(r"\b\d+ passed\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of the run. ``commands`` gets the seconds left for the step and returns the commands to run side by side.
+    """A step of the run. ``commands`` gets the seconds left for the step and returns the commands to run in parallel.
     All commands are killed after ``limit`` seconds."""
 
     name: str
@@ -90,7 +92,7 @@ def _result(commands: Sequence[dict[str, Any]]) -> str:
 
 def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: dict[str, str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        # files for the output, because a full pipe would block the writer
+        # the output goes to files, because a full pipe would block the writing process
         files = [Path(folder) / str(at) for at in range(len(commands))]
         running = [_start(command, file, environment) for command, file in zip(commands, files, strict=True)]
         codes: list[int | None] = []
@@ -147,7 +149,7 @@ def _words(command: dict[str, Any]) -> list[str]:
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
-    """Returns only the files with tests for a GPU, because the remaining files may need packages that the machine
+    """Returns only the test files with tests for a GPU, because the other files may need packages that the GPU machine
     lacks."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [
@@ -161,9 +163,10 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
 
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
-    """Returns the ids of the tests for a GPU in ``files`` (default: in all files), without the compute-sanitizer tests.
-    Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each file
-    is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be imported."""
+    """Returns the pytest ids of the GPU tests in ``files`` (default: all test files), without the compute-sanitizer
+    tests. Also returns a line for each file that pytest can't collect, for example because a package is missing. Each
+    file is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be
+    imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds
     names: list[str] = []
@@ -189,8 +192,8 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of every step. PYTHONPATH has this checkout first and the caller's folders after it.
-    ACCEL_KERNEL_LIBRARY names the kernel library once the library is built."""
+    """Returns the environment of every step. PYTHONPATH has this checkout first, and then the folders of the caller's
+    PYTHONPATH. ACCEL_KERNEL_LIBRARY names the kernel library once the library is built."""
     from accel.kernels.native.build import find_library
 
     folders = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -201,13 +204,12 @@ def environment() -> dict[str, str]:
 
 def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     """Returns the steps, the most informative first. The compilers need every core, and the benchmark needs the GPU to
-    itself. The benchmark comes last and gets all the remaining time, because the benchmark can continue in another run
-    and compute-sanitizer can't."""
+    itself. The benchmark runs last and gets all the remaining time, because a later run can continue the benchmark. The
+    compute-sanitizer tests can't be continued."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # pytest gets only the files with a compute-sanitizer test, because a file that can't be imported ends pytest at
-    # once.
+    # pytest gets only the files with a compute-sanitizer test, because pytest stops at once if it can't import a file.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]

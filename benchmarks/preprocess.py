@@ -1,11 +1,14 @@
-"""Is preprocessing cheaper inside the graph than in numpy before the graph?
+"""Compares the time of preprocessing inside the graph with preprocessing in numpy before the graph.
+
+Usage:
 
     python benchmarks/preprocess.py                    # measures every row that has no result yet
-    python benchmarks/preprocess.py digits --again
+    python benchmarks/preprocess.py digits --again     # measures the row digits again.
 
-With preprocessing inside, the graph takes bytes. Both variants run alternately, on one thread, in ONNX Runtime. Each
-measured row is written to benchmarks/results/preprocess.json and .md at once: the median and the 99th percentile of
-both variants, and the difference between their outputs. Needs a quiet machine.
+With preprocessing inside the graph, the inputs of the graph are bytes. The two variants run alternately, on one thread,
+in ONNX Runtime. A row has the median and the 99th percentile of both variants, and the difference between their
+outputs. Each row is written to benchmarks/results/preprocess.json and .md as soon as it is measured. Needs a quiet
+machine.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ HERE = Path(__file__)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One network to measure. ``shape`` is the shape of the input bytes, channels last. ``mean`` and ``std`` hold one
-    number, or one per channel."""
+    """One network to measure. ``shape`` is the shape of the input bytes, channels last. ``mean`` and ``std`` have one
+    number, or one number per channel."""
 
     title: str
     source: str
@@ -68,8 +71,8 @@ def main() -> None:
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:
-    """Times both variants alternately, in ms, and returns the row, with the largest relative error between their
-    outputs."""
+    """Times both variants alternately. Returns a row with the times in ms and the largest relative error between the
+    outputs of the two variants."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         plain = accel.export(row.source, out=folder / "plain.onnx")

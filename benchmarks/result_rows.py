@@ -1,4 +1,5 @@
-"""Runs a benchmark row by row. Each measured row is written at once, so an interrupted run continues later."""
+"""Runs a benchmark row by row. Each row is written as soon as it is measured, so the next run continues an interrupted
+run."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def row_arguments(description: str | None, example: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all scripts share: the rows, ``--again`` and the folder of the results. A
-    script adds its own options."""
+    """Returns an argument parser with the options that all benchmarks of rows share: the rows, ``--again`` and the
+    folder of the results. Each benchmark adds its own options."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n", 1)[0])
     parser.add_argument("rows", nargs="*", help=f"such as {example}; default: all")
     parser.add_argument("--again", action="store_true", help="measure rows again that are there already")
@@ -30,11 +31,10 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measures the requested rows (default: all rows). Without ``--again``, leaves out the rows that ``stem``.json has.
-    Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
-    rows.
+    """Measures the requested rows (default: all rows). Without ``--again``, skips the rows that ``stem``.json already
+    has. Writes ``stem``.json and ``stem``.md after each row. If no row is missing, only writes ``stem``.md again.
 
-    If a row fails, prints the error and continues without the row, which the next run tries again.
+    If a row fails, prints the error and continues with the next row. The next run tries the failed row again.
     """
     for name in asked.rows:
         if name not in names:

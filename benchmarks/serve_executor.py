@@ -1,11 +1,13 @@
-"""How much time does the executor add to `session.run`, with one caller at a time?
+"""Measures how much time the executor adds to `session.run`, with one caller at a time.
 
-    python benchmarks/serve_executor.py            # writes benchmarks/results/serve_executor.json
+Usage:
 
-Measures the MLP of the load benchmark (1024-512-512-10, float32, one row) in ONNX Runtime with one thread, and a
-session that does nothing, which shows the executor's own time. Each turn times a block of `session.run` and a block of
-`infer(executor, ...)` in random order. The result is the difference for one request, as the median over all turns.
-Needs a quiet machine.
+    python benchmarks/serve_executor.py            # writes benchmarks/results/serve_executor.json.
+
+Measures two sessions. One session runs the MLP of the load benchmark (1024-512-512-10, float32, one row) in ONNX
+Runtime with one thread. The other session does nothing, to show the executor's own time. Each turn times a block of
+`session.run` calls and a block of `infer(executor, ...)` calls in random order. The result is the median difference per
+request over all turns. Needs a quiet machine.
 """
 
 from __future__ import annotations

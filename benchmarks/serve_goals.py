@@ -1,4 +1,4 @@
-"""The goals of `serve_load.py`, each with the result of the run and the verdict."""
+"""Defines the goals of `serve_load.py` and tells whether a run met them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Rates = Mapping[tuple[str, str, int], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A goal: the median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``. A goal without
-    rounds was not measured."""
+    """A goal of a benchmark. The median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``
+    is true. A goal without rounds was not measured."""
 
     what: str
     bound: float
@@ -38,8 +38,8 @@ class Goal:
 
 
 def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
-    """Returns the goals. ``overhead_us`` has, for each round, the microseconds by which a remote call at concurrency 1
-    exceeds ``session.run``."""
+    """Returns the goals. ``overhead_us`` has one number per round: how many microseconds longer a remote call at
+    concurrency 1 takes than ``session.run``."""
     found = [
         Goal(
             what=f"mlp, concurrency {concurrency}: accel over MLServer's faster way",
@@ -59,8 +59,9 @@ def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
 
 
 def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: int) -> list[float]:
-    """Returns the ratio of accel's rate to a peer's in each round. A disturbance slows both servers of a round, so it
-    hardly changes the ratio. If the peer has several setups, uses the setup with the highest median rate."""
+    """Returns the ratio of accel's rate to the peer's rate in each round. A disturbance of the machine slows both
+    servers of a round, so the ratio hardly changes. If the peer has several setups, uses the setup with the highest
+    median rate."""
     own = rates.get((scenario, "accel", concurrency))
     peers = [rates[key] for other in others if (key := (scenario, other, concurrency)) in rates]
     if own is None or not peers:

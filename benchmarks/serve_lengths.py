@@ -1,13 +1,15 @@
-"""How much faster is batching by length, on texts of real lengths, than padding batches in the order of arrival?
+"""Compares batching by length with batching in the order of arrival, on texts of real lengths.
 
-    python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # about two minutes
+Usage:
 
-One `accel serve` process serves MiniLM (real weights) twice, as `grouped` with the defaults, and as `padded` with the
-parameter `length_grouping: none`. The batches of `padded` are in the order of arrival, and each batch is padded to its
-longest text. The texts are a mix of the documents of the Lee corpora, the sentences of these documents, and the words
-of WordSim353. In every round each model first gets the maximum load (64 requests in flight). Then each model gets
-requests at random instants, at half of its maximum rate, to measure the latency. Every answer is compared with the
-unbatched answer for the same text. Needs a quiet machine. All requests go to 127.0.0.1.
+    python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # takes about two minutes.
+
+One `accel serve` process serves MiniLM (real weights) under two names. The model `grouped` has the default settings,
+and the model `padded` has the parameter `length_grouping: none`. The batches of `padded` are in the order of arrival,
+and each batch is padded to its longest text. The texts are a mix of the documents of the Lee corpora, the sentences of
+these documents, and the words of WordSim353. In every round each model first gets the maximum load (64 requests in
+flight). Then each model gets requests at random times, at half of its maximum rate, to measure the latency. Every
+answer is compared with the unbatched answer for the same text. Needs a quiet machine. All requests go to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from accel.examples import minilm
 from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both models: how long a request may wait for other requests
+BOUND_MS = 100  # max_queue_delay of both models in ms: how long a request may wait for other requests
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
@@ -48,7 +50,7 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
+    """The results of one model, as medians over the rounds. ``rates`` are the requests per second of each round.
     ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. ``waited_in_bound`` is the share of the
     requests at half of the largest rate that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has this share
     for each round."""
@@ -118,7 +120,7 @@ class Asked:
         self._client.async_infer(self._model, [given], answered, request_id=str(number))
 
     def wait_for_room(self, under_way: int) -> None:
-        """Waits until fewer than ``under_way`` requests are unanswered, at most a minute."""
+        """Waits at most a minute until fewer than ``under_way`` requests are unanswered."""
         with self._lock:
             self._lock.wait_for(lambda: len(self._started) - len(self._answers) < under_way, 60)
 
@@ -134,7 +136,8 @@ class Asked:
 
 
 def closed_loop(asked: Asked, seconds: float) -> float:
-    """Returns the requests per second with ``UNDER_WAY`` requests under way, after a warm-up of a sixth of the time."""
+    """Keeps ``UNDER_WAY`` requests in flight for ``seconds``. Returns the requests per second, measured after a warm-up
+    of a sixth of the time."""
     begin = time.perf_counter()
     while time.perf_counter() < begin + seconds:
         asked.wait_for_room(UNDER_WAY)
@@ -145,7 +148,8 @@ def closed_loop(asked: Asked, seconds: float) -> float:
 
 
 def open_loop(asked: Asked, seconds: float, rate: float) -> list[float]:
-    """Returns latencies in seconds. Requests are sent at the instants of a Poisson process with ``rate`` per second."""
+    """Sends requests at the times of a Poisson process with ``rate`` requests per second. Returns the sorted latencies
+    in seconds."""
     gaps = random.Random(1)
     due = time.perf_counter()
     end = due + seconds
@@ -180,7 +184,7 @@ def measure(
 
 
 def counters(http_port: int, model: str) -> dict[str, float]:
-    """Returns the server's Prometheus metrics of the model by name. The name of a bucket includes its upper bound."""
+    """Returns the Prometheus metrics of the model by name. The name of a histogram bucket includes its upper bound."""
     with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {

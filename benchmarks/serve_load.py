@@ -1,13 +1,15 @@
-"""Requests per second and latency of `accel serve` and its peers, measured one after the other in one run.
+"""Compares the requests per second and the latency of `accel serve`, MLServer, LitServe and bare gRPC servers.
 
-    python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]
+Usage:
 
-VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 can't start workers with a later uvloop).
-h2load sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes
-its turn in every round. Needs a quiet machine. All requests go to 127.0.0.1.
+    python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]     # measures all servers in one run.
+
+VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.22, because MLServer 1.7.1 can't start
+workers with a later uvloop. The requests are sent by h2load (Debian package nghttp2-client), which uses far less CPU
+than a Python client. Every round measures each server once. Needs a quiet machine. All requests go to 127.0.0.1.
 
 After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
-h2load can't see an error in a gRPC call's trailers. serve_goals.py tells whether the goals are met.
+h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals are met.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ SCENARIOS = (
         ("accel", "floor", "floor-model", "mlserver", "mlserver-workers", "litserve"),
         40,
     ),
-    # The mean of 1 x 4 x 16 x 16 floats, 4,096 bytes: nearly all time goes to the server itself.
+    # The input has 1 x 4 x 16 x 16 floats (4,096 bytes), so the server itself takes nearly all the time.
     Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor", "floor-model"), 16),
-    # 1 x 3 x 224 x 224 floats are 602,112 bytes.
+    # The input has 1 x 3 x 224 x 224 floats (602,112 bytes).
     Scenario(
         "image", "x:float32[batch,3,224,224]", (1, 3, 224, 224), (8,), ("accel", "floor", "floor-model", "mlserver"), 12
     ),
@@ -78,9 +80,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one server: medians over the rounds. ``rates`` are the requests per second of each round.
-    ``spread`` is (max - min) / median of ``rates``. ``lost`` and ``twice`` come from the server's counts over all
-    rounds, and are None for a server without counts."""
+    """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
+    ``spread`` is (max - min) / median of ``rates``. ``lost`` and ``twice`` are the numbers of lost requests and of
+    requests answered twice over all rounds, by the server's own counts. Both numbers are None for a server without
+    counts."""
 
     scenario: str
     server: str
@@ -98,8 +101,8 @@ class Row:
 @dataclass(frozen=True)
 class Overhead:
     """The time that serving adds for one caller, as medians over the rounds. ``rpc_us`` is the p50 of a remote call.
-    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``rounds`` has the difference in each
-    round, and ``overhead_us`` is the median of these differences."""
+    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``rounds`` has the difference between
+    these two times in each round, and ``overhead_us`` is the median of ``rounds``."""
 
     scenario: str
     rpc_us: float
@@ -175,15 +178,16 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
 
     The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
     requests when h2load stopped. On exit, this context appends the number of lost requests and the number of requests
-    that the server answered more than once. A request counts as lost if h2load didn't see its failure. Raises
-    RuntimeError if one of the appended numbers is not 0.
+    that the server answered more than once. A request counts as lost if h2load counted an answer and the server counted
+    no success. Raises RuntimeError if a request was lost or answered more than once.
     """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # A request cut off at the end may have been answered or canceled, and canceled requests count as failed.
+    # A request that was open at the end may have been answered or canceled, and the server counts a canceled request as
+    # failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:
@@ -194,7 +198,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
 
 
 def settled(port: int, model: str) -> tuple[int, int]:
-    """Returns the server's counts of successes and failures, once they no longer change."""
+    """Waits until the server's counts no longer change, and returns the numbers of successes and failures."""
     found = None
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         while True:
@@ -266,7 +270,7 @@ def row(scenario: str, server: str, concurrency: int, runs: list[dict[str, float
 
 
 def grpc_body(model: str, x: np.ndarray) -> bytes:
-    """Returns the request as sent on the wire: one length-prefixed message."""
+    """Returns the gRPC request as it is sent over the network: one length-prefixed message."""
     wanted = triton.InferInput("x", list(x.shape), "FP32")
     wanted.set_data_from_numpy(x)
     request = triton.service_pb2.ModelInferRequest(model_name=model)
@@ -293,11 +297,11 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 
 
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
-    """Sends requests on ``concurrency`` connections, one in flight on each, for ``seconds`` after a second of warm-up.
+    """Sends requests for ``seconds`` on ``concurrency`` connections, one request at a time on each connection.
 
     The operating system assigns connections to a server's processes at random, so a few connections may be spread
-    unevenly. Therefore the time is divided into ``DEALS`` parts, each with new connections. The warm-up is a separate
-    run, because h2load does not count the requests of its built-in warm-up.
+    unevenly. Therefore the time is divided into ``DEALS`` parts, each with new connections. The warm-up of one second
+    is a separate run, because h2load does not count the requests of its built-in warm-up.
     """
     log = body.with_suffix(".log")
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
@@ -418,7 +422,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """Returns lines that tell which figures the bare servers reached in the same run."""
+    """Returns lines of Markdown with the results of the bare servers in the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:

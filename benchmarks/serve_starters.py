@@ -1,4 +1,4 @@
-"""Starts `accel serve`, its peers and the bare servers of `serve_load.py`, each on a free port."""
+"""Starts `accel serve`, MLServer, LitServe and the bare gRPC servers of `serve_load.py`, each on a free port."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Scenario:
 
 @contextlib.contextmanager
 def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
-    """Starts the server, waits until the server listens, and yields the port. Afterwards ends the server and its
-    children as a process group."""
+    """Starts the server, waits until the server listens, and yields the port. Afterwards, ends the process group of the
+    server."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
@@ -48,7 +48,7 @@ def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str,
                 log.seek(0)
                 raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
             time.sleep(0.1)
-        time.sleep(2)  # lets the second process of the server start, if there is one
+        time.sleep(2)  # gives a second process of the server time to start
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -92,8 +92,8 @@ def start_floor(
 def start_mlserver(
     scenario: Scenario, folder: Path, peers: Path | None, workers: int = 0
 ) -> contextlib.AbstractContextManager[int]:
-    """Starts MLServer. ``workers`` 0 keeps MLServer in one process, which is fastest on two cores. ``workers`` 2
-    corresponds to accel's two processes."""
+    """Starts MLServer. With ``workers=0``, MLServer runs in one process, which is fastest on two cores. With
+    ``workers=2``, MLServer has two workers, like accel's two processes."""
     assert peers
     port = free_port()
     home = folder / f"mlserver-{scenario.name}-{workers}"

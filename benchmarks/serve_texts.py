@@ -1,11 +1,14 @@
-"""MiniLM on texts of real lengths: `accel serve` and its peers, measured one after the other in one run.
+"""Compares `accel serve`, MLServer, LitServe and a bare gRPC server on MiniLM and texts of real lengths.
 
-    python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # about seven minutes
+Usage:
 
-VENV is the environment of serve_load.py, and the texts are those of serve_lengths.py. Each caller has its own thread,
-and sends the next text after the answer to the previous text. Each answer is compared with the unbatched answer for the
-same text. All servers have the same file and the same requests: ids and mask. accel batches by length, its default. The
-peers don't pad, so each peer runs each text alone. Needs a quiet machine. All requests go to 127.0.0.1.
+    python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # takes about seven minutes.
+
+VENV is the virtual environment that serve_load.py describes. The texts come from serve_lengths.py. Each caller is a
+thread that sends its next text after the answer to its previous text. Each answer is compared with the unbatched answer
+for the same text. All servers get the same ONNX file and the same requests with token ids and an attention mask. By
+default, accel batches by length. The other servers don't pad, so they run each text alone. Needs a quiet machine. All
+requests go to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ Ask = Callable[[Feeds], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one server: medians over the rounds. ``rates`` are the requests per second of each round.
+    """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
     ``wrong`` counts answers that belong to another text or are inaccurate. ``lost`` counts failed calls, and for accel
     also calls that accel's statistics don't count exactly once."""
 

@@ -1,7 +1,9 @@
-"""Measures how long the tests take, and names the slowest.
+"""Measures how long the tests take, and lists the slowest tests.
+
+Usage:
 
     PYTEST_ADDOPTS="--durations=100 --durations-min=1" make test > test.log; make proof > proof.log
-    python benchmarks/suite_time.py test.log proof.log
+    python benchmarks/suite_time.py test.log proof.log     # writes the results.
 
 Reads the logs of pytest and writes ``benchmarks/results/suite_time.md``.
 """

@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STALLED = 90.0  # The time limit of a row in seconds: a hanging kernel never ends.
-STARTED = 150.0  # The time limit of the process's start in seconds, including the measurement of a copy.
+STARTED = 150.0  # The time limit in seconds until a new process writes its first results.
 LOST = 75  # The exit status of a process that recorded a failed row and can no longer use the GPU.
 
 
 def supervise(
     command: Sequence[str], seconds: float, file: Path, blame: Callable[[str], bool], stalled: float, go_on: bool
 ) -> int:
-    """Runs ``command`` with ``--seconds`` until ``command`` succeeds or the time is over, and returns the exit
-    status. Adds ``--go-on`` from the second start on, or from the first start if ``go_on`` is true. ``command``
-    writes ``file`` after each row. If ``command`` dies or writes nothing for ``stalled`` seconds, ``blame(why)``
-    records the cause in the failed row, and returns False if no row was left."""
+    """Starts ``command`` again and again until ``command`` succeeds or the time is over, and returns the exit status.
+    ``--seconds`` gives ``command`` the remaining time. Adds ``--go-on`` from the second start on, or from the first
+    start if ``go_on`` is true. ``command`` writes ``file`` after each row. Calls ``blame(why)`` if ``command`` dies or
+    writes nothing for ``stalled`` seconds. ``blame`` records the cause in the failed row, and returns False if no row
+    was left."""
     end = time.monotonic() + seconds
     if not go_on:
         file.unlink(missing_ok=True)  # from an earlier run
@@ -38,8 +39,8 @@ def supervise(
 
 
 def _watched(process: subprocess.Popen[bytes], file: Path, stalled: float) -> tuple[int | None, bool]:
-    """Returns the exit status of a process, or None for a hanging process, which is killed. Also tells whether the
-    process wrote any results: a crash before the first write is not the fault of a row."""
+    """Returns the exit status of a process, or kills a hanging process and returns None. Also returns whether the
+    process wrote any results, because a crash before the first results is not the fault of a row."""
 
     def written() -> int:
         return file.stat().st_mtime_ns if file.is_file() else 0
@@ -54,7 +55,8 @@ def _watched(process: subprocess.Popen[bytes], file: Path, stalled: float) -> tu
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # Once all rows are measured, only torch.compile runs, which may take longer than the limit to compile.
+            # Once all rows are measured, only torch.compile is still timed, and its compilation may take longer than
+            # the limit.
             if time.monotonic() - since > limit and not no_row_left():
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,12 +1,14 @@
-"""Is it worth turning TensorFlow's channels-last convolutions into ONNX's channels-first convolutions?
+"""Measures what the transposes around channels-first convolutions cost in networks converted from TensorFlow.
+
+Usage:
 
     python benchmarks/tensorflow_layout.py             # measures every row that has no result yet
-    python benchmarks/tensorflow_layout.py mobilenet_v2 --again
+    python benchmarks/tensorflow_layout.py mobilenet_v2 --again     # measures the row mobilenet_v2 again.
 
-Each network is converted twice: with every convolution between its two transposes, and with the transposes moved until
-they cancel. Both conversions run in ONNX Runtime and in OpenVINO, which remove transposes themselves. The conversions
-are timed in paired blocks at batch 1. Each measured row is written to benchmarks/results/tensorflow_layout.json and .md
-at once. Needs a quiet machine.
+Each network is converted twice: once with two transposes around every convolution, and once with the transposes moved
+until they cancel. Both versions run in ONNX Runtime and in OpenVINO, which also remove transposes themselves. The
+versions are timed in paired blocks at batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md
+as soon as it is measured. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def row(name: str, rounds: int) -> dict[str, Any]:
-    """Measures one network in both layouts and both runtimes."""
+    """Measures one network in both versions and in both runtimes."""
     source = Source(_fer() if name == "fer" else f"{KERAS}:{name}").open()
     candidates, turned = [], {}
     for layout in LAYOUTS:

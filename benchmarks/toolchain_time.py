@@ -1,13 +1,15 @@
-"""How much time and memory do accel and other tools take to turn BERT-base in PyTorch into the optimized file?
+"""Measures the time and memory that accel, optimum and Olive need to turn BERT-base in PyTorch into an optimized file.
+
+Usage:
 
     python benchmarks/toolchain_time.py            # measures every row that has no result yet
-    python benchmarks/toolchain_time.py accel --again
+    python benchmarks/toolchain_time.py accel --again      # measures the row of accel again.
 
-The row of accel measures export and optimize, and then both again from the cache. The row of optimum measures its
-export and its ONNX Runtime quantizer. The row of Olive measures its export with dynamic int8. Olive and
-optimum are installed into separate virtual environments below ``--environments``. If a tool can't be installed, the
-tool's row gives the reason. Times are in seconds and cover the whole commands, imports included. Memory is the largest
-memory that all processes of a command use at one time. Needs a quiet machine.
+The row of accel measures `accel export` and `accel optimize`, and then both commands again with a filled cache. The row
+of optimum measures its export and its ONNX Runtime quantizer. The row of Olive measures its export with dynamic int8
+quantization. Olive and optimum are installed into separate virtual environments below ``--environments``. If a tool
+can't be installed, the tool's row gives the reason. Times are in seconds and cover the whole commands, imports
+included. Memory is the largest memory that all processes of a command use at one time. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from accel.timing.environment import environment
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
-    # Olive 0.13 imports requests without declaring the dependency, and Olive's export fails with transformers 5.
+    # Olive 0.13 imports the package requests without declaring the dependency, and Olive's export fails with
+    # transformers 5.
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
-# `olive optimize` is only for language models: Olive builds the models with ModelBuilder and calibrates on downloaded
-# text.
+# This configuration is for `olive run`, because `olive optimize` only supports language models and downloads texts for
+# calibration.
 OLIVE = {
     "input_model": {
         "type": "HfModel",
@@ -158,7 +161,7 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[st
     named = [Path(words[0]).name, *words[1:]] if words[0] != sys.executable else ["python", *words[1:]]
     shown = " ".join(Path(w).name if w.startswith("/") else w for w in named)
     found = {"command": shown, "seconds": round(seconds, 1), "peak_mib": round(peak)}
-    found["cached"] = text.count(": cached")  # stages that accel took from its cache
+    found["cached"] = text.count(": cached")  # the number of stages that accel took from its cache
     if child.returncode:
         found["error"] = " ".join(text.splitlines()[-1:])[-300:] or f"exit code {child.returncode}"
     return found

@@ -1,20 +1,22 @@
-"""How much longer does `accel train` take than a bare torch loop on the same model, and how long does DeepSpeed take?
+"""Compares the time of a training step in `accel train`, in a bare torch loop and in DeepSpeed, on the same model.
+
+Usage:
 
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
-    python benchmarks/train_overhead.py --deepspeed PATH/bin/python
+    python benchmarks/train_overhead.py --deepspeed PATH/bin/python     # also measures DeepSpeed.
 
-Two gloo ranks of one thread train a GPT of 10.7 M parameters with AdamW in float32. The loops take turns, step by step,
-in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike.
-accel's loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the
-log. The bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The
-loss of the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. If DeepSpeed is
-installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate
-environment of the same Python, whose interpreter ``--deepspeed`` names. These commands make the environment for
-DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
-py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This script sets
-DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the median ratio of
-all turns, minus 1, with the 95 % bootstrap interval. Needs a quiet machine: other work on the cores makes the interval
-wider than the result.
+Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. The loops take turns
+of two steps in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all
+loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that the
+gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
+pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
+the mean over the batch. The bare loop has no check, no clipping and no log. If DeepSpeed is installed, a DeepSpeed loop
+with the same stage and optimizer takes part. DeepSpeed may also be in a separate environment with the same Python
+version. ``--deepspeed`` names the interpreter of that environment. These commands make the environment for DeepSpeed:
+`python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops
+msgpack`. Torch and the other packages come from accel's environment. This script sets DS_ACCELERATOR=cpu. In each turn,
+a loop's time is divided by the bare loop's time. Each result is the median ratio of all turns, minus 1, with the 95%
+bootstrap interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# The bare loop to compare with at each ZeRO stage.
+# The bare loop for each ZeRO stage.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
 _TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable is set in the processes of the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
@@ -191,7 +193,7 @@ def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def packages(python: str) -> str:
-    """Returns the folder of the packages in an interpreter's environment. Ends the program if the environment has
+    """Returns the folder with the packages of the interpreter ``python``. Ends the program if the environment has
     another Python version or no DeepSpeed."""
     ask = (
         "import importlib.metadata, platform, sysconfig; importlib.metadata.version('deepspeed'); "

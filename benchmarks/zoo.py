@@ -1,14 +1,17 @@
-"""On how many common models does accel work the first time?
+"""Counts the common models that accel exports correctly at the first try.
 
-    python benchmarks/zoo.py                                  # the families without extra packages
-    python benchmarks/zoo.py own transformers/bert            # a family and one more model
-    python benchmarks/zoo.py timm --packages FOLDER           # a family whose packages are in FOLDER
-    python benchmarks/zoo.py --report                         # writes only the page
+Usage:
+
+    python benchmarks/zoo.py                                  # tries the families without extra packages
+    python benchmarks/zoo.py own transformers/bert            # tries a family and one more model
+    python benchmarks/zoo.py timm --packages FOLDER           # tries a family whose packages are in FOLDER
+    python benchmarks/zoo.py --report                         # only writes the page of results.
 
 Each model is small and has random weights. The script exports each model twice: with ``accel.export`` and with
 ``torch.onnx.export`` alone. Each file is compared with PyTorch at batches and sizes that the export didn't see. Each
-try runs in a child process with limits of time and memory, forked from a process that has imported the libraries. Each
-result is a line of ``results/zoo.jsonl``. After an interruption, the next run tries the models that have no line yet.
+try runs in a child process with a time limit and a memory limit. The child is forked from a process that has already
+imported the libraries. Each result is a line of ``results/zoo.jsonl``. After an interruption, the next run tries the
+models that have no line yet.
 
 The families torchvision, timm, segmentation and diffusers need extra packages:
 ``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``.
@@ -37,7 +40,7 @@ from zoo_models.case import FAMILIES, names_of
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
 DEFAULT = ("own", "transformers")
-# The modules that a family's forking process imports beside accel and torch.
+# The modules that are imported, in addition to accel and torch, before the children of a family are forked.
 PRELOAD = {
     "transformers": "transformers,transformers.modeling_utils,transformers.models.auto.modeling_auto",
     "torchvision": "torchvision,torchvision.models",
@@ -107,7 +110,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(family: str, packages: str) -> None:
-    """Sets the environment variables of the forking process, and makes the packages importable here."""
+    """Sets the environment variables of the process that forks the children, and makes the packages importable in this
+    process."""
     if family in WITH_PACKAGES and packages:
         os.environ["ACCEL_ZOO_PACKAGES"] = packages
     os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
@@ -153,7 +157,7 @@ class Limits:
 def try_all(
     wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float, optimize: set[str]
 ) -> None:
-    """Runs each try in a child process, and appends the result to ``path`` at once."""
+    """Runs each try in a child process, and appends each result to ``path`` immediately."""
     from zoo_models.trial import run
 
     context = multiprocessing.get_context("forkserver")
@@ -164,7 +168,8 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        if row["class"] == "crashed" and "SIG" in row["message"]:  # perhaps in code that accel runs in a child
+        # The crashed code may be code that accel usually runs in a child process, so the try is repeated that way.
+        if row["class"] == "crashed" and "SIG" in row["message"]:
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":
             unmade.add(name)
@@ -203,7 +208,7 @@ def in_child(context: Any, target: Callable[..., None], words: Sequence[Any], li
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns ``pid`` and all its descendants."""
+    """Returns the process ids of ``pid`` and all its descendants."""
     found, queue = [], [pid]
     while queue:
         here = queue.pop()
@@ -238,7 +243,8 @@ def end(pid: int) -> None:
 
 
 def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -> str:
-    """Returns the results as Markdown: the counts by family, and a line for each model that didn't work at once."""
+    """Returns the results as Markdown: the counts by family, and a line for each model that didn't work at the first
+    try."""
     families = list(dict.fromkeys(family for family, *_ in rows))
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     lines = [
@@ -267,7 +273,8 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
 
 
 def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns a line for each model that didn't work at once with accel, with the result of torch.onnx."""
+    """Returns a table line for each model that didn't work at the first try with accel. The line also has the result of
+    torch.onnx."""
     lines = ["## What did not work the first time", "", "| model | accel | message | torch.onnx |", "|---|---|---|---|"]
     for (family, name, tool), row in sorted(rows.items()):
         if tool == "accel" and row["class"] in CLASSES and row["class"] != "first":

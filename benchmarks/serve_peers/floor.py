@@ -1,8 +1,11 @@
-"""The fastest possible Python gRPC server: parses a ModelInferRequest, runs a model or nothing, builds a
-ModelInferResponse.
+"""Serves gRPC requests with as little work as possible, as a lower limit for the time of a Python server.
 
-python floor.py PORT BYTES: answers every request with one output of BYTES bytes, all zeros.
-python floor.py PORT MODEL.onnx: runs the model with one thread, on the thread of the call; no queue, checks or batches.
+Usage:
+
+    python floor.py PORT BYTES         # answers every request with one output of BYTES bytes, all zeros
+    python floor.py PORT MODEL.onnx    # runs the model with one thread, on the thread of the call.
+
+Parses a ModelInferRequest and builds a ModelInferResponse, without a queue, checks or batches.
 """
 
 from __future__ import annotations

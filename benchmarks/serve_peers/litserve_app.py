@@ -1,5 +1,5 @@
-"""Serves the ONNX file of the load benchmark with LitServe: python litserve_app.py PORT MODEL. The request body is
-LitServe's usual JSON."""
+"""Serves the ONNX file of the load benchmark with LitServe. Usage: `python litserve_app.py PORT MODEL`. A request body
+is LitServe's usual JSON."""
 
 from __future__ import annotations
 

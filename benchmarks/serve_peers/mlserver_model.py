@@ -1,4 +1,4 @@
-"""An MLServer runtime for an ONNX file, with the ONNX Runtime session that accel uses."""
+"""Defines an MLServer runtime that runs an ONNX file with ONNX Runtime, as accel does."""
 
 from __future__ import annotations
 

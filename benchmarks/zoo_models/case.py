@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The module of each family, and the packages that the family needs beside accel's own.
+# Maps each family to the module that makes the family's models.
 FAMILIES = {
     "own": "zoo_models.own",
     "transformers": "zoo_models.of_transformers",
@@ -28,13 +28,13 @@ class NotMade(Exception):
 class Case:
     """A model with its inputs.
 
-    ``example(batch, size)`` draws the arguments of a call, a tuple or a dict, with torch's generator. ``size`` is one
+    ``example(batch, size)`` draws the arguments of a call with torch's generator, as a tuple or a dict. ``size`` is one
     of ``sizes``, or 0 for a model without sizes. The model is exported at the first size, and compared at every size.
 
-    ``dynamic`` names the dynamic axes of the arguments in the form of ``accel.export``. If ``dynamic`` is None, only
-    the batch may be dynamic.
+    ``dynamic`` names the dynamic axes of the arguments in the form that ``accel.export`` takes. If ``dynamic`` is None,
+    only the batch may be dynamic.
 
-    If ONNX can't express the model, ``refusal`` is a part of the message that ``accel.export`` has to give. A model
+    If ONNX can't express the model, ``refusal`` is a part of the error message that ``accel.export`` must give. A model
     that draws random numbers needs no ``refusal``, because the zoo detects such models itself.
     """
 

@@ -47,7 +47,7 @@ def copied(value: Any) -> Any:
 
 
 def in_double(value: Any) -> Any:
-    """Returns the arguments with float32 tensors in float64."""
+    """Returns the arguments with all float32 tensors converted to float64."""
     if isinstance(value, torch.Tensor):
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         return value.to(wide.get(value.dtype, value.dtype))
@@ -83,10 +83,10 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
-    """Returns the error against the model in float32, and whether ``found`` is right.
+    """Returns the error of ``found`` against the model in float32, and whether ``found`` counts as right.
 
     If the error is large, both float32 results are compared with the model in float64. The error of ``found`` may then
-    be four times the error of the model in float32.
+    be at most four times the error of the model in float32.
     """
     apart = error(found, wanted)
     if apart <= LIMIT:

@@ -1,4 +1,4 @@
-"""UNets, diffusion transformers and VAEs of diffusers, with tiny configs."""
+"""Makes UNets, diffusion transformers and VAEs of diffusers, with tiny configs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _vae(kind: str, latents: bool, **more: Any) -> Case:
 
 
 class Decode(torch.nn.Module):
-    """The decoder of a VAE, as a pipeline calls it."""
+    """The decoder of a VAE, called as in a diffusers pipeline."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()

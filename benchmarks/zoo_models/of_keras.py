@@ -1,4 +1,4 @@
-"""keras.applications for small images, with random weights."""
+"""Makes the models of keras.applications for small images, with random weights."""
 
 from __future__ import annotations
 

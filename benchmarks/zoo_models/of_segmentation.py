@@ -1,4 +1,4 @@
-"""The decoders of segmentation-models-pytorch."""
+"""Makes the models of segmentation-models-pytorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = [
 
 
 def make(name: str) -> Case:
-    """Returns the decoder on a small encoder, with random weights."""
+    """Returns the model with a small encoder and random weights."""
     import segmentation_models_pytorch as smp
 
     encoder = {"DPT": "tu-vit_tiny_patch16_224"}.get(name, "resnet18")

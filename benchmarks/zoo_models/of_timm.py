@@ -1,4 +1,4 @@
-"""One small architecture of each family of timm."""
+"""Makes one small architecture of each model family of timm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .case import Case, NotMade
 
 
 def names() -> list[str]:
-    """Returns one architecture of each family, and prefers small architectures."""
+    """Returns the name of one architecture for each model family, if possible a small one."""
     import timm
 
     found: dict[tuple[str, str], str] = {}
@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def make(name: str) -> Case:
-    """Returns the architecture with 10 classes, for small images if the architecture takes small images."""
+    """Returns the architecture with 10 classes, and with a small image size if the architecture supports that."""
     import timm
 
     reasons = []
@@ -29,7 +29,7 @@ def make(name: str) -> Case:
             with torch.device("meta"):
                 probe = timm.create_model(name, num_classes=10, **({"img_size": size} if size else {}))
             options = {"img_size": size}
-        except Exception as error:  # most convolutional networks take any size and have no option img_size
+        except Exception as error:  # most convolutional networks take any image size and have no option img_size
             reasons.append(str(error)[:100])
             with torch.device("meta"):
                 probe = timm.create_model(name, num_classes=10)

@@ -1,4 +1,4 @@
-"""The models of torchaudio that don't use its C++ extension."""
+"""Makes the models of torchaudio that don't use its C++ extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model families of torchvision: classification, segmentation, video, optical flow, detection."""
+"""Makes models of torchvision's families: classification, segmentation, video, optical flow, detection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architectures of transformers, with small configs and random weights, each with its most common head."""
+"""Makes the architectures of transformers with small configs, random weights and their most common heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _HEADS = (
     "MODEL_FOR_VIDEO_CLASSIFICATION", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION", "MODEL_FOR_IMAGE_TO_IMAGE",
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
-# The heads of architectures that are best known for another task than the task of the first mapping.
+
+# The heads of architectures whose best-known task isn't the task of the first mapping in ``_HEADS``.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -45,10 +46,12 @@ _SMALL = {
     "moe_num_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "sliding_window": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
-# For each model that ONNX can't express, a part of the message that accel.export has to give. aimv2's text encoder
-# attends to later tokens only if no value of the mask is zero, and a traced graph can't depend on the mask's values.
+
+# Maps each model that ONNX can't express to a part of the error message that accel.export must give. The text encoder
+# of aimv2 attends to later tokens only if no value of the mask is zero, and a traced graph can't depend on the mask's
+# values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# The only sizes that are reduced in architectures whose other sizes depend on each other.
+# If an architecture's sizes depend on each other, only these sizes are reduced.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 
@@ -78,7 +81,8 @@ NAMES = tuple(
 
 
 def make(name: str) -> Case:
-    """Returns the architecture with a small config, or with few layers if the small sizes don't fit together."""
+    """Returns the architecture with a small config. If the small sizes don't fit together, only reduces the sizes in
+    ``_FEW``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     reasons = []
     for few in (False, True):
@@ -104,7 +108,7 @@ def _model(name: str, few: bool) -> Any:
     small = _small(transformers.AutoConfig.for_model(name).to_dict(), few)
     config = type(transformers.AutoConfig.for_model(name)).from_dict(small)
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # exports a single pass without a cache
+        config.use_cache = False  # the export has a single pass without a cache
     count = 0
     with contextlib.suppress(Exception), torch.device("meta"):  # some constructors fail on meta tensors
         count = sum(p.numel() for p in getattr(transformers, kind)(config).parameters())

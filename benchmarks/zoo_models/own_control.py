@@ -1,4 +1,4 @@
-"""Modules with control flow, random numbers, or unusual arguments and results."""
+"""Defines modules with control flow, random numbers, or unusual arguments and results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class InPlace(nn.Module):
 
 
 class Item(nn.Module):
-    """Computes with a Python number read from a tensor."""
+    """Computes with a Python number that is read from a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().max().item()
@@ -104,7 +104,7 @@ class MaskedSelect(nn.Module):
 
 
 class NonZero(nn.Module):
-    """Returns the positions of positive values. The number of rows depends on the values."""
+    """Returns the positions of positive values. The number of result rows depends on the input's values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x > 0).nonzero()
@@ -151,7 +151,7 @@ class Lists(nn.Module):
 
 
 class Sorting(nn.Module):
-    """Operators that sort or rank: sort, bucketize, median, kthvalue."""
+    """Applies operators that sort or rank: sort, bucketize, median, kthvalue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Sorting(nn.Module):
 
 
 class Algebra(nn.Module):
-    """Linear algebra: products, norms, distances, a trace, a determinant."""
+    """Computes norms, distances, cosine similarities, traces and determinants."""
 
     def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:
         spd = a @ a.transpose(1, 2) + 4 * torch.eye(4)

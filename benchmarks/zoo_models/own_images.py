@@ -1,4 +1,4 @@
-"""Nets for images: convolutions of all kinds, detection heads, attention."""
+"""Defines networks for images: convolutions of all kinds, detection heads, attention."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Volume(nn.Module):
 
 
 class Warp(nn.Module):
-    """A spatial transformer: an affine grid and bilinear samples."""
+    """A spatial transformer that samples the image bilinearly on an affine grid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Warp(nn.Module):
 
 
 class Windows(nn.Module):
-    """Attention in shifted windows, with a bias for relative positions."""
+    """Computes attention in shifted windows, with a bias for relative positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class GreedyNms(nn.Module):
 
 
 class NmsThatSelects(nn.Module):
-    """Non-maximum suppression that drops boxes. The number of rows depends on the values."""
+    """Non-maximum suppression that drops boxes. The number of returned boxes depends on the input's values."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best, index = scores.sort(descending=True)
@@ -250,7 +250,7 @@ class DetrHead(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Normalizes images of bytes, and returns a dict with the features of each layer."""
+    """Normalizes images of type uint8, and returns a dict with the features of each layer."""
 
     def __init__(self) -> None:
         super().__init__()

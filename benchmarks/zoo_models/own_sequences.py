@@ -1,4 +1,4 @@
-"""Recurrent nets, decoders, and nets for signals."""
+"""Defines recurrent networks, decoders, and networks for signals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PackedState(nn.Module):
 
 
 class Cells(nn.Module):
-    """An LSTMCell in a loop over time."""
+    """Runs an LSTMCell in a loop over the time steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class WithState(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder, attention, and a greedy decoder with a fixed number of steps."""
+    """A model with an encoder, attention, and a greedy decoder with a fixed number of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class RmsNorm(nn.Module):
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` (batch, heads, length, size) with rotary positions."""
+    """Applies rotary position embeddings to ``x``, whose axes are batch, heads, length and size."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)[None]
     a, b = x.chunk(2, -1)
@@ -131,7 +131,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotated_as_complex(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` with rotary positions, computed with complex numbers as in the first Llama."""
+    """Applies rotary position embeddings to ``x`` with complex numbers, as the first Llama does."""
     half = x.shape[-1] // 2
     angle = torch.outer(torch.arange(x.shape[-2]).float(), 10000.0 ** (-torch.arange(half) / half))
     turn = torch.polar(torch.ones_like(angle), angle)
@@ -140,7 +140,7 @@ def rotated_as_complex(x: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """A decoder's layer: RMSNorm, grouped attention with RoPE, SwiGLU."""
+    """A decoder layer with RMSNorm, grouped-query attention with RoPE, and SwiGLU."""
 
     def __init__(self, rotate: Any = rotated) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Gpt(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own transformer with a padding mask and sinusoidal positions."""
+    """torch's own transformer encoder with a padding mask and sinusoidal positions."""
 
     def __init__(self) -> None:
         super().__init__()

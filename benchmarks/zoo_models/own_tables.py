@@ -1,4 +1,4 @@
-"""Recommenders, nets for tables, and graph nets."""
+"""Defines recommenders, networks for tables, and graph networks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WeightedBag(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """A DLRM: products of all pairs of a dense feature vector and six embeddings."""
+    """A DLRM that multiplies all pairs of vectors: one vector of dense features and six embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Dlrm(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Scores each user and item by the cosine of their vectors."""
+    """Scores pairs of a user and an item by the cosine of their vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Gat(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A GraphSAGE layer, and a sum over the nodes of each of four graphs."""
+    """A GraphSAGE layer, followed by a sum over the nodes of each of four graphs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Imports the libraries once, in the process from which the children are forked.
 
-$ACCEL_ZOO_PACKAGES names the folder of a family's packages. torchvision's C++ operators are only declared, not loaded.
+The variable $ACCEL_ZOO_PACKAGES names the folder of a family's packages. The C++ operators of torchvision are only
+declared, not loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _declare_torchvision() -> None:
     library = torch.library.Library("torchvision", "DEF")
     for schema in _TORCHVISION:
         library.define(schema)
-    globals()["_library"] = library  # the operators exist as long as the library object
+    globals()["_library"] = library  # the operators only exist while this object exists
 
 
 import onnxscript  # noqa: E402, F401
@@ -53,7 +54,7 @@ import accel.sources.torch.live  # noqa: E402, F401
 
 
 def _warm_up() -> None:
-    """Exports a small net, because the first export of a process takes seconds longer than the next.
+    """Exports a small net, because the first export of a process takes seconds longer than later exports.
 
     Uses one thread, because a forked child lacks the OpenMP threads of its parent.
     """

@@ -28,8 +28,8 @@ _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
     """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
 
-    If ``apart`` is true, accel simplifies in a child process, as it does for users. Otherwise accel simplifies in this
-    process, which saves the start of an interpreter.
+    If ``apart`` is true, accel simplifies the graph in a child process, as for users. Otherwise accel simplifies the
+    graph in this process, which saves the start of an interpreter.
     """
     os.setsid()  # the parent kills the whole process group
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
@@ -46,7 +46,7 @@ def _here(target: str, /, **arguments: Any) -> Any:
 
 
 def outcome(family: str, name: str, tool: str, optimize: float, folder: Path) -> dict[str, Any]:
-    """Returns the class of the result, the message and the times."""
+    """Tries ``tool`` with a model. Returns the class of the result, the message and the time."""
     import torch
 
     torch.set_num_threads(1)
@@ -85,10 +85,10 @@ Calls = list[tuple[int, int, Any, Any]]  # each call: batch, size, arguments, an
 
 
 def _calls(case: Case) -> Calls:
-    """Runs the model at the exported size, with other numbers at the same size, and at other batches and sizes.
+    """Runs the model twice at the exported size with different inputs, and then at other batches and sizes.
 
-    Raises ``NotMade`` if the model fails at the exported size or returns no finite tensor. Leaves out other batches and
-    sizes at which the model fails.
+    Raises ``NotMade`` if the model fails at the exported size or returns no finite tensor. Leaves out a call at another
+    batch or size if the model fails in that call.
     """
     import torch
 
@@ -115,7 +115,7 @@ def _calls(case: Case) -> Calls:
 def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
     """Exports the model as a user does, and compares outputs at sizes that the export didn't see.
 
-    If the export fails with advice, repeats the export once with the advised arguments.
+    If the export fails with a message that advises arguments, repeats the export once with these arguments.
     """
     import accel
     from accel.errors import AccelError
@@ -156,7 +156,7 @@ def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
 
 
 def _advice(message: str) -> dict[str, Any]:
-    """Returns the arguments that an error message gives with their values, such as ``limit=0.002``."""
+    """Returns the arguments that an error message advises, with their values, such as ``limit=0.002``."""
     found: dict[str, Any] = {}
     for match in _ADVICE.finditer(message):
         rest = message[match.end() :]
@@ -180,8 +180,8 @@ def _draws_random_numbers(case: Case, arguments: Any) -> bool:
 
 
 def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
-    """Compares ``run`` with the model in each call. Without ``any_size``, leaves out calls at other sizes than the
-    exported size."""
+    """Compares the outputs of ``run`` with the model's outputs in each call. If ``any_size`` is false, leaves out calls
+    at other sizes than the exported size."""
     from zoo_models.compare import call, copied, judged, leaves
 
     worst = 0.0

@@ -41,9 +41,10 @@ Feeds = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Seen:
-    """A comparison of a retyped tensor with the float32 tensor. ``largest`` is the largest absolute value in float32.
-    ``lost`` counts the values that are finite in float32 but not in 16 bits. ``error`` is the relative l2 error of
-    floats and of 8-bit integers; for other dtypes, ``error`` is the share of wrong values.
+    """A comparison of a tensor in the retyped model with the same tensor in the float32 model. ``largest`` is the
+    largest absolute value in float32. ``lost`` counts the values that are finite in float32 but not in 16 bits. For
+    floats and 8-bit integers, ``error`` is the relative l2 error. For other dtypes, ``error`` is the share of wrong
+    values.
     """
 
     largest: float
@@ -53,8 +54,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept`` has the reason for each node that stays float32, by the node's index. ``errors`` has the largest
-    relative l2 error of each output."""
+    """``kept`` maps the index of each node that stays float32 to the reason. ``errors`` has the largest relative l2
+    error of each output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -113,8 +114,8 @@ def _compare(
     retyped: Retyped,
     measured: set[str],
 ) -> dict[str, Seen]:
-    """Compares each tensor in both models. Computes errors only for the tensors in ``measured``, because computing
-    errors is slow."""
+    """Compares each tensor in the float32 model and in the retyped model. Computes errors only for the tensors in
+    ``measured``, because computing errors is slow."""
     low = retyped.model
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
@@ -242,8 +243,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the nodes whose output error far exceeds their input errors, if an output of the model is inaccurate. For
-    each of these nodes, also yields the nearest 16-bit nodes before it."""
+    """Yields the nodes whose output error far exceeds their input errors, if an output of the model is inaccurate. Also
+    yields the nearest 16-bit nodes before each of these nodes."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]

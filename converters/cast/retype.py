@@ -17,7 +17,7 @@ from .source import FLOAT, FORMATS, Source, Typing, to_low
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
-# Nodes that move values without computing. A moving node stays float32 if it stands between two float32 nodes.
+# Operators that move values without computing. Nodes of these operators stay float32 between two float32 nodes.
 MOVEMENT = frozenset(
     {
         "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split",
@@ -119,7 +119,7 @@ class _Writer:
         return {name: kind for name, kind in native.items() if name not in source.constants}
 
     def _constant_kinds(self) -> dict[str, list[int]]:
-        """Returns the dtypes in which each constant is needed. A constant without readers stays float32."""
+        """Returns the dtypes in which each constant is needed. A constant that no node reads stays float32."""
         kinds: dict[str, set[int]] = {name: set() for name in self.source.constants}
         for index, node in enumerate(self.source.nodes):
             typing = self._typing(index)

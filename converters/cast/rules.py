@@ -1,4 +1,4 @@
-"""Rules that keep nodes in float32, for any input data. The rules read the graph and its constants, and don't run the
+"""Chooses the nodes that stay float32 for any input data. The rules read the graph and its constants, and don't run the
 model."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# The nodes in which a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped,
-# because it only has to be very low or very high.
+# In these operators, a constant beyond the 16-bit format's range is a mask or a bound. A mask or a bound may be
+# clamped, because it only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -22,12 +22,12 @@ MASKING = frozenset(
     }
 )  # fmt: skip
 
-# Nodes that a mask can pass through before the mask is applied.
+# Operators that a mask can pass through before the mask is applied.
 MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )
 
-# Nodes that may lie between the addition of an epsilon and the division that the epsilon protects from zero.
+# Operators that may come between the addition of an epsilon and a division by the sum.
 _EPSILON_FLOW = frozenset(
     {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -45,11 +45,11 @@ _INDEX_FLOW = frozenset(
 
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
-_INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int64, uint32, uint64
+_INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's codes of uint8 to int64, uint32 and uint64
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Returns the reason for each node that stays float32, by the node's index.
+    """Maps the index of each node that stays float32 to the reason.
 
     ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
     nothing.
@@ -67,11 +67,11 @@ def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
     """Yields the nodes that cast floats to integers, and the index arithmetic before certain inputs. In 16 bits,
     rounding could change a large size or position.
 
-    The index arithmetic before each of these inputs is yielded:
+    Yields the index arithmetic before each of these inputs:
 
     - the input of a cast to integers
     - the inputs of Range, of TopK, and of a Resize that can't be cast
-    - an input that stays float32, of a node that can be cast
+    - the inputs that stay float32 in a node that can be cast
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -126,7 +126,8 @@ _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative l2 error that the format causes in a constant, or 0 if the error is only rounding."""
+    """Returns the relative l2 error that the format causes in a constant, or 0 if the error is within the format's
+    usual rounding."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -142,7 +143,7 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes after ``start``, up to the divisions. ``start`` adds the epsilon that the divisions need."""
+    """Yields the nodes after ``start``, which adds an epsilon, up to the divisions by the sum."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}

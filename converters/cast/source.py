@@ -1,4 +1,4 @@
-"""The model before the cast: its float32 tensors, their producers and consumers, and the nodes that can be 16-bit."""
+"""Describes the model before the cast: the float32 tensors, their producers and consumers, and the nodes to cast."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _GENERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Typing:
-    """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
-    output.
+    """The dtypes of a node after the cast. ``inputs`` and ``outputs`` map the position of each float32 input or output
+    to float32 or to the 16-bit format.
 
-    An input or output without an entry isn't float32, or may have any dtype. ``reason`` tells why the node can't be
-    16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16 bits.
+    An input or output without an entry isn't float32 before the cast, or may have any dtype. ``reason`` tells why the
+    node can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16
+    bits.
     """
 
     inputs: Mapping[int, int]
@@ -123,7 +124,7 @@ class Source:
 
         variables = {i: formal(list(schema.inputs), i) for i in floats_in}
         low = {v for v in variables.values() if allowed.get(v)}
-        # The output of DequantizeLinear has the dtype of its scale, unless an attribute says otherwise.
+        # The output of DequantizeLinear has the dtype of its scale, unless an attribute sets the dtype.
         follows = node.op_type == "DequantizeLinear" and not any(a.name == "output_dtype" for a in node.attribute)
         inputs = {i: self.low if v in low else FLOAT for i, v in variables.items()}
         outputs = {}

@@ -31,8 +31,8 @@ class CastFailed(StageFailed):
 @dataclass(frozen=True, kw_only=True)
 class CastConfig(StageConfig):
     """``precision`` is fp16 or bf16. ``keep_io`` keeps float32 inputs and outputs in float32. ``keep_fp32`` lists
-    patterns with * and ?; nodes whose name or operator matches a pattern stay float32. The search for overflows uses
-    random inputs, and the samples in the file ``data``."""
+    patterns with the wildcards * and ?. Nodes whose name or operator matches a pattern stay float32. The search for
+    overflows uses random inputs, and the samples in the file ``data``."""
 
     precision: str = "fp16"
     keep_io: bool = True
@@ -52,9 +52,9 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
     ``notes["kept_fp32"]`` lists the float32 nodes with reasons.
 
-    In a Where, an Add or a similar node, a constant beyond the format's range is a mask. The mask becomes the format's
-    lowest or largest number. Raises ``UnknownName`` if the precision is unknown or a pattern matches nothing, and
-    ``CastFailed`` if the cast fails.
+    In a Where, an Add or a similar node, a constant beyond the format's range counts as a mask. The mask becomes the
+    format's lowest or largest number. Raises ``UnknownName`` if the precision is unknown or a pattern matches nothing,
+    and ``CastFailed`` if the cast fails.
     """
     from accel.sources.onnx.weights import read_detached
 
@@ -82,7 +82,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs of the search: every case of the signature with a batch of at most two, then the data."""
+    """Yields the inputs of the search: random inputs for every case of the signature with a batch of at most two, and
+    then samples from ``config.data``."""
     from accel.proof.stream import SampleStream
 
     signature = src.signature
@@ -161,7 +162,7 @@ def _check_loads(path: Path) -> None:
     """Raises ``CastFailed`` if ONNX Runtime can't load the float16 model.
 
     ONNX Runtime can compute every float16 node in float32. If ONNX Runtime refuses a float16 model, the model is wrong.
-    bfloat16 models aren't checked, because ONNX Runtime can't run them.
+    Models in bfloat16 aren't checked, because ONNX Runtime can't run them.
     """
     import onnxruntime
 

@@ -1,4 +1,4 @@
-"""One run of tf2onnx in the TensorFlow process, for TensorFlow graphs and for TFLite files."""
+"""Runs tf2onnx in the TensorFlow process, for TensorFlow graphs and for TFLite files."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. For a newer opset, onnx's version converter converts the file.
 TF2ONNX_OPSET = 18
 
-# The model, notes on its layout, the names of the inputs, and the names of the outputs. Each dict of names maps the
-# user's name of a tensor to its name in the graph.
+# The result of a conversion: the model, notes on its layout, the names of the inputs, and the names of the outputs.
+# Each dict of names maps the user's name of a tensor to its name in the graph.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
-    ``channels_first``, ``channels_last``, or ``auto`` for the layout with fewer transposes. Inputs and outputs keep
-    their layout."""
+    """``opset`` is the exact opset of the file. ``layout`` sets the layout of images inside the graph to
+    ``channels_first`` or ``channels_last``. The layout ``auto`` chooses the layout with fewer transposes. Inputs and
+    outputs of the model keep their layout."""
 
     opset: int = 20
     layout: str = "auto"
 
 
 class OpNotConverted(ExportFailed):
-    """tf2onnx has no ONNX translation for an operator of the model; the message names the operator."""
+    """Raised if tf2onnx has no ONNX translation for an operator of the model. The message names the operator."""
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
@@ -90,7 +90,7 @@ def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artif
 def run_tf2onnx(
     spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, read: str, out: Path, operator: Path
 ) -> dict[str, Any]:
-    """Converts the model of ``spec`` and writes ``out``; returns the notes of the stage.
+    """Converts the model of ``spec``, writes the result to ``out``, and returns the notes of the stage.
 
     Runs in the TensorFlow process. The file ``operator`` holds the name of the operator that is being converted.
     """
@@ -167,7 +167,7 @@ def _unsupported(lines: Sequence[str]) -> set[str]:
 
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
-    """Tells whether ``node`` has another domain than ONNX, or is a TensorFlow operator that was not converted."""
+    """Tells whether ``node`` has a domain outside ONNX, or is a TensorFlow operator that was not converted."""
     import onnx
 
     if node.domain not in ("", "ai.onnx", "ai.onnx.ml"):
@@ -176,11 +176,11 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Replaces the mode ``tf_half_pixel_for_nn``, which tf2onnx writes in Resize nodes although opset 13 removed the
-    mode.
+    """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. The tool tf2onnx writes this mode although opset 13
+    removed it.
 
-    The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded with
-    halves up.
+    The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded to the
+    nearest integer, with halves rounded up.
     """
     for node in model.graph.node:
         said = {a.name: a for a in node.attribute}
@@ -223,6 +223,6 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
                 f"{where} can't be converted from opset {opset_of(model)} to {opset} ({one_line(error)}); "
                 f"pass {option('opset', opset_of(model))}"
             ) from error
-    del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims
+    del model.graph.value_info[:]  # otherwise the converter's symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

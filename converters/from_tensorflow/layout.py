@@ -1,9 +1,9 @@
-"""The layout of images in models from TensorFlow, and the transposes that this layout costs.
+"""Chooses the layout of images in models from TensorFlow, and counts the transposes that a layout needs.
 
 TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
-translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
-until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of the
-graph.
+translated separately, every convolution has a Transpose before it and after it. The tool tf2onnx can move Transposes
+through the graph until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at
+the ends of the graph.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ LAYOUTS = ("auto", "channels_first", "channels_last")
 
 
 def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """Converts ``graph``, or ``tflite_path`` if ``graph`` is None; returns the model and notes on its layout.
+    """Converts ``graph``, or ``tflite_path`` if ``graph`` is None. Returns the model and notes on its layout.
 
     In the notes, ``before`` counts the transposes of activations before tf2onnx moves them. ``left`` counts the
-    transposes in the result. ``inside`` counts the transposes in the result that touch no input or output of the model.
+    transposes in the result. ``inside`` counts the transposes in the result that aren't directly at an input or output
+    of the model.
 
     ``auto`` tries channels first. If a model has convolutions and the result has transposes inside, ``auto`` also tries
     channels last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the
@@ -44,7 +45,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     counted: list[int] = []
 
     class Count:
-        """Counts the transposes and changes nothing. tf2onnx runs this class as its first optimizer."""
+        """Counts the transposes and changes nothing. This class is the first optimizer that tf2onnx runs."""
 
         graph_been_opt = False
 
@@ -63,7 +64,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
 
 
 def transposes(model: onnx.ModelProto) -> tuple[int, int]:
-    """Counts all Transposes of activations, and the Transposes that touch no input or output of the model."""
+    """Counts all Transposes of activations, and those that aren't directly at an input or output of the model."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}

@@ -1,4 +1,4 @@
-"""TensorFlow to ONNX: the model is frozen, then converted by tf2onnx, in the TensorFlow process."""
+"""Freezes a TensorFlow model and converts it to ONNX with tf2onnx, in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
 
 
 def _as_erf(graph: Any) -> Any:
-    """Returns ``graph`` with 1 - erf(x) in place of erfc(x). ONNX has no erfc, and Keras's exact gelu uses erfc."""
+    """Returns ``graph`` with 1 - erf(x) in place of erfc(x), because ONNX has no erfc. Keras's exact gelu uses erfc."""
     import tensorflow as tf
 
     made = tf.compat.v1.GraphDef()

@@ -1,4 +1,4 @@
-"""TFLite to ONNX, by tf2onnx in the TensorFlow process."""
+"""Converts TFLite files to ONNX, with tf2onnx in the TensorFlow process."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns the fault of the model that makes every exporter fail, with the fix. The text begins with ``; ``. Returns
-    "" if no fault is found.
+    """If a fault of the model makes every exporter fail, returns a text that names the fault and the fix. The text
+    begins with ``; ``. Returns "" if no fault is found.
 
-    ``module`` is the module of ``src``. ``off`` has, for each exporter, the comparisons whose error exceeds the limit.
+    ``module`` is the module of ``src``. ``off`` has one list for each exporter: the comparisons whose error exceeds the
+    limit.
     """
     if training := in_training(module):
         return f"; {training}"

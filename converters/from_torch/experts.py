@@ -1,4 +1,4 @@
-"""Makes mixtures of experts of the transformers library exportable."""
+"""Makes the mixture-of-experts models of the transformers library exportable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Within the ``with`` block, makes each expert compute every token. Each token uses only the results of its chosen
-    experts.
+    """Makes each expert process every token within the ``with`` block. The output of a token uses only the results of
+    its chosen experts.
 
-    The library transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of each token's
+    The library transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of the chosen
     experts would copy weights for every token.
     """
     moe = sys.modules.get("transformers.integrations.moe")

@@ -1,4 +1,4 @@
-"""PyTorch's two exporters to ONNX. Exported files get the names and dims of the contract."""
+"""Runs PyTorch's two exporters to ONNX. The exported files get the names and dims of the contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .plain_attention import plain_attention
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns example tensors for tracing the model.
 
-    No dynamic dim has size 1, because exporters take a size of 1 for a constant. No two dynamic dims have the same size
+    No dynamic dim has size 1, because exporters treat a size of 1 as a constant. No two dynamic dims have the same size
     if their ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
@@ -44,7 +44,8 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
 
 def dynamo(src: Artifact, opset: int, out: Path) -> None:
-    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Raises the errors of torch."""
+    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Errors of torch are raised
+    unchanged."""
     import torch
 
     from accel.sources.torch.dims import export_dim
@@ -83,7 +84,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 def _exact_constants() -> Iterator[None]:
     """Makes onnxscript remove only additions of exactly 0 and multiplications by exactly 1.
 
-    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and thereby remove an eps that protects a division from
+    The rules of onnxscript treat 1e-8 as 0 and 1.00001 as 1, so they would remove an eps that prevents a division by
     zero.
     """
     from onnxscript.rewriter._pattern_ir import Constant
@@ -105,7 +106,7 @@ def _exact_constants() -> Iterator[None]:
 def _lengths_of_tensors(module: Any) -> Iterator[None]:
     """Makes ``len(x)`` of a tensor mean ``x.shape[0]`` in the code of ``module`` and its submodules.
 
-    Python's own ``len`` has to return a number, so the exporters would record the length of the example.
+    Python's own ``len`` has to return a number, so the exporters would record the example's length as a constant.
     """
     import torch
 
@@ -117,7 +118,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
     spaces = [vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
-    # The code of a class that was copied has globals of its own.
+    # The code of a copied class has its own globals.
     spaces += [one.__globals__ for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
     spaces = [space for space in {id(space): space for space in spaces}.values() if "len" not in space]
     for space in spaces:
@@ -133,7 +134,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
 def _roots() -> Iterator[None]:
     """Makes ``math.sqrt`` of a tensor or of a dynamic size a part of the graph.
 
-    Python's own ``math.sqrt`` has to return a number, so the exporters would record the root of the example.
+    Python's own ``math.sqrt`` has to return a number, so the exporters would record the example's root as a constant.
     """
     import torch
 
@@ -153,7 +154,7 @@ def _roots() -> Iterator[None]:
 def _apart(out: Path) -> Iterator[Path]:
     """Yields a path for an exporter to write to, in a temporary folder beside ``out``.
 
-    An exporter puts the weights of a large model beside the file, under names of its own choice.
+    For a large model, an exporter writes weight files beside the ONNX file, under names that the exporter chooses.
     """
     with tempfile.TemporaryDirectory(prefix="export-", dir=out.parent) as folder:
         yield Path(folder, "exported.onnx")
@@ -177,11 +178,11 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
+    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by those of the contract.
 
-    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
+    Outputs are exported under unique names, because the name of an output may also be the name of an inner value. This
     function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output
-    dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
+    dim that never changed in PyTorch is declared fixed. The output gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -211,8 +212,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
 
 
 def legacy(src: Artifact, opset: int, out: Path) -> None:
-    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript modules keep their
-    branches and loops."""
+    """Exports ``src`` with the older exporter, which records the operators of one run on an example. TorchScript
+    modules keep their branches and loops."""
     import torch
 
     outputs = _output_names(src)
@@ -248,7 +249,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with one added output for each RNN that returns a packed sequence: the padded sequence.
+    """Yields ``module`` with an added output for each RNN that returns a packed sequence. The added output is the
+    padded sequence.
 
     Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence, for
     example a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
@@ -295,7 +297,8 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2. The older exporter prints warnings, and prints the whole graph if it fails."""
+    """Silences file descriptors 1 and 2, because the older exporter prints warnings, and prints the whole graph if it
+    fails."""
     kept = {}
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed

@@ -1,4 +1,4 @@
-"""Translates to ONNX the operators that torch's exporter leaves out or translates wrongly."""
+"""Gives ONNX translations of operators that torch's exporter leaves out or translates wrongly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of Python's functions on numbers from ``item()``."""
+    """Returns the translations of Python functions that take a number from ``item()``."""
     import torch
 
     names = {"sqrt": "Sqrt"} | {name: name.capitalize() for name in _TRIGONOMETRY}
@@ -36,8 +36,8 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of torchvision's operators that this process knows. The exporter leaves out
-    torchvision's operators if another library declares them."""
+    """Returns the translations of the torchvision operators that are registered in this process. If another library
+    declares these operators, the exporter leaves out their translations."""
     import torch
 
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -48,16 +48,16 @@ def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _operators() -> Any:
-    """Returns the operators of ONNX. The return type is Any, because the operators' annotations allow only values with
-    a fixed dtype."""
+    """Returns ONNX's operators as onnxscript functions. The return type is Any, because the operators' annotations
+    allow only values with a fixed dtype."""
     from onnxscript import opset18
 
     return opset18
 
 
 def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
-    """Computes a mean as the sum over the count. The exporter's own translation keeps one of the values instead of
-    their mean."""
+    """Computes a mean as the sum divided by the count. The exporter's own translation keeps one of the values instead
+    of their mean."""
     from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 
     op = _operators()
@@ -73,7 +73,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
 
 
 def _median(x: Any) -> Any:
-    """Computes the median of all elements. Of two middle elements, takes the lower."""
+    """Computes the median of all elements. Returns the lower one of two middle elements."""
     op = _operators()
 
     values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
@@ -81,7 +81,7 @@ def _median(x: Any) -> Any:
 
 
 def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """Computes the median along a dim, and the median's index. Of two middle elements, takes the lower."""
+    """Computes the median along a dim, and the median's index. Returns the lower one of two middle elements."""
     op = _operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
@@ -128,7 +128,7 @@ def _smallest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = 
 
 
 def _of_number(operator: str) -> Callable[..., Any]:
-    """Returns the translation of a function of ``math`` to an operator of the same meaning."""
+    """Returns the translation of a ``math`` function to the ONNX operator ``operator``."""
 
     def translated(x: Any) -> Any:
         return getattr(_operators(), operator)(x)
@@ -168,8 +168,8 @@ def _roi_align(
     sampling_ratio: int = -1,
     aligned: bool = False,
 ) -> Any:
-    """Averages points inside each cell of each box. If ONNX's sampling ratio is 0, the number of points depends on
-    the size of the box."""
+    """Averages sampling points inside each cell of each box. In ONNX, a sampling ratio of 0 makes the number of points
+    depend on the size of the box."""
     from onnxscript.function_libs.torch_lib.ops.vision import torchvision_roi_align
 
     return torchvision_roi_align(

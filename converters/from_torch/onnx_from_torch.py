@@ -1,4 +1,4 @@
-"""PyTorch to ONNX: tries exporters in order, and takes the first file that agrees with PyTorch."""
+"""Exports PyTorch models to ONNX: tries exporters in order, and takes the first file that agrees with PyTorch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
 from .python_numbers import Place, places
 
-# The number of inputs on which each exporter's file is compared with PyTorch. A tracing exporter records only the
-# branch that the example took, so this exporter's file is compared on many more inputs.
+# The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
+# branch that the example took, so its file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
 # The number of places that a message names.
 _SHOWN = 3
 
-# The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
+# Patterns for the exporters' messages about an operator without an ONNX translation, and for color codes in messages.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
 )
@@ -43,14 +43,14 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTorchConfig(StageConfig):
-    """``opset`` is the exact opset of the file. ``ladder`` lists the exporters in the order of trial."""
+    """``opset`` is the exact opset of the file. ``ladder`` lists the exporters in the order in which they are tried."""
 
     opset: int = 20
     ladder: tuple[str, ...] = ("dynamo", "legacy")
 
 
 class OutputsOff(ExportFailed):
-    """An exporter's file computes something else than PyTorch. ``results`` has the comparisons that exceed the
+    """Raised if an exporter's file gives other outputs than PyTorch. ``results`` has the comparisons that exceed the
     limit."""
 
     def __init__(self, message: str, results: Sequence[GateResult]) -> None:
@@ -59,16 +59,16 @@ class OutputsOff(ExportFailed):
 
 
 class OpsetNotGiven(ExportFailed):
-    """An exporter wrote another opset than requested."""
+    """Raised if an exporter wrote another opset than the requested opset."""
 
 
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. Without a gate for
-    outputs in ``proof``, the limit of the error is the default for the source's precision. The notes name the chosen
-    exporter, and why each earlier exporter was refused.
+    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. If ``proof`` has no
+    gate for outputs, the error limit is the default for the source's precision. The notes name the chosen exporter, and
+    tell why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
     exceeds the range that the model takes.
@@ -77,8 +77,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
-    by_values = False  # Whether torch.export found branches that depend on values.
-    read: list[Place] | None = None  # The lines that read values of the inputs, found if torch.export fails.
+    by_values = False  # True if torch.export found branches that depend on values.
+    read: list[Place] | None = None  # The lines that read values of the inputs, if already known.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -89,7 +89,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             if rung == "legacy":
                 read = _read(src, said if by_values else ())
                 if read:
-                    raise ExportFailed(f"the file holds the example's values of {_where(read)}")
+                    raise ExportFailed(f"the file has constants in place of the values that are read at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -177,10 +177,10 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a clause about a dim if the model can't run at an end of the declared range. The clause gives the real
-    bound.
+    """Returns a clause about a dim if the model can't run at the smallest or largest declared size. The clause gives
+    the real bound.
 
-    Returns an empty string if PyTorch runs the model at both ends of each dim.
+    Returns an empty string if PyTorch runs the model at the smallest and largest size of each dim.
     """
     usual = src.signature.sizes()
     if _fails(src, usual):
@@ -206,7 +206,8 @@ def _too_far(src: Artifact) -> str:
 
 
 def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
-    """Returns why eager PyTorch can't run ``src`` with dims of ``sizes``. Returns "" if PyTorch can run ``src``."""
+    """Returns the reason why eager PyTorch can't run ``src`` with the dims ``sizes``. Returns "" if PyTorch can run
+    ``src``."""
     from accel.sources.torch.call import run_named
 
     try:
@@ -218,7 +219,7 @@ def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
 
 
 def _packs(src: Artifact) -> bool:
-    """Tells whether the model calls ``pack_padded_sequence``, by running the model once."""
+    """Runs the model once, and tells whether the model calls ``pack_padded_sequence``."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Within the ``with`` block, torch's transformer layers use the given mask and no fused operators.
+    """Makes torch's transformer layers use the given mask and no fused operators within the ``with`` block.
 
     ``nn.Transformer`` compares its mask with the causal mask to choose a faster form of the same attention. A traced
     program can't compare values. The fused operators of evaluation mode have no ONNX translation.

@@ -1,6 +1,6 @@
 """Finds the lines at which a model turns values of its inputs into Python numbers.
 
-A tracing exporter would record the numbers of its example at these lines.
+At these lines, a tracing exporter would record the example's numbers as constants.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _READS = (
 )
 # Operators whose results have a size that depends on values.
 _SIZED = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive")
-# Operators whose results have the shape of their arguments, but none of their values.
+# Operators whose results depend on the shapes of their arguments, but not on the values.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros")
 _LIBRARIES = ("torch", "numpy", "accel")
-# The modules whose frames lie between the user's line and the method that reads the tensor.
+# The modules that may be on the call stack between the user's line and the method that reads the tensor.
 _METHODS = ("torch._tensor", "torch._tensor_str", "torch.overrides", __name__)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the user's code that reads values of the inputs, and the rewrite that keeps tensors."""
+    """A line of the user's code that reads values of the inputs, and a rewrite of the line that uses only tensors."""
 
     file: str
     line: int
@@ -65,9 +65,9 @@ class _Found:
 
 
 class _Storages(dict[int, Any]):
-    """The storages of tensors, by address. A tensor and its views share a storage.
+    """Maps addresses to the storages of tensors. A tensor and its views share a storage.
 
-    The dict keeps the storages alive, so that no address is used again.
+    The dict keeps the storages alive, so that no new storage gets the same address.
     """
 
     def add(self, value: Any) -> None:
@@ -86,11 +86,11 @@ def _is_strided(value: Any) -> bool:
 
 
 def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[WarningMessage] = ()) -> list[Place]:
-    """Returns the places at which ``module`` reads values of its inputs, found by running it on ``example``.
+    """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
-    A place that only prints or checks values is left out, because a file without that line computes the same. Values
-    that don't depend on the inputs, such as a buffer's, are left out too. ``said`` are warnings of the older exporter,
-    which also warns about branches on sizes that depend on values.
+    A place that only prints or checks values is left out, because it doesn't change the outputs. A place that reads
+    other values, such as a buffer's, is left out too. ``said`` has warnings of the older exporter, which also warns
+    about branches on sizes that depend on values.
     """
     import torch
 
@@ -110,7 +110,7 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
 
 
 def _branches(said: Sequence[WarningMessage]) -> set[tuple[str, int]]:
-    """Returns the files and lines of the branches that the older exporter recorded."""
+    """Returns the files and lines of the branches about which the older exporter warned."""
     import torch
 
     own = str(Path(torch.__file__).parent)
@@ -122,7 +122,7 @@ def _branches(said: Sequence[WarningMessage]) -> set[tuple[str, int]]:
 
 
 def _follow(found: _Found) -> Any:
-    """Returns a mode that marks the results of every operator that reads values of the inputs."""
+    """Returns a dispatch mode that marks the results of every operator that reads values of the inputs."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -144,7 +144,7 @@ def _follow(found: _Found) -> Any:
 
 
 def _watch(found: _Found) -> Any:
-    """Returns a mode that notes the line of the user's code for every read of values."""
+    """Returns a torch function mode that notes the line of the user's code for every read of values."""
     from torch.overrides import TorchFunctionMode
 
     class Watch(TorchFunctionMode):
@@ -167,7 +167,7 @@ def _watch(found: _Found) -> Any:
 def _users(frame: FrameType | None) -> FrameType | None:
     """Returns the frame that reads a tensor, or None if the frame belongs to a library.
 
-    The exporters know the functions of these libraries.
+    The exporters support the functions of these libraries.
     """
     while frame is not None and frame.f_globals.get("__name__", "") in _METHODS:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Says how to write with tensors an expression that reads a tensor's values."""
+"""Tells how to rewrite an expression that reads a tensor's values, so that the new expression uses only tensors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from itertools import pairwise
 
 from .tensor_expression import condition, function_name, is_condition, module_function, takes_numbers, tensors
 
-# A place in a file: its first line, last line, first column and last column. Columns count bytes of UTF-8.
+# A place in a file: first line, last line, first column and last column. Columns count bytes of UTF-8.
 Span = tuple[int, int | None, int | None, int | None]
 
 _UNKNOWN = "use functions of tensors there"
-# Functions of ``math`` that torch.export follows if they take the result of ``item()``.
+# Functions of ``math`` that torch.export can record if they take the result of ``item()``.
 _FOLLOWED = (
     *("acos", "asin", "atan", "ceil", "cos", "cosh", "floor"),
     *("log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
 )
-# Functions that only show values.
+# Functions that only print or log values.
 _SHOWS = ("print", "warn", "warning", "debug", "info")
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """``text`` is the expression as the user wrote it, or "" if its source isn't known. ``fix`` is an imperative
-    clause. ``certain`` tells whether no exporter can follow the expression."""
+    """``text`` is the user's expression, or "" if its source isn't known. ``fix`` is an imperative clause with advice.
+    If ``certain`` is true, no exporter can record the expression."""
 
     text: str
     fix: str
@@ -35,8 +35,8 @@ class Rewrite:
 
 
 def rewrite(file: str, span: Span) -> Rewrite | None:
-    """Returns how to write the expression at ``span`` with tensors, or None if the expression only shows or checks
-    values."""
+    """Returns how to write the expression at ``span`` with tensors, or None if the expression only prints, logs or
+    checks values."""
     tree, parents = _parsed(file)
     node = _at(tree, span) if tree else None
     if node is None:
@@ -71,7 +71,7 @@ def _covers(node: ast.expr, line: int) -> bool:
 
 
 def _of_branch(one: ast.If | ast.While | ast.IfExp, simple: bool, parents: dict[ast.AST, ast.AST]) -> Rewrite:
-    """Returns the rewrite of a branch. ``simple`` tells whether its condition can be written with tensors."""
+    """Returns the rewrite of a branch. ``simple`` tells whether the branch's condition can be written with tensors."""
     before = ast.unparse(one.test)
     test = ast.unparse(condition(one.test)) if simple else "condition"
     if isinstance(one, ast.While):
@@ -157,7 +157,7 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
     """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
-    # A function of ``math`` can't take a tensor itself. torch.export follows numbers through some functions.
+    # A function of ``math`` can't take a tensor, but torch.export can record some of these functions on numbers.
     certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
     for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:
@@ -182,7 +182,7 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
         fix = f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],"
         return Rewrite(ast.unparse(index_of), fix, isinstance(index_of, ast.Call))
     if any(isinstance(one, ast.Call) and module_function(one)[0] for one in ast.walk(made)):
-        return Rewrite(text, _UNKNOWN, certain)  # torch has no function of this name
+        return Rewrite(text, _UNKNOWN, certain)  # torch has no function with this name
     if isinstance(whole, ast.Call) and module_function(whole)[0]:
         return Rewrite(text, f"write `{ast.unparse(made)}`", certain)
     return Rewrite(text, f"compute with the tensor `{ast.unparse(made)}`, or give a fixed number,", certain)
@@ -237,7 +237,7 @@ def _parsed(file: str) -> tuple[ast.Module | None, dict[ast.AST, ast.AST]]:
 
 def _at(tree: ast.Module, span: Span) -> ast.expr | None:
     """Returns the smallest expression that covers ``span``. If ``span`` covers a whole loop or branch, returns the
-    statement's condition or iterable.
+    condition or iterable of that statement.
 
     Python gives the span of the whole statement for a loop, and for a branch that only raises.
     """
@@ -258,7 +258,7 @@ def _at(tree: ast.Module, span: Span) -> ast.expr | None:
 
 
 def _ancestors(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    """Yields the nodes around ``node``, up to its function."""
+    """Yields the syntax nodes that enclose ``node``, up to its function."""
     while node in parents and not isinstance(node, ast.FunctionDef | ast.Lambda):
         node = parents[node]
         yield node

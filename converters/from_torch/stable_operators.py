@@ -1,4 +1,4 @@
-"""Translates to ONNX the operators that overflow in the translation of torch's exporter, but not in PyTorch."""
+"""Gives ONNX translations of operators that overflow in the translation by torch's exporter, but not in PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _log_sigmoid(x: Any) -> Any:
 def _logaddexp(x: Any, y: Any) -> Any:
     """Computes log(e^x + e^y) as max(x, y) + softplus(-|x - y|), which can't overflow.
 
-    If x and y are the same infinity, their difference is NaN, and the result is x + y.
+    If x and y are the same infinity, x - y is NaN, and the result is x + y.
     """
     from onnxscript import opset18 as op
 

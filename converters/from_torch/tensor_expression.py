@@ -14,17 +14,18 @@ _CONDITIONS = ("all", "any", "isnan", "isinf", "isfinite", "equal", "eq", "ne", 
 
 
 def tensors(node: ast.expr) -> ast.expr:
-    """Returns ``node`` with functions of tensors in place of Python's functions of numbers."""
+    """Returns ``node`` with functions on tensors in place of Python's functions on numbers."""
     return _made(_Tensors().visit(copy.deepcopy(node)))
 
 
 def condition(node: ast.expr) -> ast.expr:
-    """Returns ``node`` as a tensor of bools, which torch.where takes."""
+    """Returns ``node`` as an expression for a tensor of bools, as torch.where needs it."""
     return _made(_condition(_Tensors().visit(copy.deepcopy(node))))
 
 
 def is_condition(node: ast.AST) -> bool:
-    """Tells whether ``tensors`` can write ``node``, a part of a condition. Doesn't check the nodes inside ``node``."""
+    """Tells whether the function ``tensors`` can rewrite ``node``, which is a part of a condition. Doesn't check the
+    nodes inside ``node``."""
     if isinstance(node, ast.Call):
         return takes_numbers(node) or isinstance(node.func, ast.Attribute)
     if isinstance(node, ast.Compare):
@@ -33,7 +34,7 @@ def is_condition(node: ast.AST) -> bool:
 
 
 def takes_numbers(call: ast.Call) -> bool:
-    """Tells whether ``call`` reads a tensor, or is a function of Python numbers that ``tensors`` may replace."""
+    """Tells whether ``call`` reads a tensor, or calls a function on numbers that ``tensors`` may replace."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr in _READS or bool(module_function(call)[0])
     return function_name(call) in (*_CASTS, "round", "max", "min")
@@ -47,7 +48,7 @@ def function_name(call: ast.Call) -> str:
 
 
 def module_function(call: ast.Call) -> tuple[str, str]:
-    """Returns the module and the name of a called function of ``math`` or NumPy, or empty strings."""
+    """Returns the module and the name if ``call`` calls a function of ``math`` or NumPy, or else two empty strings."""
     function = call.func
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in _MODULES:
         return function.value.id, function.attr
@@ -91,7 +92,7 @@ class _Tensors(ast.NodeTransformer):
         return ast.UnaryOp(ast.Invert(), _condition(node.operand)) if isinstance(node.op, ast.Not) else node
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """Writes ``a < b < c`` as ``(a < b) & (b < c)``."""
+        """Rewrites ``a < b < c`` as ``(a < b) & (b < c)``."""
         self.generic_visit(node)
         sides = [node.left, *node.comparators]
         pairs = [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)]
@@ -116,7 +117,7 @@ def _call(name: str, arguments: list[ast.expr], keywords: list[ast.keyword] | No
 
 
 def _of_torch(name: str) -> str:
-    """Returns torch's name of a function of ``math`` or NumPy, or "" if torch has no such function."""
+    """Returns torch's name for a function of ``math`` or NumPy, or "" if torch doesn't have the function."""
     import torch
 
     name = _RENAMED.get(name, name)
