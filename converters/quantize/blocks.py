@@ -26,7 +26,7 @@ _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 def run_blocks(task: Task) -> dict[str, Any]:
     """Quantizes weights symmetrically, with one scale for every ``block_size`` weights of a column.
 
-    Products whose columns are not a multiple of ``block_size`` long stay float. Returns the stage's notes.
+    Products stay float if the length of their columns is not a multiple of ``block_size``. Returns the stage's notes.
     """
     model = read_detached(task.path)
     size = task.config.block_size
