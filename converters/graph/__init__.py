@@ -1,5 +1,5 @@
-"""ONNX to ONNX without a change of precision, and the reading and writing that all converters share.
+"""Transforms ONNX models without changing their precision, and reads and writes files for all converters.
 
-A stage takes an ONNX artifact and returns an ONNX artifact. A writer takes a model in memory. A reader takes a file and
-returns its signature.
+A stage takes an ONNX artifact and returns an ONNX artifact. A writer writes a model from memory to a file. A reader
+takes a file and returns its signature.
 """

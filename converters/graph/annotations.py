@@ -1,4 +1,4 @@
-"""Corrects the output shapes that an ONNX file states, after comparing them with the shapes of a run."""
+"""Corrects the output shapes that an ONNX file declares, after a run has shown the actual shapes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accel.progress import report
 from accel.runtimes.base import open_session
 from accel.signature import Dim, Signature
 
-# A batch of this size shows whether an output has a batch dim. The largest batch would take longer and show no more.
+# A batch of this size shows whether an output has a batch dim. A larger batch would take longer and show no more.
 _LARGEST_BATCH = 3
 
 
 def mend(path: Path, known: Signature) -> bool:
     """Runs the ONNX file ``path`` at several sizes. If the outputs have the shapes that ``known`` states, writes these
-    shapes into the file. Exporters and quantizers state fixed sizes or formulas for dims that they can't infer.
+    shapes into the file. Exporters and quantizers declare fixed sizes or formulas for dims that they can't infer.
 
-    Also removes the stated shapes of inner tensors, because a runtime may compute with them. Returns False, and leaves
-    the file unchanged, if the file can't be run here or an output has another shape than in ``known``.
+    Also removes the declared shapes of inner tensors, because runtimes may rely on these shapes. If the file can't be
+    run here, or if an output's shape differs from ``known``, returns False and leaves the file unchanged.
     """
     model = onnx.load(path, load_external_data=False)
     cases = known.cases(_LARGEST_BATCH)
@@ -49,7 +49,7 @@ def mend(path: Path, known: Signature) -> bool:
 
 
 def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequence[Sequence[int]]) -> bool:
-    """Tells whether the shapes ``seen`` at the sizes ``cases`` are those that ``shape`` states."""
+    """Checks whether ``seen``, the shapes measured at the sizes ``cases``, match the declared ``shape``."""
     if len(seen) != len(cases) or any(len(one) != len(shape) for one in seen):
         return False
     for axis, dim in enumerate(shape):
@@ -58,7 +58,7 @@ def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequen
             expected = [dim] * len(cases)
         elif all(dim in case for case in cases):
             expected = [case[dim] for case in cases]
-        else:  # the dim is computed from the dims of inputs, so its size has to change
+        else:  # the dim is computed from the dims of inputs, so its size must vary
             expected = sizes if len(set(sizes)) > 1 else []
         if sizes != expected:
             return False

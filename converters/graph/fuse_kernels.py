@@ -1,7 +1,7 @@
-"""ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
+"""Fuses matrix products and convolutions of an ONNX model with the operators that follow.
 
-A convolution with bias, activation and residual becomes one ``accel::FusedConv2d``. Both operators have a
-function body that any runtime can run.
+``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``. A convolution with bias, activation and residual
+becomes one ``accel::FusedConv2d``. Both operators have a function body that any runtime can run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class FusedGraphInvalid(StageFailed):
 
 
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
-    """Writes ``src`` with fused products to ``out``. The notes tell how many products each function replaced.
+    """Fuses the matrix products and convolutions of ``src``, and writes the model to ``out``.
 
-    A model without products that can be fused is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is
+    ``notes["functions"]`` counts the fused products for each function. If no product can be fused, the model is written
+    unchanged. Raises ``UnsupportedHere`` if the opset or IR is
     too old for functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contract:
-    """The required inputs and outputs of a file."""
+    """The inputs and outputs that a converted file must have."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -25,9 +25,9 @@ class Contract:
 def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contract) -> None:
     """Renames the inputs and outputs of ``model`` in place, and declares the order and shapes of ``contract``.
 
-    ``names`` maps the file's names to the user's names. An inner value that already has a user's name gets another
-    name. An input that is also an output, and a value that is an output twice, get an Identity. Raises
-    ``SignatureDrift`` if an output is missing.
+    ``names`` maps the file's names to the user's names. If an inner value already has one of the user's names,
+    the inner value is renamed. An Identity node is added if an input is also an output, or if two outputs are the same
+    value. Raises ``SignatureDrift`` if an output is missing.
     """
     import onnx
 

@@ -23,19 +23,19 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 if TYPE_CHECKING:
     import onnx
 
-# Constants with fewer elements than this are axes and sizes. Axes and sizes stay Constant nodes, because shape
-# inference reads them there.
+# A Constant node with fewer elements than this holds axes or sizes, not weights. Axes and sizes stay in Constant nodes,
+# where shape inference reads them.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-# The IR version that introduced each of the newer dtypes, by the dtype's name in TensorProto.
+# Maps each newer dtype (its name in TensorProto) to the IR version that introduced the dtype.
 _DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT6E2M3": 14, "FLOAT6E3M2": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromOnnxConfig(StageConfig):
     """``opset`` is the opset of the result (None: unchanged). ``inputs`` has new shapes for inputs whose declared
-    shapes are wrong or too narrow. ``dims`` has ranges of dynamic dims. ``max_ir`` is the newest IR version that the
-    target reads (None: no limit)."""
+    shapes are wrong or too narrow. ``dims`` maps dynamic dims to ranges. ``max_ir`` is the newest IR version that
+    the target reads (None: no limit)."""
 
     opset: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
@@ -48,10 +48,10 @@ class NotBroughtOver(StageFailed):
 
 
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
-    """Changes opset and shapes of ``src``. ``notes["repaired"]`` lists each repair with its reason.
+    """Changes the opset and shapes of ``src``. ``notes["repaired"]`` lists each repair with its reason.
 
-    Weights in Constant nodes become initializers, initializers are no longer listed as inputs, and outputs get the
-    shapes that a run gives. Quantized models keep each QuantizeLinear and DequantizeLinear.
+    Turns weights in Constant nodes into initializers, and removes initializers from the list of inputs. Declares the
+    output shapes that a run of the model gives. Quantized models keep all QuantizeLinear and DequantizeLinear nodes.
 
     Raises ``NotBroughtOver`` if onnx can't convert an operator, or if the model doesn't run with the given shapes. Also
     raises ``NotBroughtOver`` if the model's opset or one of its dtypes needs a newer IR than ``max_ir``.
@@ -106,7 +106,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    write_onnx(model, out)  # ONNX Runtime reads files of any size, but messages in memory only up to 2 GB
+    write_onnx(model, out)  # ONNX Runtime loads files of any size, but models in memory only up to 2 GB
     _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
@@ -148,7 +148,7 @@ def _redeclared(
 ) -> tuple[TensorSpec, ...]:
     """Declares the inputs of ``model`` with the given shapes, and returns the new specs of the inputs.
 
-    Raises ``BadInputSpec`` if the model lacks a given input, or declares another dtype or rank for the input.
+    Raises ``BadInputSpec`` if the model has no input of a given name, or if the input has another dtype or rank.
     """
     import onnx
 
@@ -197,9 +197,9 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter fails at many operators whose newer version only adds dtypes. After a failure, only the opset is
-    lowered, and newer attributes are dropped. The checker then decides whether the model is valid, and the gate
-    compares its outputs.
+    The version converter of onnx fails at many operators whose newer version only adds dtypes. After such a failure,
+    only the declared opset is lowered, and newer attributes are dropped. Later, the checker refuses an invalid model,
+    and the gate refuses changed outputs.
     """
     from onnx import version_converter
 
@@ -215,7 +215,7 @@ def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def _without_zeros(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of the int64 initializers in which no element is 0."""
+    """Returns the names of the int64 initializers that contain no zero."""
     import onnx
 
     found = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
@@ -223,10 +223,10 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
-    """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
+    """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
 
-    Removes an attribute only if it has its default value. Also removes ``allowzero`` if no size is 0. The checker
-    refuses all other newer attributes.
+    Removes an attribute only if it has its default value. Also removes a Reshape's ``allowzero`` if none of the sizes
+    is 0. The checker later refuses any other newer attribute.
     """
     import onnx
 
@@ -249,8 +249,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns a list of pairs for the newer dtypes in ``graph``: the IR version and the name of the dtype. The first
-    pair is (0, "")."""
+    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``. The first pair is (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -290,8 +289,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs only the default sizes and the ends of the ranges, because the user chose the ends. Many models take only
-    # multiples of a number, and would refuse a size in between.
+    # Runs only the default sizes and one end of each range, because the user chose these sizes. Many models take only
+    # multiples of a number, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

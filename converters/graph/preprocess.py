@@ -1,4 +1,4 @@
-"""Adds pre- and postprocessing to the graph, which then takes image bytes and returns classes."""
+"""Adds preprocessing and postprocessing to an ONNX model, so that the model takes image bytes and returns classes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PreprocessConfig(StageConfig):
     """The preprocessing and postprocessing of a model.
 
     ``mean`` and ``std`` have one number for all channels or one number for each channel. ``mean`` and ``std`` apply to
-    pixels from 0 to 1, so bytes are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
-    ``resize`` is the (height, width) that the model takes. Images of any size are scaled bilinearly between pixel
-    centers, as OpenCV does. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
-    has the ranges of ``height`` and ``width`` before the resize.
+    pixels from 0 to 1, so uint8 pixels are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
+    ``resize`` is the (height, width) that the model takes. Images of any size are resized bilinearly with half-pixel
+    centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
+    maps ``height`` and ``width`` to their ranges before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -50,11 +50,11 @@ class PreprocessConfig(StageConfig):
 
 
 class NotPreprocessed(StageFailed):
-    """The model's inputs or outputs don't allow the pre- or postprocessing."""
+    """The model's inputs or outputs don't allow the preprocessing or postprocessing."""
 
 
 def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
-    """Adds the steps of ``config`` before and after ``src``, and writes the result to ``out``.
+    """Adds the preprocessing and postprocessing of ``config`` to ``src``, and writes the result to ``out``.
 
     The input and the output keep their names, except that ``topk`` gives ``<output>_values`` and ``<output>_indices``.
     Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly one output of scores.
@@ -85,8 +85,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Returns the ranges of ``dims`` at the new input. Images that get resized may have any size, not only multiples of
-    a dim's step."""
+    """Adapts the ranges in ``dims`` to the new input. An image that gets resized may have any height and width, so
+    these two dims get the step 1."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
@@ -95,7 +95,7 @@ def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[st
 def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     """Returns the only image input of a model, and the axis of its channels (1 or 3).
 
-    Raises ``NotPreprocessed`` if the model takes no image or several, or if the channel axis is ambiguous.
+    Raises ``NotPreprocessed`` if the model takes no image or several images, or if the channel axis is ambiguous.
     """
     images = [spec for spec in signature.inputs if len(spec.shape) == 4 and spec.dtype in ("float32", "float16")]
     if len(images) != 1:
@@ -104,20 +104,21 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
-            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 needs size 1, 3 or 4"
+            f"can't tell which dim of {images[0]} holds the channels; exactly one of dims 1 and 3 must have size 1, 3 "
+            "or 4"
         )
     return images[0], axes[0]
 
 
 class _Steps:
-    """The nodes that go between an input called ``name`` and the model, in order."""
+    """Collects the nodes between the input ``name`` and the model, in order."""
 
     def __init__(self, graph: onnx.GraphProto, name: str) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self._graph, self._name, self._last = graph, name, name
 
     def add(self, kind: str, *others: str, **attributes: Any) -> None:
-        """Appends a node that reads the last result."""
+        """Appends a node that reads the output of the previous node."""
         from onnx import helper
 
         result = f"{self._name}_{kind.lower()}_{len(self.nodes)}"
@@ -125,7 +126,7 @@ class _Steps:
         self._last = result
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """Adds an initializer to the graph; returns its full name."""
+        """Adds an initializer to the graph, and returns its full name."""
         from onnx import numpy_helper
 
         full = f"{self._name}_{name}"
@@ -160,7 +161,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if layout == "NHWC" and (own == "NCHW" or config.resize is not None):
         steps.add("Transpose", perm=[0, 3, 1, 2])
         layout = "NCHW"
-    if config.resize is not None:  # ONNX Runtime's Resize takes channels first
+    if config.resize is not None:  # ONNX Runtime's Resize needs the layout NCHW
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
             raise NotPreprocessed(
@@ -190,7 +191,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
 
 
 def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: PreprocessConfig) -> tuple[Dim, Dim]:
-    """Returns the height and width of incoming images: the model's own, or dynamic dims if ``config`` resizes images.
+    """Returns the height and width of incoming images. If ``config`` resizes images, height and width are dynamic.
 
     Raises ``BadInputSpec`` if the model does not take the size that ``config`` resizes to.
     """
@@ -208,11 +209,10 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
 
 
 def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
-    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; returns whether any was
-    removed.
+    """Removes the Transpose nodes that undo ``perm`` if no other node reads the value ``name``.
 
-    Models from TensorFlow begin with a Transpose that undoes ``perm``. The readers of the Transpose then read ``name``
-    directly.
+    Returns whether a node was removed. Models from TensorFlow begin with a Transpose that undoes ``perm``. The nodes
+    after a removed Transpose read ``name`` directly.
     """
     readers = [node for node in graph.node if name in node.input]
     ends = {value.name for value in graph.output}
@@ -220,7 +220,7 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
         turn = [list(a.ints) for a in node.attribute if a.name == "perm"]
         if node.op_type != "Transpose" or turn != [[perm.index(axis) for axis in range(4)]] or node.output[0] in ends:
             return False
-    # A branch of an If may read the value, too.
+    # A branch of an If may also read the value.
     if not readers or any(a.HasField("g") for node in graph.node for a in node.attribute):
         return False
     gone = {node.output[0]: name for node in readers}
@@ -231,7 +231,7 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
 
 
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ``scale`` and ``shift``, both float32[channels], with ``(x / top - mean) / std == x * scale + shift``."""
+    """Returns float32[channels] ``scale`` and ``shift`` so that ``(x / top - mean) / std == x * scale + shift``."""
     import numpy as np
 
     for name, numbers in (("mean", config.mean), ("std", config.std)):
@@ -280,9 +280,9 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
 
 
 def parse_postprocess(text: str) -> tuple[str, int]:
-    """Returns the kind and the number of a text such as ``topk:5``; the number is 0 for ``softmax`` and ``argmax``.
+    """Splits a text such as ``topk:5`` into its kind and its number. The number of ``softmax`` and ``argmax`` is 0.
 
-    Raises ``BadInputSpec`` for a text of another form.
+    Raises ``BadInputSpec`` if the text has another form.
     """
     kind, colon, number = text.partition(":")
     if (

@@ -1,12 +1,13 @@
 """Reads the signature and properties of the files that stages write.
 
-``accel.stage`` compares the signature with the stage's input, so that no stage checks its own work. Each function reads
-one kind of file. ``path`` is the file, and ``known`` is the signature of the source model. ``known`` supplies only the
-facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes. Exported programs
-and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+A stage doesn't check its own output. Instead, ``accel.stage`` compares the signature of the written file with the
+signature of the stage's input. Each function reads one kind of file. ``path`` is the file, and ``known`` is the
+signature of the source model. ``known`` supplies only the information that the file's format can't store. Only ONNX
+files and the OpenVINO IRs that accel writes store the names of dynamic dims. Programs of torch.export and ncnn nets
+identify tensors by position. An ncnn net stores neither dtypes nor a batch dim.
 
-This module has no reader for engines, because an engine can only be opened on a machine with the right GPU.
-``engine_from_onnx`` describes an engine by its TensorRT network.
+This module has no reader for TensorRT engines, because an engine can only be opened on a machine with the right GPU.
+``engine_from_onnx`` takes an engine's signature from its TensorRT network.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ from accel.sources.onnx.file import describe as describe_onnx
 from .read_ir import describe as describe_ir
 
 ReadBack = tuple[Signature, dict[str, Any]]
-# An axis in a file: a fixed size; a symbol, which other axes may share; or None for a dynamic axis without a name.
+# The size of an axis in a file: an int for a fixed size, a str for a symbol, None for a dynamic axis without a symbol.
 Size = int | str | None
-# Name, dtype and sizes of a tensor; the sizes are None if the rank is unknown.
+# The name, dtype and sizes of a tensor. The sizes are None if the rank is unknown.
 Row = tuple[str, str, list[Size] | None]
 
 
 def onnx(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """Reads an ONNX file, which needs nothing from ``known``."""
+    """Reads an ONNX file. ``known`` is not needed."""
     return describe_onnx(path)
 
 
 def openvino(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """Reads an IR, which holds the names of the dims because ``openvino_from_onnx`` wrote them."""
+    """Reads an OpenVINO IR, in which ``openvino_from_onnx`` has stored the names of the dims."""
     return describe_ir(path)
 
 
 def torch(path: Path, known: Signature) -> ReadBack:
-    """Reads an exported program (``.pt2``): dtypes, sizes and dynamic axes. Tensors are identified by position."""
+    """Reads dtypes, sizes and dynamic axes of a program of torch.export (``.pt2``).
+
+    Tensors are identified by position.
+    """
     from torch.export import load
 
     program = load(path)
@@ -49,7 +53,7 @@ def torch(path: Path, known: Signature) -> ReadBack:
         found: list[Row] = []
         for index, place in enumerate(places):
             value = values.get(place)
-            if value is None or not hasattr(value, "dtype"):  # a number or None instead of a tensor
+            if value is None or not hasattr(value, "dtype"):  # the value is a number or None, not a tensor
                 continue
             name = like[index].name if index < len(like) else f"{role}_{index}"
             sizes: list[Size] = [size if isinstance(size, int) else str(size.node.expr) for size in value.shape]
@@ -82,7 +86,7 @@ def _by_tensorflow(form: str, path: Path, known: Signature) -> ReadBack:
 
 
 def ncnn(path: Path, known: Signature) -> ReadBack:
-    """Reads the inputs and outputs (``in0``, ``out0``...) of a ``.param`` file, and the sizes of inputs if present."""
+    """Reads the inputs and outputs (``in0``, ``out0``...) of a ``.param`` file, and the sizes of inputs if stated."""
     from accel.graph.ncnn_param import read_layers
 
     layers = read_layers(path)
@@ -92,7 +96,7 @@ def ncnn(path: Path, known: Signature) -> ReadBack:
     for index, spec in enumerate(known.inputs):
         if (layer := starts.pop(f"in{index}", None)) is None:
             continue
-        noted = [size for key in (2, 11, 1, 0) if (size := layer.number(key))]  # channels, depth, height, width
+        noted = [size for key in (2, 11, 1, 0) if (size := layer.number(key))]  # keys: channels, depth, height, width
         dims = spec.shape
         if noted:
             dims = _shape(spec.name, [None, *noted], spec, known, {})
@@ -109,7 +113,7 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Makes a signature of the rows. Dynamic axes get their names from ``known``."""
+    """Makes a signature from rows. Dynamic axes get their names from ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
@@ -136,7 +140,7 @@ def _shape(
     *,
     output: bool = False,
 ) -> tuple[Dim, ...]:
-    """Returns ``sizes`` with the dim names of ``like``. ``symbols`` maps each symbol of the file to a dim."""
+    """Returns ``sizes`` with the dim names of ``like``. ``symbols`` maps each symbol in the file to a dim's name."""
     declared: Sequence[Dim | None] = [None] * len(sizes)
     if like is not None and len(like.shape) == len(sizes):
         declared = like.shape
@@ -146,7 +150,7 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # A size that is computed from dynamic sizes may be dynamic in the file although its value is constant.
+            # An output size computed from dynamic sizes may be dynamic in the file, although its value is constant.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)
@@ -156,17 +160,17 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Tells whether the file may fix ``dim`` to ``size``. The file may fix a dim whose range has only this size, and a
-    dim of an output that no input has."""
+    """Checks whether the file may have the fixed ``size`` for ``dim``. A fixed size is allowed if the dim's range has
+    only this size, or if the dim occurs in an output but in no input."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 
 
 def _dim_of(symbol: str | None, dim: str, own: str, symbols: dict[str, str]) -> str:
-    """Returns the dim that ``symbol`` stands for, ``dim`` by default.
+    """Returns the name of the dim for ``symbol``, by default ``dim``.
 
-    If an earlier axis gave ``symbol`` a dim, returns that dim. If another symbol already stands for ``dim``, returns
-    ``own``.
+    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``symbols`` maps another symbol to ``dim``,
+    returns ``own``.
     """
     if symbol is None:
         return dim

@@ -11,7 +11,7 @@ from accel.errors import InvalidModel, MissingExtra, one_line
 from accel.runtimes.openvino import reason
 from accel.signature import Dim, Signature, TensorSpec
 
-# The IR's rt_info entry for the names of tensors and of dynamic dims. OpenVINO itself has no names for dims.
+# The rt_info entry in which accel stores the names of tensors and dynamic dims. OpenVINO itself has no names for dims.
 RT_INFO = ("accel", "signature")
 
 _DTYPES = {
@@ -23,13 +23,13 @@ _DTYPES = {
 }  # fmt: skip
 _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _QUANTIZED = ("i8", "u8", "i4", "u4")
-_WEIGHTS = 16  # a constant of fewer 8-bit numbers than this is an axis or a flag, not a weight
+_WEIGHTS = 16  # a constant with fewer 8-bit numbers than this holds axes or flags, not weights
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
-    """Returns the signature and the properties (``precision``) that the IR itself declares.
+    """Returns the signature and the properties (``precision``) of the IR ``path``.
 
-    The dtypes and shapes come from the model, and the names of dynamic dims from the ``accel`` entry of its rt_info.
+    The dtypes and shapes come from the model. The names of dynamic dims come from the ``accel`` entry of the rt_info.
     Without an ``accel`` entry, a dynamic dim is called ``<tensor>_<axis>``. Raises ``InvalidModel`` if the IR can't be
     read.
     """
@@ -48,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the recorded dims of each tensor, or an empty dict if the IR has no record."""
+    """Returns the dims of each tensor that accel recorded in the IR. Without a record, the dicts are empty."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -75,8 +75,8 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # OpenVINO may leave open a size that the ONNX file declared. The recorded size is used unless OpenVINO rules it
-        # out.
+        # A size that is fixed in the ONNX file may be dynamic in OpenVINO. The recorded size is used if it is within
+        # OpenVINO's bounds.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))
@@ -88,8 +88,9 @@ def _bounds(size: Any) -> range:
 
 
 def _precision(model: Any) -> str:
-    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. A model with quantized weights has
-    the dtype of these weights (``int4`` or ``int8``). Any other model has the dtype of most weights."""
+    """Returns the precision of ``model``. The precision is ``int8`` if the model has a FakeQuantize. If the model has
+    quantized weights, the precision is their dtype (``int4`` or ``int8``). Otherwise, the precision is the dtype of
+    most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()
@@ -107,7 +108,7 @@ def _precision(model: Any) -> str:
 
 
 def load_openvino() -> Any:
-    """Returns the module ``openvino``; raises ``MissingExtra`` if the package isn't installed."""
+    """Returns the module ``openvino``. Raises ``MissingExtra`` if the package isn't installed."""
     try:
         import openvino
     except ImportError as error:

@@ -40,9 +40,9 @@ class SimplifyConfig(StageConfig):
 
 
 def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
-    """Simplifies ``src`` with onnxsim, native code that runs in a child process. Opset, IR and signature don't change.
+    """Simplifies ``src`` with onnxsim in a child process. The opset, the IR version and the signature don't change.
 
-    If onnxsim fails, crashes or changes the contract, the model stays unsimplified and ``notes["kept"]`` says why.
+    If onnxsim fails, crashes or changes the signature, the model stays unsimplified and ``notes["kept"]`` says why.
     Raises ``SimplifyFailed`` if the model itself fails the checker.
     """
     before = read_detached(src.path)
@@ -76,10 +76,10 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 
 
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
-    """Simplifies ``path`` into ``out`` and restores the header. Runs in a child process.
+    """Simplifies the model ``path``, restores its header, and writes it to ``out``. Runs in a child process.
 
-    With ``light``, the large weights stay in their file. onnxsim then takes these weights for inputs, and can't fold
-    them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
+    With ``light``, the large weights stay in their file. In this case, onnxsim treats the large weights as inputs and
+    can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
     """
     import onnxsim
 
@@ -100,9 +100,9 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
 
 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Gives the dims of ``after`` their names from ``before``.
+    """Gives each dim in ``after`` the name that the dim has in ``before``.
 
-    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. Even the batch dim may lose its name to ``unk__0``.
+    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. Even the batch dim may get the name ``unk__0``.
     """
     had = {value.name: value for value in before.graph.input}
     names: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 
 
 def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
-    """Returns how ``after`` breaks the contract of ``before``, or None."""
+    """Describes the first forbidden change from ``before`` to ``after``. Returns None if no such change exists."""
     (was, _), (now, _) = describe_model(before), describe_model(after)
     for old, new in zip((*was.inputs, *was.outputs), (*now.inputs, *now.outputs), strict=False):
         # The dims of an output may be renamed, and an unknown shape may have become known.

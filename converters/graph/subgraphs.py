@@ -1,4 +1,4 @@
-"""The subgraphs of nodes (branches of an If, bodies of a Loop), and the outer values that subgraphs capture."""
+"""Finds the subgraphs of nodes (branches of an If, bodies of a Loop) and the outer values that subgraphs capture."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
 
-# Writing detached weights into one message takes memory of four times the size of the weights.
+# Writing detached weights into one message needs four times as much memory as the weights.
 _ATTACHED_BYTES = 1 << 29
 
 # Tensors with fewer bytes than this stay in the main file, because shape inference reads some of them.
@@ -48,7 +48,7 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
 
 
 def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Copies the torch scopes that the exporter noted from the nodes of ``before`` to the nodes of ``after``.
+    """Copies the torch module scopes from the nodes of ``before`` to the same nodes of ``after``.
 
     Nodes are matched by name, or else by output. Stack traces are dropped, because they name files of the exporting
     machine.
@@ -68,7 +68,7 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 
 
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -> tuple[str, ...]:
-    """Writes ``model`` to ``out``; returns the names of the files beside ``out`` that hold its weights.
+    """Writes ``model`` to ``out``, and returns the names of the weight files beside ``out``.
 
     The weights go into a second file if the model exceeds ``limit`` bytes (``SINGLE_FILE_BYTES`` by default), or if too
     many weights are detached. The second file is named by a hash of its content, so that two models of the same name
@@ -101,7 +101,7 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
 
 
 def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Turns detached weights into inputs, for a library that takes the model as one message; returns the weights."""
+    """Turns detached weights into inputs, for libraries that take a model as one message. Returns the weights."""
     from onnx import helper
 
     apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
@@ -116,7 +116,7 @@ def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
 
 
 def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
-    """Turns the inputs from ``as_inputs`` back into weights; leaves out unused weights."""
+    """Turns the inputs from ``as_inputs`` back into weights, and leaves out unused weights."""
     from .subgraphs import captured
 
     used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
@@ -135,7 +135,7 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 
 def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
-    """Moves the bytes of the larger initializers to ``path``; returns the sha256 of that file."""
+    """Moves the bytes of the larger initializers to the file ``path``, and returns the file's sha256."""
     import onnx
     from onnx import numpy_helper
 
@@ -169,19 +169,19 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
 
 
 def is_unknown_operator(error: Exception) -> bool:
-    """Tells whether ``onnx.checker`` refused an operator without a schema. Only the text of the error identifies a
+    """Checks whether ``onnx.checker`` refused an operator that has no schema. Only the text of the error identifies a
     missing schema."""
     return "No Op registered" in str(error) or "No opset import" in str(error)
 
 
 def check_file(path: Path) -> str | None:
-    """Returns the fault that ``onnx.checker`` finds in the file, in one line, or None. Also checks types and shapes."""
+    """Returns the error that ``onnx.checker`` finds in the file, or None. Also checks types and shapes."""
     import onnx
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas of operators from other domains, so the runtime decides about these operators.
+        # The checker has no schemas of operators from other domains, so only the runtime can check these operators.
         nodes = onnx.load(str(path), load_external_data=False).graph.node
         foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
         if foreign and is_unknown_operator(error):

@@ -1,8 +1,7 @@
-"""Quantizes the weights of large products to 8 or 4 bits, in the standard ONNX that TensorRT takes. Activations stay
-float.
+"""Quantizes the weights of large matrix products to 8 or 4 bits, with standard ONNX operators that TensorRT takes.
 
-A DequantizeLinear with a scale for each block of a column restores the weights. Runs in a child process: see
-``quantize``.
+Activations stay float. A DequantizeLinear with one scale for each block of a column restores the weights. ``quantize``
+runs this module in a child process.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ..graph.write import write_onnx
 from .products import channel_axis, drop_unread, product_weights
 from .stage import Task
 
-# For each mode, the dtype of the quantized weights and their largest value. The range is symmetric, so that 0 stays 0.
+# Maps each mode to the dtype and the largest value of quantized weights. The range is symmetric, so that 0 stays 0.
 _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 
 
 def run_blocks(task: Task) -> dict[str, Any]:
-    """Quantizes symmetrically, with one scale for every ``block_size`` weights of a column; returns the notes.
+    """Quantizes weights symmetrically, with one scale for every ``block_size`` weights of a column.
 
-    Products whose depth is not a multiple of ``block_size`` stay float.
+    Products stay float if the length of their columns is not a multiple of ``block_size``. Returns the stage's notes.
     """
     model = read_detached(task.path)
     size = task.config.block_size
@@ -52,7 +51,7 @@ def run_blocks(task: Task) -> dict[str, Any]:
 
 
 def _dequantized(model: onnx.ModelProto, tensor: onnx.TensorProto, axis: int, size: int, mode: str) -> onnx.NodeProto:
-    """Returns the node that restores the weights. Adds the node's inputs to ``model``."""
+    """Returns the DequantizeLinear node that restores the weights. Adds the node's inputs to ``model``."""
     dtype, top = _STEPS[mode]
     value = np.moveaxis(weight_array(tensor), axis, 0)
     blocks = value.reshape(-1, size, value.shape[1])

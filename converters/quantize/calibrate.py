@@ -1,4 +1,5 @@
-"""Statistics of the tensors of a model on real data, batch by batch. Memory does not grow with the number of samples.
+"""Collects statistics of a model's tensors on real data, batch by batch. Memory does not grow with the number of
+samples.
 
 The statistics are saved from time to time, so that a killed calibration can continue.
 """
@@ -27,12 +28,12 @@ Batches = Callable[[int], Iterator["Feeds"]]
 
 _SAVE_SECONDS = 10.0
 
-# Number of bytes of activations that one run of the model returns.
+# One run of the model returns at most about this many bytes of activations.
 _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Statistics that are updated batch by batch. ``state`` returns all statistics as arrays, for ``restore``."""
+    """Collects statistics batch by batch. ``state`` returns the statistics as arrays, and ``restore`` takes them."""
 
     def add(self, feeds: Feeds) -> None: ...
 
@@ -42,7 +43,7 @@ class Collector(Protocol):
 
 
 def collect(collector: Collector, batches: Batches, unfinished: Path | None = None) -> None:
-    """Gives ``collector`` every batch.
+    """Adds every batch to ``collector``.
 
     Saves the state of ``collector`` to the file ``unfinished`` every ten seconds. If the file exists, the collection
     continues after the last batch in the file.
@@ -64,7 +65,7 @@ def _save(collector: Collector, done: int, path: Path) -> None:
 
 
 def _resume(collector: Collector, path: Path | None) -> int:
-    """Restores ``collector`` from ``path``; returns the number of batches in the file.
+    """Restores ``collector`` from the file ``path``, and returns the number of batches in the file.
 
     Ignores a damaged file. Reading the file verifies the checksums of the zip archive.
     """
@@ -81,12 +82,12 @@ def _resume(collector: Collector, path: Path | None) -> int:
 
 
 class Histograms:
-    """Histograms of the tensors ``names``, which are inputs or outputs of nodes of ``model``."""
+    """Collects histograms of the tensors ``names``, which are inputs or outputs of nodes of ``model``."""
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
         self._plain = RoundedModel(model)
-        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps each set of feed shapes to chunks of names
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps the shapes of a batch to chunks of names
         made = set(self._plain.tensors)
         self._inner = [name for name in names if name in made]
         self.found = {name: Histogram() for name in names}

@@ -1,9 +1,8 @@
-"""Quantizes the inputs of products with weights to 8-bit floats (E4M3) for TensorRT. Runs in a child process: see
-``quantize``.
+"""Quantizes the inputs of matrix products with constant weights to 8-bit floats (E4M3) for TensorRT.
 
-E4M3 has 4 bits of exponent and 3 of mantissa, and its largest number is 448 (Micikevicius et al., "FP8 formats for deep
-learning", arXiv 2209.05433). The steps of int8 are equal. The steps of E4M3 grow with the value, so that outliers don't
-make small values coarser.
+E4M3 has 4 exponent bits and 3 mantissa bits, and its largest number is 448 (Micikevicius et al., "FP8 formats for deep
+learning", arXiv 2209.05433). The steps between int8 numbers are equal. The steps between E4M3 numbers grow with the
+value, so that outliers don't make small values less precise. ``quantize`` runs this module in a child process.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _LARGEST = 448.0
 
 
 def run_fp8(task: Task) -> dict[str, Any]:
-    """Puts QuantizeLinear and DequantizeLinear before matrix products. Returns the notes of the stage.
+    """Inserts QuantizeLinear and DequantizeLinear nodes before matrix products. Returns the stage's notes.
 
-    An activation has a single scale, and a weight has one scale for each channel. Zero points are 0. Biases and outputs
-    stay float.
+    An activation has one scale, and a weight tensor has one scale for each channel. Zero points are 0. Biases and
+    outputs stay float.
     """
     config = task.config
     model = read_detached(task.path)
@@ -79,8 +78,10 @@ class _Written:
         self._model = model
 
     def activation(self, name: str, top: float, nodes: list[onnx.NodeProto]) -> str:
-        """Appends nodes to ``nodes`` that round the tensor ``name``, whose largest absolute value is ``top``. Returns
-        the rounded tensor's name."""
+        """Appends a QuantizeLinear and a DequantizeLinear to ``nodes``, and returns the name of the rounded tensor.
+
+        The new nodes round the tensor ``name``, whose largest absolute value is ``top``.
+        """
         scale = np.array(_scale(np.array(top)), np.float32)
         of = [self._constant(f"{name}/scale", scale), self._zero(f"{name}/zero", [])]
         nodes.append(helper.make_node("QuantizeLinear", [name, *of], [f"{name}/fp8"], name=f"{name}/quantize"))
@@ -92,7 +93,7 @@ class _Written:
         return f"{name}/dequantized"
 
     def weight(self, tensor: onnx.TensorProto, axis: int | None, nodes: list[onnx.NodeProto]) -> str:
-        """Adds ``tensor`` in fp8, with a scale for each index of ``axis``; returns the name of the dequantized
+        """Adds ``tensor`` in fp8, with one scale for each index along ``axis``. Returns the name of the dequantized
         tensor."""
         value = weight_array(tensor)
         others = tuple(i for i in range(value.ndim) if i != axis) if axis is not None else None

@@ -1,9 +1,10 @@
-"""Histograms of a fixed size that need no range beforehand. Calibration takes its ranges from these histograms.
+"""Counts values in histograms that need no range beforehand, and computes quantization ranges from the counts.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
-grows and neighboring bins are merged. Every edge is a multiple of a power of two, so merged bins have the same counts
-as bins that had the final range from the start. The order and the size of the batches therefore make no difference.
-``minmax`` is exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
+grows and neighboring bins are merged. Every bin width is a power of two, so merged bins have the same counts as bins
+that had the final range from the start. The order and the size of the batches therefore make no difference. The range
+from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at most 1/2048 of the
+largest absolute value.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _HALF = BINS // 2
 # At most this many values are counted at a time, because counting makes copies of the values.
 _PIECE = 1 << 18
 
-_INT8_STEPS = 255  # steps from the lowest to the highest 8-bit value
+_INT8_STEPS = 255  # number of steps from the lowest to the highest 8-bit value
 _ENTROPY_LEVELS = 128
 
 
 @dataclass
 class Histogram:
-    """The counts of one tensor's values. ``exponent`` is None until the first nonzero value. ``zeros`` counts the
+    """Counts the values of one tensor. ``exponent`` is None until the first nonzero value. ``zeros`` counts the
     values that are exactly 0. ``nonfinite`` counts infinities and NaN, which the bins leave out."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
@@ -96,10 +97,11 @@ def value_range(
     """Returns the lowest and the highest value to represent in 8 bits. If ``symmetric``, lowest = -highest.
 
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
-    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
-    Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least sum of squared errors. In the sum, a value inside the range counts as step**2 / 12,
-    the mean squared rounding error. A value outside the range counts as its squared distance to the range.
+    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] with the least Kullback-Leibler
+    divergence between the absolute values and their rounding to 128 levels (Migacz, "8-bit inference with TensorRT",
+    GTC 2017). ``mse`` takes the range with the least sum of squared errors. For a value inside the range, the squared
+    error is step**2 / 12, the mean squared rounding error. For a value outside the range, the squared error is the
+    squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -128,13 +130,13 @@ def _percentile(found: Histogram, percentile: float, symmetric: bool) -> tuple[f
 
 
 def _quantile(counts: np.ndarray, edges: np.ndarray, share: float) -> float:
-    """Returns the number below which ``share`` of the values lie, assuming that values spread evenly within a bin."""
+    """Returns the quantile ``share`` of the counted values, assuming that values spread evenly within a bin."""
     below = np.concatenate([[0], np.cumsum(counts)]) / counts.sum()
     return float(np.interp(share, below, edges))
 
 
 def _absolute(found: Histogram) -> np.ndarray:
-    """Returns the counts of the absolute values in the upper half of the bins."""
+    """Returns the counts of the absolute values, one count for each bin above 0."""
     return np.asarray(found.counts[_HALF:] + found.counts[:_HALF][::-1])
 
 
@@ -153,9 +155,9 @@ def _entropy(found: Histogram) -> float:
 
 
 def _divergence(inside: np.ndarray, outside: float) -> float:
-    """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
+    """Returns the divergence between the counts ``inside`` and the same counts merged into ``_ENTROPY_LEVELS`` levels.
 
-    ``outside`` is the number of cut-off values beyond the last bin. The last bin also counts the cut-off values.
+    ``outside`` is the number of values beyond the last bin. Before the merge, these values are added to the last bin.
     """
     wanted = inside.copy()
     wanted[-1] += outside
@@ -171,9 +173,9 @@ def _divergence(inside: np.ndarray, outside: float) -> float:
 
 
 def _smoothed(counts: np.ndarray) -> np.ndarray | None:
-    """Returns the counts as shares, with a small share in each empty bin, so that the divergence is finite.
+    """Divides ``counts`` by their sum, and moves a small share to each empty bin, so that the divergence is finite.
 
-    Returns None if all counts are zero, or if a count is too small to give shares to the empty bins.
+    Returns None if all counts are zero, or if a count is too small to move a share to the empty bins.
     """
     empty = counts == 0
     filled = counts.size - int(empty.sum())
@@ -187,7 +189,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # tries eleven octaves, because smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # down to 2**-11, because smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -200,7 +202,7 @@ def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
 
 
 def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
-    """Returns the sum of squared errors of all values for each pair of ends, as an array [lows, highs]."""
+    """Returns the sum of squared errors of all values for each range low to high, as an array [lows, highs]."""
     edges = found.edges
     centers = (edges[:-1] + edges[1:]) / 2
     counts = found.counts.astype(np.float64)

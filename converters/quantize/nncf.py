@@ -1,4 +1,4 @@
-"""Quantizes to int8 with NNCF, for OpenVINO. Runs in a child process: see ``quantize``."""
+"""Quantizes models to int8 with NNCF for OpenVINO. ``quantize`` runs this module in a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stage import Task, calibration_batches, calibration_feeds
 
 
 def run_nncf(task: Task) -> dict[str, Any]:
-    """Quantizes by NNCF's rules for OpenVINO: uint8 or int8 activations, int8 weights. Returns the notes."""
+    """Quantizes activations to uint8 or int8 and weights to int8, by NNCF's rules for OpenVINO. Returns the notes."""
     nncf.set_log_level(logging.ERROR)
     config = task.config
     model = read_proto(task.path)
@@ -28,7 +28,7 @@ def run_nncf(task: Task) -> dict[str, Any]:
     if config.ops:
         ignored += [re.escape(node.name) for node in model.graph.node if node.op_type not in config.ops]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside NNCF and torch
+        warnings.simplefilter("ignore")  # NNCF and torch warn of deprecations
         made = nncf.quantize(
             model,
             nncf.Dataset(feeds),
@@ -53,11 +53,12 @@ _POOLS = ("MaxPool", "AveragePool")
 
 
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
-    """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
+    """Turns int8 activations of ``model`` into uint8, and adds 128 to their zero points so that the results don't
+    change.
 
     Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
-    computes both nodes wrongly. The fault occurs in U-Nets, because NNCF quantizes a skip tensor to int8 if a Concat
-    joins the skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    computes such nodes wrongly. The fault occurs in U-Nets. NNCF quantizes a skip tensor to int8 if a Concat joins the
+    skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -68,14 +69,14 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     quantized = {node.output[0] for node in signed}
     restored = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in quantized]
     source = {node.output[0]: node.input[0] for node in restored}
-    readers: dict[str, list[str]] = {}  # the operators that read each quantized tensor
+    readers: dict[str, list[str]] = {}  # maps each quantized tensor to the operators that read the tensor
     for node in model.graph.node:
         for name in node.input:
             if name in source:
                 readers.setdefault(source[name], []).append(node.op_type)
     if not any(len(ops) > 1 and set(ops) & set(_POOLS) for ops in readers.values()):
         return 0
-    unsigned: dict[str, str] = {}  # maps each old zero point to the new one; several nodes may share a zero point
+    unsigned: dict[str, str] = {}  # maps each old zero point, which several nodes may share, to the new zero point
     for node in (*signed, *restored):
         name = node.input[2]
         if name not in unsigned:
@@ -93,7 +94,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
 
 
 class _Feeds:
-    """The samples, one at a time. Each iteration of NNCF reads the samples again."""
+    """Yields the samples one at a time. NNCF reads the samples again in each iteration."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

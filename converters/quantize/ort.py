@@ -1,4 +1,4 @@
-"""Quantizes to int8 with ONNX Runtime's quantizer. Runs in a child process: see ``quantize``."""
+"""Quantizes models to int8 with ONNX Runtime's quantizer. ``quantize`` runs this module in a child process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 
 _BATCH = 4
 
-# Operators that may stand between two convolutions. The operators in this list are quantized, too, so that values stay
-# int8 from one convolution to the next. Softmax, normalizations and Where are left out, because a mask in a Where would
-# take up the whole int8 range.
+# These operators between two convolutions are quantized, too, so that values stay int8 from one convolution to the
+# next. Softmax, normalizations and Where stay float. In int8, the mask of a Where would take up the whole range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
     "Relu", "Reshape", "Resize", "Sigmoid", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
@@ -38,8 +37,8 @@ _BETWEEN = (
 
 
 def run_static(task: Task) -> dict[str, Any]:
-    """Quantizes to QDQ for ONNX Runtime on CPUs. Weights become int8, and activations become uint8 with a zero point.
-    Returns the notes."""
+    """Quantizes the model in QDQ form for ONNX Runtime on CPUs. Weights become int8, and activations become uint8 with
+    a zero point. Returns the notes."""
     if task.transformer:
         # In a transformer, only products are quantized, because other quantized operators cost more time than they
         # save.
@@ -48,20 +47,20 @@ def run_static(task: Task) -> dict[str, Any]:
 
 
 def run_symmetric(task: Task) -> dict[str, Any]:
-    """Quantizes the inputs of products with weights for TensorRT, in int8 QDQ without zero points. Returns the notes.
+    """Quantizes the inputs of products with constant weights to int8 for TensorRT, in QDQ form without zero points.
 
-    Outputs and biases stay float.
+    Outputs and biases stay float. Returns the notes.
     """
     return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QInt8, inputs_only=True, symmetric=True)
 
 
 def run_dynamic(task: Task) -> dict[str, Any]:
-    """Quantizes weights to int8, and activations at run time. On CPUs, dynamic quantization speeds up only products
-    with weights."""
+    """Quantizes weights to int8. Activations are quantized at run time. On CPUs, dynamic quantization speeds up only
+    products with constant weights."""
     config = task.config
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # otherwise, ONNX Runtime's quantizer holds the weights in memory three times
+    if _is_large(task.path):  # otherwise, ONNX Runtime's quantizer holds three copies of the weights
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -80,7 +79,8 @@ def run_dynamic(task: Task) -> dict[str, Any]:
 def _static(
     task: Task, ops: tuple[str, ...], activations: Any, *, inputs_only: bool = False, symmetric: bool = False
 ) -> dict[str, Any]:
-    """Runs ONNX Runtime's static quantization. ``inputs_only`` quantizes only the inputs of products with weights."""
+    """Runs ONNX Runtime's static quantization. ``inputs_only`` quantizes only the inputs of products with constant
+    weights."""
     config = task.config
     found = smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
     path = _preprocessed(task)
@@ -121,7 +121,7 @@ def _static(
 
 
 def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
-    """Smooths the model in the file of ``task``; returns the notes."""
+    """Smooths the model file of ``task`` in place, and returns the notes."""
     from ..graph.write import write_onnx
     from .smooth import smooth
 
@@ -134,7 +134,7 @@ def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
-    """Returns the names of the products of two activations, such as those in attention."""
+    """Returns the names of the products of two activations, such as the products in attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
     return [n.name for n in graph.node if n.op_type in ops and len(n.input) > 1 and n.input[1] not in constants]
@@ -153,9 +153,9 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """Makes nodes other than products read the original tensors again.
+    """Makes all nodes except quantized products read the original tensors again.
 
-    Otherwise a residual connection beside a product would accumulate the rounding of every layer. Raises
+    Otherwise, a residual connection beside a product would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.
     """
     model = onnx.load(str(path), load_external_data=False)
@@ -170,10 +170,10 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
 
 
 def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
-    """Makes the ``spared`` nodes read original tensors in place of dequantized ones.
+    """Makes the ``spared`` nodes read the original tensors instead of the dequantized tensors.
 
-    The quantizer makes all readers of a quantized tensor read the dequantized tensor. Returns a dict from the name of
-    each dequantized tensor to the name of the original tensor.
+    ONNX Runtime's quantizer makes all nodes read the dequantized tensors. Returns a dict that maps the name of each
+    dequantized tensor to the name of the original tensor.
     """
     quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     originals = {
@@ -189,8 +189,8 @@ def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], b
 
 
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:
-    """Writes to ``ranges`` the range of each tensor that quantized nodes read or produce, for ONNX Runtime's
-    quantizer."""
+    """Writes the file ``ranges`` for ONNX Runtime's quantizer. The file has the value range of each tensor that
+    quantized nodes read or produce."""
     config = task.config
     model = read_detached(path)
     histograms = Histograms(model, _tensors(model, ops))
@@ -213,11 +213,11 @@ def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
 
 
 def _preprocessed(task: Task) -> Path:
-    """Returns the path of the model with shapes inferred by ONNX Runtime, or of the model itself if the inference
-    fails."""
+    """Infers the shapes in the model with ONNX Runtime, and returns the path of the resulting file. If the inference
+    fails, returns the path of the unchanged model."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # ONNX Runtime would hold the weights in memory three times
+    if _is_large(task.path):  # ONNX Runtime would hold three copies of the weights
         inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):
@@ -231,7 +231,7 @@ def _preprocessed(task: Task) -> Path:
 
 
 def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infers the shapes of the tensors of ``model`` again, in place; returns ``model``."""
+    """Infers the shapes of the tensors of ``model`` again, in place, and returns ``model``."""
     known = tensor_types(model).graph.value_info
     del model.graph.value_info[:]
     model.graph.value_info.extend(known)

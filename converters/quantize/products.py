@@ -1,4 +1,4 @@
-"""Finds the products with constant weights in a graph, and the layout of the weights."""
+"""Finds matrix products and convolutions with constant weights in a graph, and the layout of the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def channel_axis(node: onnx.NodeProto) -> int:
 
 
 def drop_unread(model: onnx.ModelProto) -> None:
-    """Removes the initializers that nothing reads any more."""
+    """Removes unused initializers."""
     from ..graph.subgraphs import reads
 
     read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}

@@ -1,7 +1,7 @@
-"""The sensitivity of each layer: the error of the model's outputs if this layer alone is int8 or 16-bit.
+"""Measures the sensitivity of each layer: the error of the model's outputs if only this layer is int8 or 16-bit.
 
-One model holds every layer in all precisions. A flag for each layer and precision selects the branch of an If, so that
-each run changes one layer without loading another model.
+A single ONNX model has every layer in all precisions. A flag for each layer and precision selects the branch of an If,
+so that each run changes one layer without loading another model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Sensitivity:
     """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
     is the largest relative l2 error if only this node is fp16 or bf16.
 
-    ``work`` is the number of the node's multiply-adds for a sample. If reading the node's weights takes longer than
-    these multiply-adds, ``work`` is the number of multiply-adds that take as long as the reading.
+    ``work`` is the number of the node's multiply-adds for one sample. If reading the weights takes longer than the
+    multiply-adds, ``work`` is the reading time, expressed as a number of multiply-adds.
     """
 
     node: str
@@ -53,9 +53,9 @@ class Sensitivity:
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    ``config`` also chooses the ranges, and the smoothing of transformers. ``config.keep`` accepts the node names in the
-    result. ``base`` is the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source,
-    the data and ``config``.
+    ``config`` also selects the calibration method and the smoothing of transformers. ``config.keep`` accepts the node
+    names in the result. ``base`` is the precision of the layers that aren't int8. Raises the same errors as
+    ``quantize`` if the source, the data or ``config`` is wrong.
     """
     from accel.sources.onnx.weights import read_detached
 
@@ -105,8 +105,8 @@ def measure(task: Task) -> list[Sensitivity]:
 
 
 def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
-    """Returns the multiply-adds of ``node`` for a sample. Every weight is multiplied at every input position, except
-    the positions that a stride skips."""
+    """Returns the number of multiply-adds of ``node`` for one sample. Every weight is multiplied at every input
+    position, except the positions that a stride skips."""
     dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
     weights = math.prod(dims)
     if node.op_type in ("Conv", "Gemm"):
@@ -140,10 +140,10 @@ def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
 def _with_all_forms(
     model: onnx.ModelProto, layers: list[onnx.NodeProto], histograms: Any, task: Task
 ) -> dict[tuple[str, str], str]:
-    """Replaces each layer, in place, by an If between int8 and float32.
+    """Replaces each layer of ``model`` by an If that selects int8 or float32.
 
-    If the base of ``task`` has 16 bits, the float32 branch holds a second If, between the base and float32. Returns the
-    name of each flag by node name and precision.
+    If the base of ``task`` has 16 bits, the float32 branch has a second If that selects the base or float32. Returns a
+    dict that maps a node name and a precision to the name of the flag.
     """
     import onnx
 
@@ -187,7 +187,7 @@ def _choice(
     otherwise: list[onnx.NodeProto],
     result: str,
 ) -> onnx.NodeProto:
-    """Returns an If in place of ``node``, and makes its flag an input of ``model``."""
+    """Returns an If that replaces ``node``, and adds the If's flag to the inputs of ``model``."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -201,8 +201,8 @@ def _choice(
 
 
 def _in_16_bits(node: onnx.NodeProto, base: str) -> list[onnx.NodeProto]:
-    """Returns the product with inputs and result rounded to ``base``. The product sums in float32, as the hardware
-    does."""
+    """Returns nodes that compute the product ``node`` with inputs and result rounded to ``base``. Sums are computed in
+    float32, as in hardware."""
     import onnx
     from onnx import TensorProto, helper
 

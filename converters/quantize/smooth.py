@@ -1,9 +1,9 @@
-"""Smoothing: outliers move from activations into weights before both are quantized.
+"""Smooths models: moves outliers from activations into weights before the quantization.
 
 The activations of a transformer have a few channels that are many times larger than the others. With one scale for all
-channels, the small channels get only a handful of the int8 values. Smoothing divides channel j of a product's input by
-s_j, and multiplies row j of the weights by s_j. The result is the same in exact arithmetic, and the ranges become more
-even (SmoothQuant, arXiv 2211.10438, eq. 4): s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
+channels, the small channels use only a few of the int8 values. Smoothing divides channel j of a product's input by s_j,
+and multiplies row j of the weights by s_j. In exact arithmetic, the product's result doesn't change. The ranges become
+more even with s_j = max|X_j|^alpha / max|W_j|^(1-alpha) (SmoothQuant, arXiv 2211.10438, eq. 4).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def smooth(
     alpha: float,
     unfinished: Path | None = None,
 ) -> int:
-    """Smooths ``model`` in place; returns the number of smoothed activations. See ``collect`` for ``batches`` and
-    ``unfinished``.
+    """Smooths ``model`` in place, and returns the number of smoothed activations.
 
-    All products that read the same activation share smoothing factors. The factors are folded into the layer
-    normalization before the products if nothing else reads its output.
+    All products that read the same activation share smoothing factors. If only these products read the output of a
+    layer normalization, the factors are folded into the normalization. ``collect`` describes ``batches`` and
+    ``unfinished``.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}
@@ -80,13 +80,13 @@ def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int 
 
 
 def _rows(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> np.ndarray:
-    """Returns max|W_j| of each row j."""
+    """Returns the largest absolute weight of each row."""
     axis = _rows_axis(node, weights)
     return np.asarray(np.abs(weight_array(weights[node.input[1]])).max(axis=1 - (axis or 0)))
 
 
 class _Channels:
-    """Collects max|X_j| of each tensor over all batches, for each channel j of the last axis."""
+    """Collects the largest absolute value of each channel (last axis) of each tensor, over all batches."""
 
     def __init__(self, model: onnx.ModelProto, names: list[str]) -> None:
         self._plain = RoundedModel(model)
@@ -133,9 +133,11 @@ def _scale_rows(
 def _fold(
     model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
 ) -> bool:
-    """Divides scale and bias of a layer normalization by ``factors``; returns whether this was possible.
+    """Divides the scale and bias of a layer normalization by ``factors``, and returns whether the division was
+    possible.
 
-    The division is impossible if another node reads scale or bias, or if the normalization is not along the last axis.
+    The division is impossible if another node reads the scale or bias, or if the normalization is not along the last
+    axis.
     """
     own = [name for name in norm.input[1:] if name]
     axis = next((a.i for a in norm.attribute if a.name == "axis"), -1)

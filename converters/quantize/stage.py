@@ -1,4 +1,4 @@
-"""Quantizes float32 ONNX to 8 or 4 bits, in the QDQ layout that the target runs fastest."""
+"""Quantizes float32 ONNX models to 8 or 4 bits, in the form that runs fastest on the target."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 CALIBRATIONS = ("minmax", "entropy", "percentile", "mse")
 
-# The steps of fp8 grow with the value, while entropy and mse assume equal steps.
+# The steps between fp8 numbers grow with the value, but entropy and mse assume equal steps.
 FP8_CALIBRATIONS = ("minmax", "percentile")
 
 _CHECKED_AT_ONCE = 16
 
-# Random calibration runs this many inputs at each shape of the signature.
+# Without calibration data, this many random inputs are run for each set of input sizes.
 _RANDOM_FEEDS = 4
 
 
@@ -40,9 +40,9 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The quantization for a kind of target. ``runs`` maps each mode to the function that a child process calls.
-    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, and ``extra`` is
-    the extra that installs it.
+    """Describes the quantization for one kind of target. ``runs`` maps each mode to the function that a child process
+    calls. ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, and
+    ``extra`` is the extra that installs it.
     """
 
     runs: dict[str, str]
@@ -51,15 +51,15 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. A model that was quantized for the wrong kind of target was up to four
-# times slower.
+# Maps each kind of target to its quantization. A model quantized for the wrong kind of target was up to four times
+# slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Operators between two convolutions are
 #     quantized, too. Mode dynamic quantizes activations at run time, without calibration.
-# For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
+# For openvino, NNCF decides which tensors to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
-#     because TensorRT refuses some biases and outputs in int32 or int8, and fuses none of them. The products of
-#     attention stay float, because TensorRT fuses these products only in float. Cast to fp16 after this stage, not
-#     before, because the cast gives the scales the dtype of the engine's layers.
+#     because TensorRT refuses some quantized biases and outputs, and can't fuse the others. The products of attention
+#     stay float, because TensorRT fuses these products only in float. Cast to fp16 after this stage, not before,
+#     because the cast gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -100,10 +100,10 @@ class QuantizeConfig(StageConfig):
     of ``block_size`` weights has a scale, except that 8-bit weights for openvino have a scale for each channel.
 
     ``data`` is the calibration data, of which at most ``samples`` samples are used. ``calibration`` is minmax,
-    percentile, entropy or mse (see ``histogram.value_range``); openvino takes only minmax and percentile. ``smooth`` is
-    the share of the activations' outliers that moves into the weights of a transformer, from 0 (none) to 1 (all). For
-    openvino, NNCF smooths by itself, and fp8 needs no smoothing. ``ops`` limits quantization to these operators.
-    ``keep`` lists patterns with * and ?; nodes whose name or operator matches a pattern stay float32.
+    percentile, entropy or mse (see ``histogram.value_range``). The form openvino takes only minmax and percentile.
+    ``smooth`` sets how far outliers move from activations into weights of a transformer, from 0 (not at all) to 1
+    (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. ``ops`` limits quantization to
+    these operators. ``keep`` lists shell patterns. Nodes whose name or operator matches a pattern stay float32.
     """
 
     form: str = "ort-cpu"
@@ -113,24 +113,24 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # MiniLM's error (tensorrt): 0.18 without smoothing, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
+    smooth: float = 0.85  # error of MiniLM on TensorRT: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
-    # Whether weights for ort-cpu have 7 bits instead of 8 (None: decide by this CPU). On some CPUs, sums of 8-bit
-    # products saturate.
+    # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
+    # None, this machine's CPU decides.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce_range is None:  # decided here, so that manifest and cache key record reduce_range
+        if self.reduce_range is None:  # set here, so that the manifest and the cache key record reduce_range
             products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The input of the child process: files, the config, and facts about the graph."""
+    """Holds the input of the child process: files, the config, and properties of the graph."""
 
     path: Path
     out: Path
@@ -138,7 +138,7 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # The folder for the state of a killed calibration. See ``collect``.
+    unfinished: Path | None = None  # A killed calibration leaves its state in this folder. See ``collect``.
     base: str = "fp32"  # The precision of layers that aren't int8, for ``sensitivity.measure``.
 
 
@@ -147,7 +147,7 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
 
     Without ``data``, static quantization is calibrated on random inputs, and ``notes["warning"]`` says so.
 
-    Raises ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches nothing. Raises
+    Raises ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches no node. Raises
     ``UnsupportedHere`` if the model is not float32 or its opset is below 13 (fp8: 19, blocks: 21). Also raises
     ``QuantizeFailed``, ``MissingExtra`` and ``BadData``.
     """
@@ -200,7 +200,7 @@ def _form(config: QuantizeConfig) -> Form:
 
 
 def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
-    """Returns the task of a child process that works on ``model`` in ``folder``. Names unnamed nodes of ``model``."""
+    """Returns the task of a child process that works on ``model`` in ``folder``. Gives every node a name."""
     inside = folder.absolute()  # the child process has another working folder
     return Task(
         path=inside / "prepared.onnx",
@@ -222,7 +222,7 @@ def least_opset(config: QuantizeConfig) -> int:
 
 
 def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) -> None:
-    """Raises ``UnsupportedHere`` if ``src`` can't be quantized: wrong precision, or too low an opset."""
+    """Raises ``UnsupportedHere`` if ``src`` has the wrong precision or too low an opset for the quantization."""
     from accel.sources.onnx.file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]
@@ -251,13 +251,13 @@ def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
         )
         return found
     stream = SampleStream(config.data, src.signature)
-    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # fails early on samples that don't fit
+    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # raises early if samples don't fit the signature
         pass
     return found | {"samples": min(len(stream), config.samples)}
 
 
 def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
-    """Names every node and turns Constant nodes into initializers; returns the names of the nodes to leave in float."""
+    """Names every node, and turns Constant nodes into initializers. Returns the names of the nodes that stay float."""
     from onnx import AttributeProto
 
     from ..graph.names import nodes_matching
@@ -291,14 +291,14 @@ def is_transformer(model: onnx.ModelProto) -> bool:
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
-# NNCF's message if the ends of a range are NaN.
+# NNCF's error message if the ends of a range are NaN.
 _NO_RANGE = "only support input_high == output_high"
 
 
 def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     """Writes ``model`` to the folder of ``task``, calls ``function`` in a child process, and returns its result.
 
-    The child process writes its temporary files into this folder, too. ``model`` must not be used afterwards.
+    The child process writes its temporary files into the same folder. ``model`` must not be used afterwards.
     """
     from ..graph.write import write_onnx
 
@@ -325,7 +325,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Restores the IR, operator sets, metadata and producer, which quantization libraries change."""
+    """Restores the IR version, opsets, metadata and producer, which quantization libraries change."""
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     used = {node.domain for node in after.graph.node} | {entry.domain for entry in before.opset_import}
@@ -356,7 +356,8 @@ def _counts(model: onnx.ModelProto) -> dict[str, Any]:
 def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Yields the calibration inputs, ``size`` samples at a time, after the first ``skip`` batches.
 
-    The inputs are the data of the config, read step by step, or random inputs at each shape of the signature.
+    The inputs come from the config's ``data``. Without ``data``, the inputs are random numbers in all sizes of the
+    signature.
     """
     from accel.proof.stream import SampleStream
 

@@ -1,6 +1,6 @@
-"""Quantizes the weights of large products to 8 or 4 bits, for models whose speed depends on reading weights.
+"""Quantizes the weights of large products to 8 or 4 bits, for models whose speed is limited by reading weights.
 
-Activations stay float32 in the file, so no calibration is needed. Runs in a child process: see ``quantize``.
+Activations stay float32 in the file, so no calibration is needed. ``quantize`` runs this module in a child process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .stage import Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
-# The accuracy level to which MatMulNBits may round activations, block by block. Level 4 is int8, for which CPUs have
-# instructions.
+# MatMulNBits may round blocks of activations to the dtype of this accuracy level. Level 4 means int8, for which CPUs
+# have instructions.
 _ACCURACY_LEVEL = 4
 
 
@@ -56,9 +56,9 @@ def run_nbits(task: Task) -> dict[str, Any]:
 
 
 def run_compressed(task: Task) -> dict[str, Any]:
-    """Quantizes weights for OpenVINO with NNCF's compress_weights; returns the notes.
+    """Quantizes weights for OpenVINO with NNCF's compress_weights, and returns the notes.
 
-    Weights of 8 bits have a scale for each channel. Weights of 4 bits have a scale for each block.
+    Weights of 8 bits have one scale for each channel. Weights of 4 bits have one scale for each block.
     """
     import nncf
 

@@ -1,4 +1,4 @@
-"""ONNX to OpenVINO IR, with rewrites of operations that OpenVINO computes wrongly or slowly.
+"""Converts ONNX models to OpenVINO IR, and rewrites operations that OpenVINO computes wrongly or slowly.
 
 Takes an ONNX artifact. Returns an artifact of kind `openvino`, which is an `.xml` file with its `.bin` beside it.
 """

@@ -1,4 +1,4 @@
-"""ONNX to OpenVINO IR (``.xml`` with its ``.bin``)."""
+"""Converts ONNX models to OpenVINO IR (an ``.xml`` and a ``.bin`` file)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WITH_GRAPH = re.compile(r"-- (Loop|Scan|If)-\d+ with a message: *(.*?)(?= -- | 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoFromOnnxConfig(StageConfig):
-    """No options: weights keep their precision, and the session chooses the precision of the computation."""
+    """Has no options. Weights keep their precision, and the session chooses the precision of the computation."""
 
 
 class IrNotBuilt(BuildFailed):
@@ -38,18 +38,19 @@ class IrNotBuilt(BuildFailed):
 
 
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
+    """Converts the ONNX model ``src`` to ``out`` (.xml) and its weights file (.bin), in a child process.
 
     The notes have the OpenVINO version and the number of operations. The notes also count the rewritten reductions and
-    the removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``MissingExtra`` without
-    OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model.
+    the removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``InvalidModel`` if the
+    file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model. Raises ``MissingExtra`` if OpenVINO isn't
+    installed.
     """
     _, declared = describe_onnx(src.path)
-    external_files(read_proto(src.path))  # refuses weights outside the model's folder
+    external_files(read_proto(src.path))  # raises if weights are outside the model's folder
     weights = out.with_suffix(".bin")
     report("openvino_from_onnx: converting")
     try:
-        # Both files are first written to a folder of their own. The .xml is moved last, because it names the .bin.
+        # Both files are first written to a temporary folder. The .xml is moved last, because it refers to the .bin.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             inside = Path(folder) / out.name
             notes: dict[str, Any] = run_in_child(
@@ -106,7 +107,7 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
 
 
 def _refusal(name: str, said: str) -> str:
-    """Returns the message for a model that OpenVINO refuses with the text ``said``.
+    """Returns accel's error message for a model that OpenVINO refuses with the message ``said``.
 
     OpenVINO refuses some kinds of Loop, Scan and If, at any opset. The masked recurrent layers of Keras become a Loop
     that OpenVINO refuses.

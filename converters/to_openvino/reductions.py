@@ -8,8 +8,7 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 
 
 def keep_reduced_dims(model: Any) -> int:
-    """Makes the reductions of a quantized ``ov.Model`` keep their dims, and squeezes the reduced dims after each
-    reduction.
+    """Sets ``keep_dims`` in the reductions of a quantized ``ov.Model``, and adds a squeeze after each reduction.
 
     Returns the number of rewritten reductions. The result is the same in exact arithmetic.
 

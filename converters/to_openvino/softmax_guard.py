@@ -1,10 +1,10 @@
-"""Removes the guards behind torch's safe softmax from an OpenVINO model, if no NaN can reach a guard."""
+"""Removes the guards against NaN after softmax from an OpenVINO model, where the softmax can't give NaN."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Operators that keep finite numbers finite unless the scores themselves overflow.
+# These operators give finite numbers for finite inputs, unless the numbers overflow.
 _ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
 _MOVEMENT = frozenset(
     {
@@ -18,12 +18,12 @@ _FRACTIONS = frozenset({"f16", "bf16", "f32", "f64"})
 def remove_softmax_guards(model: Any) -> int:
     """Replaces ``Select(IsNaN(s), 0, s)`` by ``s`` for every softmax ``s`` whose input can't be infinite.
 
-    Returns the number of removed guards. PyTorch's exporter puts a guard behind each softmax, because a row that is
-    -inf everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN.
+    Returns the number of removed guards. PyTorch's exporter adds a guard after each softmax, because a row that has
+    only -inf gives NaN. With a finite mask, such as the dtype's lowest number in transformers, no row gives NaN.
     OpenVINO fuses an attention into one kernel only if the attention has no guard.
 
-    The mask is raised to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. If the scores are
-    below 1e30, the sum of scores and mask is still the same float32 row, up to a constant that softmax ignores.
+    Also raises the mask to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. If the scores
+    are below 1e30, the softmax is the same in float32 as before.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -53,8 +53,8 @@ def _guarded(op: Any) -> Any | None:
 
 
 def _finite(output: Any, masks: list[Any]) -> bool:
-    """Tells whether the tensor is finite for finite activations. Adds constants beyond the range of bfloat16 to
-    ``masks``."""
+    """Checks whether the tensor ``output`` is finite for finite activations. Adds constants beyond the range of
+    bfloat16 to ``masks``."""
     import numpy as np
 
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""The child process in which models are converted to TensorFlow, with Keras 2."""
+"""Runs conversions to TensorFlow in a child process with Keras 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "TF_USE_LEGAC
 class NotTensorFlow(BuildFailed):
     """onnx2tf or the TFLite converter can't write the model.
 
-    ``operator`` names the operator and the node that was being written, or is empty if unknown.
+    ``operator`` names the operator and the node at which the conversion failed, or is empty if unknown.
     """
 
     operator: str = ""
@@ -29,10 +29,11 @@ class NotTensorFlow(BuildFailed):
 def run_with_keras2(target: str, what: str, timeout: float, **arguments: Any) -> None:
     """Calls ``target(**arguments)`` in a new process with TensorFlow and Keras 2.
 
-    Raises ``NotTensorFlow`` with the text ``what`` if the process dies or takes longer than ``timeout`` seconds.
+    Raises ``NotTensorFlow`` with a message that begins with ``what`` if the process dies or takes longer than
+    ``timeout`` seconds.
     """
     try:
-        # The process that reads TensorFlow sources can't be used here, because it has another Keras.
+        # The process that reads TensorFlow sources can't be used here, because it has another Keras version.
         with Child(env=_ENV) as child:
             child.call(target, timeout=timeout, **arguments)
     except ChildCrashed as error:

@@ -1,4 +1,4 @@
-"""ONNX to ncnn's ``.param`` and ``.bin`` files, by pnnx."""
+"""Converts ONNX models to ncnn's ``.param`` and ``.bin`` files with pnnx."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.signature import Signature
 from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
 
-# ncnn tensors have at most 4 dims, the batch not counted.
+# ncnn tensors have at most 4 dims besides the batch dim.
 _MAX_RANK = 5
 _DTYPES = {"float32": "f32", "int32": "i32", "int64": "i64"}
 
@@ -30,14 +30,14 @@ class NcnnFromOnnxConfig(StageConfig):
 
 
 class NcnnFailed(BuildFailed):
-    """pnnx or ncnn can't take the model. The message names the operator if known."""
+    """pnnx can't convert the model, or ncnn can't run it. The error message names the operator if known."""
 
 
 def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Artifact:
-    """Converts ``src`` to ``out`` (``.ncnn.param``) with its ``.ncnn.bin`` beside it, in float32, for one sample a run.
+    """Converts ``src`` to ``out`` (``.ncnn.param``) and a file of float32 weights (``.ncnn.bin``) beside ``out``.
 
-    Raises ``NcnnFailed`` if the model's inputs and outputs don't share a batch dim, if an operator has no ncnn layer,
-    or if ncnn can't run the result.
+    The resulting net takes one sample per run. Raises ``NcnnFailed`` if the model's inputs and outputs don't share a
+    batch dim, if an operator has no ncnn layer, or if ncnn can't run the result.
     """
     for module in ("pnnx", "ncnn"):
         if importlib.util.find_spec(module) is None:
@@ -111,7 +111,7 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         shapes = [f"[{','.join(map(str, spec.resolve(one)))}]{_DTYPES[spec.dtype]}" for spec in signature.inputs]
         words.append(f"{option}={','.join(shapes)}")
         if set(signature.dims) <= {batch}:
-            break  # one shape is enough, because only the batch is dynamic
+            break  # one shape is enough, because only the batch dim is dynamic
     try:
         return run_program(words, folder=folder, timeout=timeout)
     except TimeoutError as error:
@@ -136,8 +136,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _left_over(param: Path) -> list[str]:
-    """Returns the layer types that ncnn lacks. For an operator that pnnx can't translate, pnnx writes the operator's
-    own name as layer type."""
+    """Returns the layer types that ncnn lacks. If pnnx can't translate an operator, pnnx writes the operator's name as
+    the layer type."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""

@@ -14,8 +14,8 @@ from accel.stage import StageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFromPartsConfig(StageConfig):
-    """``function`` is the name and ``sha256`` the hash of the pipeline's function. ``parts`` holds the path of each
-    part's manifest by the name of the part. A manifest has the hashes of all files of its part."""
+    """``function`` is the name of the pipeline's function, and ``sha256`` is the function's hash. ``parts`` maps the
+    name of each part to the path of the part's manifest. A manifest has the hashes of all files of its part."""
 
     function: str
     sha256: str
@@ -23,7 +23,7 @@ class PipelineFromPartsConfig(StageConfig):
 
 
 def pipeline_from_parts(src: Artifact, config: PipelineFromPartsConfig, out: Path) -> Artifact:
-    """Copies each part to a folder with its name, beside ``out``, and writes the file of the pipeline to ``out``."""
+    """Copies each part to a folder beside ``out`` that has the part's name, and writes the pipeline file ``out``."""
     files: dict[str, str] = {}
     companions: list[str] = []
     for name, manifest in config.parts.items():

@@ -1,4 +1,4 @@
-"""ONNX to a TensorFlow SavedModel, by onnx2tf."""
+"""Converts ONNX models to TensorFlow SavedModels with onnx2tf."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from accel.tables.limits import AXES_LIMIT
 from .keras2_process import NotTensorFlow, run_with_keras2
 
 # onnx2tf can't be an extra, because the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with
-# every other part of accel. onnx2tf also runs with newer versions than its pins, so this command installs onnx2tf
-# without its dependencies.
+# every other part of accel. This command installs onnx2tf without its dependencies, because onnx2tf also runs with
+# newer versions than it pins.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# The options of onnx2tf that keep the ONNX layout of the inputs. With the first option, the SavedModel computes in
-# channels last, as TensorFlow's convolutions do. With the second option, onnx2tf adds no transposes, because models
-# from TensorFlow already have transposes.
+# These options of onnx2tf keep the ONNX layout of the inputs. With the first option, the SavedModel computes with the
+# layout channels last, which TensorFlow's convolutions use. With the second option, onnx2tf adds no transposes. This
+# suits models from TensorFlow, which already have transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -74,7 +74,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 part.rename(out.parent / part.name)
             break
     else:
-        # An error that names an operator says more than other errors.
+        # Prefers an error that names an operator.
         raise max(refused.values(), key=lambda error: bool(error.operator))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
@@ -125,7 +125,7 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
     except SystemExit as error:  # onnx2tf calls sys.exit if it gives up
         place = _operator_of(error)
         raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another format").at(place) from error
-    except Exception as error:  # onnx2tf and TensorFlow may raise anything
+    except Exception as error:  # onnx2tf and TensorFlow may raise any exception
         place = _operator_of(error)
         at = f" (at {place})" if place else ""
         reason = one_line(f"{type(error).__name__}: {error}", 240)
@@ -160,8 +160,8 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
     """Returns the arguments of onnx2tf for the layout option ``rung``.
 
-    The option to keep channels first takes only inputs of rank 3 to 5. onnx2tf never moves the channels of an input of
-    another rank.
+    The option that keeps channels first takes only inputs of rank 3 to 5. In inputs of other ranks, the channels are
+    never moved by onnx2tf.
     """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}
@@ -179,8 +179,8 @@ def _operator_of(error: BaseException) -> str:
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
-    """Returns a dict from each wanted name to the name in the SavedModel. The names differ, because onnx2tf replaces
-    characters that a Python identifier can't have."""
+    """Returns a dict that maps each wanted name to the name in the SavedModel. The names may differ, because onnx2tf
+    replaces characters that a Python identifier can't have."""
 
     def plain(name: str) -> str:
         return "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
@@ -201,9 +201,10 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
 def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
-    """Returns how to transpose each output into the layout of the ONNX file. Outputs in the right layout get an empty
-    list. Layouts may differ, because onnx2tf prefers channels last. Both models are run, because shapes can't tell a
-    square from its transpose. Raises ``NotTensorFlow`` if no transposition gives the right values.
+    """Returns the permutation that transposes each output to the layout in the ONNX file. Outputs in the right layout
+    get an empty list. Layouts may differ, because onnx2tf prefers channels last. The outputs of both models are
+    compared, because the shape of a square doesn't show a transposition. Raises ``NotTensorFlow`` if no transposition
+    gives the right values.
     """
     import itertools
 

@@ -1,4 +1,4 @@
-"""SavedModel to TFLite, by TensorFlow's own converter."""
+"""Converts SavedModels to TFLite files with TensorFlow's own converter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TfliteFromSavedModelConfig(StageConfig):
 
 
 def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, out: Path) -> Artifact:
-    """Converts the SavedModel ``src`` to ``out`` in float32, with its names in the file's signature.
+    """Converts the SavedModel ``src`` to the float32 file ``out``, whose signature has the same names.
 
     Raises ``NotTensorFlow`` if the converter fails or takes too long.
     """

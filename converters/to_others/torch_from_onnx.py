@@ -1,4 +1,4 @@
-"""ONNX to PyTorch for further training: an exported program (``.pt2``) whose weights are parameters."""
+"""Converts ONNX models to PyTorch programs (``.pt2``) whose weights are parameters, for further training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPSET = 13
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFromOnnxConfig(StageConfig):
-    """No options."""
+    """Has no options."""
 
 
 class NotTorch(BuildFailed):
@@ -37,10 +37,10 @@ class NotTorch(BuildFailed):
 
 
 def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Writes ``src`` to ``out`` (``.pt2``) for ``torch.export.load(out).module()``, which returns a module whose float
-    weights are parameters.
+    """Converts ``src`` to a PyTorch program, and writes the program to ``out`` (``.pt2``).
 
-    Raises ``OperatorNotThere`` with the operators that have no translation, and ``NotTorch`` for other failures.
+    ``torch.export.load(out).module()`` returns a module whose float weights are parameters. Raises ``OperatorNotThere``
+    if operators have no translation to PyTorch, and ``NotTorch`` for other failures.
     """
     model = read_proto(src.path, weights=True)
     if opset_of(model) < _OPSET:
@@ -58,8 +58,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     feeds = src.signature.example_inputs(**sizes)
     args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
-    # Tries without upper bounds first, because a bounded program refuses larger sizes. Some models can only be exported
-    # with bounds.
+    # Tries an export without upper bounds first, because a program with upper bounds refuses larger sizes. Some models
+    # can only be exported with bounds.
     for bounded in (False, True):
         try:
             program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
@@ -72,7 +72,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
         raise NotTorch(
             f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another format"
         ) from problem
-    written = io.BytesIO()  # torch's own writer ends the process if the disk is full
+    written = io.BytesIO()  # torch's own file writer ends the process if the disk is full
     torch.export.save(program, written)
     out.write_bytes(written.getbuffer())
     return Artifact(
@@ -102,7 +102,7 @@ def _symbol(name: str, index: int) -> str:
 
 
 class OnnxModule(torch.nn.Module):
-    """An ONNX graph, run node by node. Float weights are parameters. Other constants are buffers or lists."""
+    """Runs an ONNX graph node by node. Float weights are parameters. Other constants are buffers or lists."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class OnnxModule(torch.nn.Module):
         return tuple(tensor(self._value(values, name, False)) for name in self.outputs)
 
     def _value(self, values: Mapping[str, Any], name: str, as_size: bool) -> Any:
-        """Returns the value called ``name``. If ``as_size``, returns a constant of axes or sizes as numbers, not as a
+        """Returns the value called ``name``. If ``as_size``, returns constant axes or sizes as numbers instead of a
         tensor."""
         if not name:
             return None

@@ -1,7 +1,6 @@
-"""ONNX operators as differentiable torch functions.
+"""Implements ONNX operators as differentiable torch functions.
 
-Values are tensors. Computed shapes are lists of integers, or of symbols during an export, so that dynamic dims stay
-dynamic.
+Values are tensors. Computed shapes are lists of integers. During an export, the lists have symbols for dynamic dims.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class OperatorNotThere(StageFailed):
 
 
 def listed(value: Any) -> list[Any]:
-    """Returns a shape, axes or sizes as a list, from a list, a number or a constant tensor."""
+    """Turns a shape, axes or sizes into a list. ``value`` is a list, a number or a constant tensor."""
     if isinstance(value, list):
         return value
     if not isinstance(value, torch.Tensor):
@@ -37,13 +36,13 @@ def listed(value: Any) -> list[Any]:
 
 
 def tensor(value: Any) -> torch.Tensor:
-    """Returns ``value`` as a tensor. ``value`` may be a list of sizes, because a graph may compute with sizes and
-    tensors alike."""
+    """Returns ``value`` as a tensor. ``value`` may be a list of sizes, because a graph may compute with both sizes
+    and tensors."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _filled(given: Sequence[Any], count: int) -> list[Any]:
-    """Returns ``count`` inputs: the given inputs, then None for each optional input that was left out."""
+    """Returns the ``given`` inputs, followed by None for missing optional inputs, ``count`` values in total."""
     return [*given, *[None] * (count - len(given))]
 
 
@@ -168,7 +167,7 @@ def _gather(a: Attributes, x: Any, index: Any) -> Any:
 def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     axis = a.get("axis", 0) % x.ndim
     index = torch.where(index < 0, index + x.shape[axis], index)
-    # ONNX requires equal sizes on the other dims, and torch also takes smaller sizes.
+    # ONNX requires equal sizes on all dims except ``axis``. In torch, the sizes of ``index`` may also be smaller.
     return torch.gather(x, axis, index)
 
 
@@ -279,7 +278,7 @@ def _cast(a: Attributes, x: Any) -> Any:
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Returns an operator that works on tensors, and element by element on sizes."""
+    """Returns an operator for tensors and for lists of sizes. In lists, the operator works element by element."""
 
     def compute(a: Attributes, x: Any, y: Any) -> Any:  # noqa: ARG001
         if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):

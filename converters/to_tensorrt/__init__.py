@@ -1,4 +1,4 @@
-"""ONNX to TensorRT engines: preflight, rewrites, optimization profiles, the build, plugins, the kernel table.
+"""Checks and rewrites ONNX models for TensorRT, and builds TensorRT engines.
 
 Takes an ONNX artifact and an `EngineFromOnnxConfig` (or a `FitTensorRtConfig`). Returns an engine, or an ONNX artifact
 that TensorRT takes.

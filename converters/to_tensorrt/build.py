@@ -33,12 +33,12 @@ from .preflight import empty_network, known_operators
 from .requirements import check_onnx
 from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 
-# The parser walks the graph by recursion, and a chain of some 3500 nodes overflows the usual stack of 8 MB. A large
-# stack costs nothing, because only the used pages of a stack take memory. The smaller stacks are for machines that
-# limit the address space.
+# TensorRT's parser is recursive, and a chain of about 3500 nodes overflows the usual stack of 8 MB. A large stack needs
+# no extra memory, because only the used pages of a stack take memory. The smaller stacks are for machines that limit
+# the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in an error gives the fix.
+# Pairs of a text in the errors of TensorRT's parser and a fix. The first text that occurs in an error selects the fix.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -63,7 +63,7 @@ def build(
     kept: Path | None = None,
     kernels: Path | None = None,
 ) -> dict[str, Any]:
-    """Builds ``model`` into ``out``; returns the network's inputs, outputs and kernels as plain values.
+    """Builds an engine from ``model`` into ``out``, and describes the network's inputs, outputs and kernels.
 
     ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
     operators become plugins if possible, and transposed weights for plugins are written to the folder. Raises
@@ -124,7 +124,7 @@ def build(
 
 
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
-    """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
+    """Returns the error that the toolkit finds in an engine file, or None. The error doesn't name the file.
 
     ``plugins`` is True if the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if the
     plugin library can't be loaded.
@@ -138,14 +138,14 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
-    # Without a GPU the right plugin library is unknown. A missing library is reported when the engine is run.
+    # Without a GPU, the right plugin library is unknown. A missing library is reported when the engine is run.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # The toolkit reads header and layout before its first call to CUDA. Without a GPU, loading a good file fails only
-    # at the first call to CUDA.
+    # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, loading a good file
+    # fails only at the first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -161,7 +161,7 @@ def _capability() -> str | None:
 
 
 def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Runs ``body()`` on a thread with the largest stack that this machine allows; returns its result."""
+    """Runs ``body()`` on a thread with the largest stack that this machine allows, and returns the result."""
     answer: list[dict[str, Any]] = []
     failed: list[BaseException] = []
 
@@ -171,7 +171,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except BaseException as error:
             failed.append(error)
 
-    context = contextvars.copy_context()  # carries the progress watcher to the thread
+    context = contextvars.copy_context()  # passes the progress watcher to the new thread
     before = threading.stack_size()
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
@@ -191,7 +191,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     try:
         builder = trt.Builder(logger)
-    except (TypeError, RuntimeError) as error:  # pybind raises these errors if a factory returns nothing
+    except (TypeError, RuntimeError) as error:  # pybind raises these errors if TensorRT can't create a builder
         raise UnsupportedHere(
             f"{toolkit} can't build on this machine ({one_line(error)}); build on a machine with an "
             "NVIDIA GPU, or for the target tensorrt-rtx"
@@ -200,10 +200,9 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file. The weights lie beside the
-    file.
+    """Parses ``model``, and returns the network. If ``content`` is given, parses these bytes instead of the file.
 
-    Raises ``EngineNotBuilt`` if the parser refuses a node.
+    External weights are read from the folder of ``model``. Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
     network = empty_network(trt, builder)
     parser = trt.OnnxParser(network, logger)
@@ -225,7 +224,7 @@ def _config(
 ) -> Any:
     config = builder.create_builder_config()
     if hasattr(trt, "ProfilingVerbosity"):
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # lists the kernels in the log
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # makes TensorRT log the kernels
     if capabilities:
         config.num_compute_capabilities = len(capabilities)
         for index, member in enumerate(capabilities):
@@ -235,13 +234,13 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # for a level out of range, TensorRT only logs an error
+        if config.builder_optimization_level != builder_level:  # TensorRT only logs an error for a wrong level
             raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
     return config
 
 
 def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: str | None) -> None:
-    """Makes the engine run with later versions of the toolkit, and on other GPUs than this machine's.
+    """Makes the engine compatible with later versions of the toolkit and with other GPUs.
 
     The options are described in TensorRT's developer guide, "Engine compatibility".
     """
@@ -278,7 +277,7 @@ def _add_profile(builder: Any, config: Any, network: Any, shapes: Mapping[str, S
 
 
 def _watch(trt: Any, config: Any, toolkit: str) -> Any:
-    """Reports the build's progress. The caller has to keep the result until the build ends."""
+    """Reports the build's progress. The caller must keep a reference to the result until the build ends."""
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
     lock = threading.Lock()  # TensorRT calls ``Monitor`` from its own threads.
@@ -331,8 +330,8 @@ def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
 
 
 def _first_reason(messages: Sequence[str]) -> str:
-    """Returns the first line that gives a reason, without source locations. Skips lines that every machine without a
-    GPU prints."""
+    """Returns the first line of ``messages`` that gives a reason, without source locations. Skips lines that every
+    machine without a GPU prints."""
     for line in (line.strip() for message in messages for line in message.splitlines()):
         if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
             continue

@@ -1,10 +1,10 @@
-"""The progress of an engine build, computed from the phases that TensorRT announces."""
+"""Computes the progress of an engine build from the phases that TensorRT announces."""
 
 from __future__ import annotations
 
 
 class BuildProgress:
-    """The phases that are under way. Phases nest, and each phase announces its number of steps when it starts."""
+    """Tracks the running phases of a build. Phases are nested, and each phase starts with a known number of steps."""
 
     def __init__(self) -> None:
         self._phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done

@@ -1,4 +1,7 @@
-"""ONNX to a TensorRT or TensorRT-RTX engine. Builds run in a child process. TensorRT-RTX needs no GPU to build."""
+"""Builds TensorRT and TensorRT-RTX engines from ONNX models, in a child process.
+
+TensorRT-RTX can build engines without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,16 @@ MAX_BUILDER_LEVEL = 5
 class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
 
-    ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text for each dynamic input: the shapes for min,
-    opt and max, as in ``input_ids=1x8,8x128,64x512``. A second text for an input belongs to the next profile. If
+    ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text with the shapes min, opt and max for each
+    dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for an input belongs to the next profile. If
     ``profiles`` is empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the
     GPUs to build for, such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs.
-    ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit). ``builder_level`` is
-    0 (quick to build) to 5 (quick to run), or None for the toolkit's default. ``version_compatible`` lets later
+    ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from
+    0 (fast build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later
     versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the
     engine. If ``kernels`` is set, accel's operators become plugins where possible. An operator without a plugin is
     built from its function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library,
-    or empty if there is no library. The sha256 keeps engines of different libraries apart in the cache.
+    or empty if there is no library. With the sha256, the cache distinguishes engines for different libraries.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -60,7 +63,7 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # With these options, TensorRT for RTX only logs a message, or looks for a library that the toolkit doesn't
+        # With these options, TensorRT for RTX only logs a message or searches for a library that the toolkit doesn't
         # include.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
@@ -89,16 +92,16 @@ class EngineNotBuilt(BuildFailed):
 
 
 def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
-    """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
+    """Builds an engine from the ONNX model ``src``, and writes the engine to ``out``.
 
     The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
-    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. For
+    the ranges of the profiles. The property ``plugins`` maps each of accel's operators to its implementation. For
     an operator with two implementations, ``plugins`` names the plugin library, because the engine needs the library to
-    run. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
+    run. The notes have the ONNX nodes of each kernel, the warnings, and the reasons why operators use function bodies.
 
-    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, and ``UnsupportedHere`` for an
-    unsupported compute capability. Raises ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` if the build
-    fails.
+    Raises ``MissingExtra`` if the toolkit isn't installed, ``BadInputSpec`` for a wrong profile, and
+    ``UnsupportedHere`` for an unsupported compute capability. Raises ``InvalidModel`` for a broken file, and
+    ``EngineNotBuilt`` if the build fails.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -116,7 +119,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "toolkit_version": built["toolkit_version"],
             "compute_capabilities": built["compute_capabilities"],
             "precision": precision,
-            # Recorded here, because only a machine with a GPU can read profiles from the engine.
+            # The profiles are recorded here, because only a machine with a GPU can read them from the engine.
             "profiles": [profile.to_json() for profile in profiles],
             **build_options(config),
             **({"plugins": {row["operator"]: row["by"] for row in built["plugins"]}} if config.kernels else {}),
@@ -139,7 +142,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the options of the builder that differ from its defaults. A rebuild of the engine needs these options."""
+    """Returns the builder options that differ from the defaults. A rebuild of the engine needs these options."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
@@ -147,7 +150,7 @@ def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
 
 def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
-        # The folder is made here, so that a child that dies leaves no files behind.
+        # The parent process makes the folder, so that no files are left if the child process dies.
         with beside(out) as temporary, TemporaryDirectory(prefix="weights-", dir=out.parent) as weights:
             built: dict[str, Any] = run_in_child(
                 "accel.converters.to_tensorrt.build:build",
@@ -174,7 +177,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
 
 
 def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[OptimizationProfile]) -> Signature:
-    """Returns the signature of the network. A size that TensorRT leaves open (-1) is taken from ``source``."""
+    """Returns the signature of the network. A size that is dynamic (-1) in TensorRT is taken from ``source``."""
     known = {spec.name: spec for spec in (*source.inputs, *source.outputs)}
 
     def spec(row: Mapping[str, Any]) -> TensorSpec:
@@ -197,12 +200,13 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 
 
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
-    """Returns the fault of an engine file in one line, or None. Needs no GPU.
+    """Returns the error in an engine file as one line, or None. Needs no GPU.
 
-    First compares the bytes with the manifest beside the file, if present. Only the comparison with the manifest finds
-    a flipped bit in the weights. After the comparison, ``toolkit`` reads the file in a child process. By default,
-    ``toolkit`` is the toolkit that the manifest names, or else ``tensorrt-rtx``. Without a GPU the toolkit reads only
-    header and layout, which is enough to find a truncated or foreign file, or a damaged header. If the engine calls
+    First compares the file's sha256 with the manifest beside the file, if present. Only the comparison with the
+    manifest finds a flipped bit in the weights. After the comparison, ``toolkit`` reads the file in a child process. By
+    default, ``toolkit`` is the toolkit in the manifest, or ``tensorrt-rtx`` if no manifest names a toolkit. Without a
+    GPU, the toolkit reads only the header and the layout. This is enough to detect a truncated file, a damaged header,
+    or a file that is not an engine. If the engine calls
     accel's plugins, the plugin library is loaded before the engine. Raises ``BadConfig`` or ``UnsupportedHere`` if the
     plugin library can't be loaded.
     """

@@ -1,4 +1,7 @@
-"""Rewrites a graph for TensorRT: symmetric int8, no quantized biases, no float64. A gate compares the outputs."""
+"""Rewrites a graph for TensorRT, with symmetric int8 and without quantized biases and float64.
+
+A gate later compares the outputs of the new graph with the outputs of the old graph.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from .preflight import computes_in_float64, constant_tensors, quantized_type
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_STEPS = 127  # symmetric int8 goes from -127 to 127, as TensorRT quantizes
+_STEPS = 127  # TensorRT quantizes to symmetric int8, from -127 to 127
 
 
 class NotFitted(StageFailed):
@@ -33,13 +36,13 @@ class NotFitted(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class FitTensorRtConfig(StageConfig):
-    """No options."""
+    """Has no options."""
 
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns a scale for int8 with zero point 0. The new scale covers the larger
-    half of the old range."""
+    """Holds a scale and a zero point. ``symmetric`` returns the scale for int8 with zero point 0. The new scale covers
+    the largest absolute value of the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -50,24 +53,24 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # the scale stays the same for int8 with zero point 0
+        if self.low == 0 and (offset == 128).all():  # equals int8 with zero point 0 and the same scale
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
 
 
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
+    """Rewrites the quantization and the float64 parts of the ONNX model ``src`` for TensorRT.
 
-    An int32 bias becomes float, exactly. Uint8 and asymmetric int8 become symmetric int8. The change from uint8 to int8
-    is exact for zero point 128. For other zero points, the scale becomes coarser, and the gate compares the outputs.
-    Nodes in float64 become float32, because TensorRT would silently compute them in float32. If an input or output of
-    the model is float64, nodes in float64 stay unchanged. The notes count the changed ``biases``, ``weights`` and
-    ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises ``NotFitted`` if the result
-    fails the checker.
+    An int32 bias becomes a float bias with the same values. Uint8 and asymmetric int8 become symmetric int8. The change
+    from uint8 to int8 is exact for zero point 128. For other zero points, the scale becomes coarser, and the gate
+    compares the outputs. Nodes in float64 become float32, because TensorRT would silently compute them in float32. If
+    an input or output of the model is float64, nodes in float64 stay unchanged. The notes count the changed ``biases``,
+    ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises
+    ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
-    # A local function with float64 inside is inlined first, so that its nodes can be rewritten.
+    # Local functions are inlined if the model computes in float64, so that their nodes can be rewritten.
     flat = inlined(model)
     double = computes_in_float64(flat.graph)
     model = flat if double else model
@@ -119,8 +122,8 @@ class _Fit:
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
-        self.before: dict[str, onnx.NodeProto] = {}  # The nodes to insert, by the output of the following node.
-        for node in graph.node:  # A DequantizeLinear without zero point has the type of its QuantizeLinear.
+        self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to the node to insert before it.
+        for node in graph.node:  # A DequantizeLinear without zero point has the dtype of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 
@@ -145,7 +148,7 @@ class _Fit:
         return zero is not None and bool(numpy_helper.to_array(zero).any())
 
     def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
-        """Returns scale and zero point, or None if one of them is computed, as in dynamic quantization."""
+        """Returns the scale and the zero point, or None if one of them is computed, as in dynamic quantization."""
         scale = self.constants.get(node.input[1])
         has_zero = len(node.input) > 2 and bool(node.input[2])
         zero = self.constants.get(node.input[2]) if has_zero else None
@@ -187,8 +190,8 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Inserts a Relu. Quantizers omit a Relu before uint8 with zero point 0, which cuts off negative values by
-        itself."""
+        """Inserts a Relu before ``node``. Quantizers omit a Relu before a quantization to uint8 with zero point 0,
+        because this quantization already cuts off negative values."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name
@@ -226,7 +229,7 @@ def _axis(node: onnx.NodeProto) -> int:
 
 
 def _along(values: np.ndarray, rank: int, axis: int) -> np.ndarray:
-    """Returns one value for each channel, shaped to broadcast along ``axis`` of an array of ``rank``.
+    """Reshapes ``values`` (one for each channel) to broadcast along ``axis`` of an array with ``rank`` dims.
 
     Returns a scalar unchanged.
     """

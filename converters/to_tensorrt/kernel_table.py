@@ -1,6 +1,6 @@
-"""The kernels of an engine and the ONNX nodes that were fused into each, read without a GPU.
+"""Reads the kernels of an engine, and the ONNX nodes fused into each kernel, from TensorRT's log.
 
-TensorRT logs the listing at the end of a build with detailed verbosity.
+TensorRT logs the kernels at the end of a build with detailed verbosity.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def parse_layers(listing: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts all kernels, kernels by ``types`` and by output ``dtypes``, and kernels of several ONNX nodes
-    (``fused``)."""
+    """Counts all kernels, the kernels of each type, the kernels of each output dtype, and the kernels that compute
+    several ONNX nodes (``fused``)."""
     return {
         "kernels": len(rows),
         "fused": sum(len(row["onnx"]) > 1 for row in rows),
@@ -53,9 +53,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Groups the kernels by their ONNX nodes.
 
-    ``fused`` has the kernels of several nodes, the largest first. ``alone`` has the kernels of one node. ``split`` has
-    the nodes with several kernels, listed under ``kernels``. ``added`` has the kernels without a node, such as
-    reformats and copies.
+    ``fused`` has the kernels that compute several nodes, with the most nodes first. ``alone`` has the kernels that
+    compute one node. ``split`` has each node with several kernels, and the names of these kernels. ``added`` has the
+    kernels without a node, such as reformats and copies.
     """
     homes: dict[str, list[str]] = {}
     for row in rows:
@@ -72,7 +72,8 @@ def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _split_sides(rest: str) -> tuple[str, str]:
-    """Returns the texts of Inputs and of Outputs. A text ends at the next field name, because brackets nest."""
+    """Returns the texts of the fields Inputs and Outputs. A text ends at the next field name, because brackets may be
+    nested."""
     inputs = rest.partition("Inputs: ")[2].partition("], Constants: ")[0].partition("], Outputs: ")[0]
     outputs = rest.partition("Outputs: ")[2].partition("], TacticName: ")[0]
     return inputs, outputs

@@ -1,12 +1,12 @@
-"""accel's operators in a TensorRT engine: the plugin for each operator, and the model that TensorRT's parser gets.
+"""Chooses the plugins for accel's operators in a TensorRT engine, and prepares the model for TensorRT's parser.
 
 An operator has up to three implementations:
 
 - The plugin library (``accel kernels build --tensorrt-include``) has tensor-core kernels for products on this GPU. The
   library's plugins read weights as (N, K), so constant weights in (K, N) are transposed. The library computes a
-  convolution as the product of its patches.
-- Quick plugins are Triton kernels that the engine itself holds. Quick plugins take convolutions whole, so quick plugins
-  are preferred for convolutions. Quick plugins also take the products that the library can't.
+  convolution as a matrix product of image patches.
+- Quick plugins are Triton kernels inside the engine. For convolutions, quick plugins are preferred, because they need
+  no patches. Quick plugins also compute the products that the library doesn't support.
 - All other nodes use the operator's function body, which consists of standard ONNX operators.
 """
 
@@ -27,8 +27,8 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # A copy from accel.kernels.onnx.function, because importing that module loads torch.
-# The library's plugins. Plugin fields hold the options that an operator's name encodes.
+DOMAIN = "accel"  # Copied from accel.kernels.onnx.function, because importing that module loads torch.
+# The library's plugins. The options in an operator's name become fields of the plugin.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
@@ -39,7 +39,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
-    """``operator`` is a name in the domain ``accel``. ``nodes`` counts the operator's nodes that this choice covers.
+    """``operator`` is a name in the domain ``accel``. ``nodes`` is the number of nodes with this choice.
     ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` tells why the operator uses its
     function body."""
 
@@ -56,8 +56,8 @@ def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[Pl
     """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
 
     ``capability`` is the compute capability of the GPU. If the nodes of an operator use two implementations, the result
-    has two choices for the operator, the plugin library's last. Returns an empty list if the model has none of accel's
-    operators. Raises the errors of ``load_plugin_library``.
+    has two choices for the operator. The choice with the plugin library comes last. Returns an empty list if the model
+    has none of accel's operators. Raises the same errors as ``load_plugin_library``.
     """
     nodes = defaultdict(list)
     for node in all_nodes(model.graph):
@@ -89,7 +89,7 @@ def _sizes(model: onnx.ModelProto) -> dict[str, Sequence[int]]:
 
 
 def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
-    """Tells whether the plugin library takes ``node`` for any number of rows. ``sizes`` has the shapes of the
+    """Checks whether the plugin library can compute ``node`` for any number of rows. ``sizes`` has the shapes of the
     initializers."""
     from accel.kernels.onnx.function import FusedConv2d, FusedGemm
 
@@ -105,7 +105,7 @@ def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
     shape = sizes.get(node.input[1], ())
     if len(shape) != (4 if isinstance(function, FusedConv2d) else 2):
         return False
-    # The sizes are N and K of a product, or output and input channels of a convolution.
+    # The first two sizes are N and K of a product, or the output and input channels of a convolution.
     return not any(size % step for size in shape[:2])
 
 
@@ -135,7 +135,7 @@ def _fields(operator: str) -> dict[str, int]:
 def _quick(operator: str, capability: str) -> tuple[str, str]:
     """Registers a quick plugin for ``operator`` if possible.
 
-    Returns ``QUICK_PLUGIN`` without a reason, or ``FUNCTION_BODY`` with the reason.
+    Returns ``QUICK_PLUGIN`` and an empty reason, or ``FUNCTION_BODY`` and the reason why a quick plugin is impossible.
     """
     from accel.kernels.onnx.function import FusedConv2d, FusedGemm
     from accel.kernels.tensorrt.quick_plugins import arch_for, register

@@ -1,4 +1,4 @@
-"""Finds the nodes of an ONNX graph that TensorRT would refuse, with cause and fix, before the build."""
+"""Finds the nodes of an ONNX graph that TensorRT would refuse, and gives the cause and a fix for each node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# The fixes to advise if the rewritten graph computes other outputs than the original.
+# These fixes are advised if the outputs of the rewritten graph differ from the outputs of the original graph.
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
@@ -37,8 +37,8 @@ _QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A node that TensorRT refuses. ``node`` is the node's name, or its first output if it has no name. ``safe`` means
-    that ``fit_tensorrt`` rewrites the node."""
+    """Describes a node that TensorRT refuses. ``node`` is the node's name, or the first output of an unnamed node.
+    ``safe`` means that ``fit_tensorrt`` rewrites the node."""
 
     node: str
     operator: str
@@ -56,10 +56,10 @@ def preflight(
     supported: Mapping[str, bool] | None = None,
     read: onnx.ModelProto | None = None,
 ) -> list[Refusal]:
-    """Returns every node of ``path`` that TensorRT refuses or silently computes as something else.
+    """Returns every node of ``path`` that TensorRT refuses or silently computes in another dtype.
 
-    ``capabilities`` lists the GPUs to build for. ``supported`` tells for each operator whether the toolkit's parser
-    knows the operator, and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel``
+    ``capabilities`` lists the GPUs to build for. ``supported`` is the result of ``ask_parser``, and may be empty.
+    ``read`` is the model in the file, if already loaded. Raises ``InvalidModel``
     if ``path`` is not an ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
@@ -68,7 +68,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # the checker describes the fault better
+    except Exception:  # onnx.checker describes the error better
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:
@@ -91,10 +91,10 @@ def refused(found: Sequence[Refusal], model: str) -> str:
 
 
 def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Returns whether the toolkit's parser knows each operator of the model. Has to run in a child process, because the
-    parser can crash.
+    """Returns a dict that maps each operator of the model to True if the toolkit's parser knows the operator.
 
-    Raises ``UnsupportedHere`` if the toolkit can't build for one of ``capabilities``.
+    Must run in a child process, because the parser can crash. Raises ``UnsupportedHere`` if the toolkit can't build for
+    one of ``capabilities``.
     """
     from accel.runtimes.tensorrt_toolkit import (
         Log,
@@ -105,15 +105,15 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
     )
 
     trt = load_toolkit(toolkit)
-    if offered := offered_capabilities(trt):  # without a list, the toolkit builds for the GPU of its machine
+    if offered := offered_capabilities(trt):  # a toolkit that offers no choice builds for this machine's GPU
         choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
     return known_operators(trt, trt.Builder(logger), logger, read_proto(path))
 
 
 def known_operators(trt: Any, builder: Any, logger: Any, model: onnx.ModelProto) -> dict[str, bool]:
-    """Returns whether the toolkit's parser knows each operator of ``model``. A parser that knows all operators may
-    still refuse single nodes."""
+    """Returns a dict that maps each operator of ``model`` to True if the toolkit's parser knows the operator. A parser
+    that knows all operators may still refuse individual nodes."""
     from accel.runtimes.onnx_rounded import inlined
 
     parser = trt.OnnxParser(empty_network(trt, builder), logger)
@@ -144,7 +144,7 @@ def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[
             safe = node.input[0] in constants
             yield _refusal(node, "it dequantizes from Int32 (a bias), which TensorRT doesn't", NO_BIAS, safe=safe)
         elif kind in (TensorProto.UINT8, TensorProto.UINT16):
-            # TensorRT silently takes uint8, and reads 0..255 as -128..127.
+            # TensorRT accepts uint8 without an error, but reads 0..255 as -128..127.
             yield _refusal(node, "TensorRT has no uint8 quantization", SYMMETRIC, safe=kind == TensorProto.UINT8)
         elif len(node.input) > 2 and _nonzero(constants.get(node.input[2])):
             yield _refusal(node, "its zero point isn't zero", SYMMETRIC, safe=True)
@@ -163,7 +163,7 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
 
 
 def constant_tensors(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Returns the tensors of initializers and Constant nodes by name."""
+    """Returns a dict that maps names to the tensors of initializers and Constant nodes."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -183,8 +183,8 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
 
 
 def computes_in_float64(graph: onnx.GraphProto) -> bool:
-    """Tells whether ``graph`` has float64 parts that ``fit_tensorrt`` can rewrite. Float64 parts can be rewritten if no
-    input and no output is float64."""
+    """Checks whether ``graph`` has float64 parts that ``fit_tensorrt`` can rewrite. Float64 parts can be rewritten if
+    no input and no output is float64."""
     from onnx import TensorProto
 
     if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):
@@ -242,7 +242,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the first dtype of an input or output that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
+    """Returns the first dtype in the inputs and outputs of ``node`` that TensorRT lacks, or "" if TensorRT has all.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """
@@ -278,7 +278,7 @@ def _depth(graph: onnx.GraphProto) -> int:
 
 
 def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Calls ``ask_parser`` in a child process; returns an empty dict if the toolkit is missing or fails."""
+    """Calls ``ask_parser`` in a child process. Returns an empty dict if the toolkit is missing or fails."""
     from accel.child import run_in_child
     from accel.errors import AccelError, UnsupportedHere
     from accel.progress import report

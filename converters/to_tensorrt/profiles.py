@@ -1,4 +1,4 @@
-"""Optimization profiles: the shapes that an engine is built for.
+"""Reads and checks optimization profiles, which are the shapes that an engine is built for.
 
 Profiles are checked here, because TensorRT silently builds engines with contradictory profiles.
 """
@@ -20,7 +20,7 @@ _FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
 
 @dataclass(frozen=True, kw_only=True)
 class InputShapes:
-    """The smallest, the most usual and the largest shape of an input."""
+    """Holds the smallest, the most common and the largest shape of an input."""
 
     name: str
     min: tuple[int, ...]
@@ -40,7 +40,7 @@ class InputShapes:
         return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
 
     def range(self, axis: int, step: int = 1) -> DimRange:
-        """Returns the sizes of an axis. Raises ``BadInputSpec`` if a size is not a multiple of ``step``."""
+        """Returns the range of sizes of an axis. Raises ``BadInputSpec`` if a size is not a multiple of ``step``."""
         try:
             return DimRange(self.min[axis], self.opt[axis], self.max[axis], step)
         except BadInputSpec as error:
@@ -50,9 +50,9 @@ class InputShapes:
     def parse(cls, text: str) -> InputShapes:
         """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
 
-        Raises ``BadInputSpec`` for a text of another form.
+        Raises ``BadInputSpec`` if ``text`` has another form.
         """
-        name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", and a shape can't
+        name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", but a shape can't
         shapes = rest.split(",")
         if not equals or not name or len(shapes) != 3 or not all(_SHAPE.match(shape) for shape in shapes):
             raise BadInputSpec(f"can't read the profile {text!r}; {_FORM}")
@@ -62,7 +62,7 @@ class InputShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationProfile:
-    """The shapes of all dynamic inputs in one profile, and the resulting range of each dynamic dim."""
+    """Holds the shapes of all dynamic inputs in one profile, and the resulting range of each dynamic dim."""
 
     inputs: tuple[InputShapes, ...]
     dims: dict[str, DimRange]
@@ -77,7 +77,7 @@ def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[Optimiza
 
     A second text for an input belongs to the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and
     for a shape of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or
-    if one dim has different ranges.
+    if a dim has different ranges in two inputs.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -90,7 +90,7 @@ def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[Optimiza
 
 
 def default_profile(signature: Signature) -> OptimizationProfile | None:
-    """Returns the profile of the signature's own ranges, or None if the model has no dynamic dims."""
+    """Returns the profile with the ranges in ``signature``, or None if the model has no dynamic dims."""
     if not signature.dims:
         return None
     return checked_profile(_shapes_at(signature, signature.dims), signature)
@@ -140,10 +140,10 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 
 
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
-    """Raises ``BadInputSpec`` if a dynamic input isn't ``given``, and names the shapes to add.
+    """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't in ``given``.
 
-    The shapes to add use the ranges in ``dims``, which come from the shapes of other inputs. For a dim that is not in
-    ``dims``, the shapes use the range in the signature.
+    The shapes to add have the ranges in ``dims``, which come from the shapes of other inputs. A dim that is not in
+    ``dims`` has its range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]
