@@ -1,7 +1,5 @@
 """Compares the requests per second and the latency of `accel serve`, MLServer, LitServe and bare gRPC servers.
 
-Usage:
-
     python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]     # measures all servers in one run.
 
 VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.22, because MLServer 1.7.1 can't start
@@ -186,8 +184,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # A request that was open at the end may have been answered or canceled, and the server counts a canceled request as
-    # failed.
+    # A request that was open at the end may have been canceled, which the server counts as failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:

@@ -232,8 +232,7 @@ def _convolution(text: str) -> ConvSpec:
         sizes = {"images": images, "height": height, "width": width, "c_in": channels, "c_out": int(out)}
     except ValueError:
         raise UnknownName(
-            f"{text!r} is no convolution; write NxHxWxC,OUT,KERNEL,STRIDE,PADDING,DILATION, e.g. "
-            "8x56x56x64,64,3x3,1,1"
+            f"{text!r} is no convolution; write NxHxWxC,OUT,KERNEL,STRIDE,PADDING,DILATION, e.g. 8x56x56x64,64,3x3,1,1"
         ) from None
     names = ("kernel", "stride", "padding", "dilation")
     geometry = {name: (pair[0], pair[-1]) for name, pair in zip(names, pairs, strict=False)}
