@@ -166,7 +166,7 @@ def _shape_options() -> str:
 
 
 def _fills(pipeline: str, pp: int, batches: int) -> bool:
-    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of ``pipeline``, a schedule."""
+    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of the schedule."""
     return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
 
 
