@@ -1,4 +1,4 @@
-"""One loaded version of a model: inputs, outputs, statistics, and the checks before a request is executed."""
+"""Holds one loaded version of a model, and checks each request before the request is executed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """An input or output as clients see it. ``shape`` has the batch dim, and -1 for each dynamic dim."""
+    """An input or output as clients see it. ``shape`` includes the batch dim, and has -1 for each dynamic dim."""
 
     name: str
     datatype: str
@@ -48,8 +48,8 @@ class Retired(Exception):
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
     """A loaded version of a model. ``files`` is the fingerprint of the version's files. If the fingerprint changes, the
-    server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the ranges
-    of integers that the manifest declares."""
+    server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the value
+    ranges that the manifest declares for the integer inputs."""
 
     name: str
     version: str
@@ -161,14 +161,15 @@ class ServedModel:
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Counts a request as failed instead of successful. The executor counted a success, but the client got an
-        error."""
+        """Counts a request as failed instead of successful. The executor counted the request as successful, but the
+        client got an error."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
-        """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first, so that the executor has counted every success that ``own`` subtracts
+        """Returns the statistics of this version since its loading, including refused requests."""
+        # ``own`` subtracts some successes. Copy it first, so that the executor has already counted these successes.
+        with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
@@ -181,6 +182,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error, in Triton's words, of a request for a model or version that isn't served."""
+    """Returns the error for a model or version that isn't served. The message is the same as in Triton."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")
