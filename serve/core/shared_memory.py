@@ -54,11 +54,8 @@ class SharedMemory:
         """Registers the region ``name``, which starts at byte ``offset`` of the object ``key`` and has ``byte_size``
         bytes.
 
-        Raises ``ServeError`` with one of these codes:
-
-        - ALREADY_EXISTS: the name is taken.
-        - NOT_FOUND: the object ``key`` doesn't exist.
-        - INVALID_ARGUMENT: the object is too small, or ``key`` can't be the name of an object.
+        Raises ``ServeError`` ALREADY_EXISTS if the name is taken, and NOT_FOUND if the object ``key`` doesn't exist.
+        Raises ``ServeError`` INVALID_ARGUMENT if the object is too small, or if ``key`` can't be an object's name.
         """
         if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")

@@ -1,11 +1,9 @@
 """Reads the config of a model and opens its versions, from the model's folder in a repository.
 
-The folder has Triton's layout.
-
-- ``config.pbtxt`` is optional. The server fills in the fields that the config leaves out.
-- ``labels.txt`` is optional. This file has the class labels of an output whose ``label_filename`` is ``labels.txt``.
-- ``1/model.onnx`` is version 1 of the model. The version can be any number above 0. The file can also be
-  ``model.xml``, ``model.engine``, ``model.plan`` or ``model.pt2``.
+The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
+leaves out. The optional file ``labels.txt`` has the class labels of an output whose ``label_filename`` is
+``labels.txt``. Each version of the model has its own folder, whose name is a number above 0. A version's folder has one
+of the files ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ _DESCRIBED = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
-# A fingerprint has the name, size, modification time in nanoseconds and inode of each file. So it changes if a file is
-# written, touched or replaced.
+# A fingerprint has the name, size, modification time in nanoseconds and inode of each file. A fingerprint changes if a
+# file is written, touched or replaced.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 

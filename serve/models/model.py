@@ -113,12 +113,8 @@ class ServedModel:
         return spec
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Raises ``ServeError`` INVALID_ARGUMENT in each of these cases:
-
-        - An input is missing.
-        - The batch sizes differ, are 0 or are too large.
-        - An integer is outside the range that the manifest declares.
-        """
+        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing or an integer is outside the range that the
+        manifest declares. Raises the same error if the batch sizes of the inputs differ, are 0 or are too large."""
         if found := self.ranges.first_outside(inputs):
             raise invalid(f"{found} for model '{self.name}'")
         if missing := self.required.difference(inputs):
@@ -168,7 +164,7 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since its loading, including refused requests."""
-        # ``own`` subtracts some successes. Copy it first, so that the executor has already counted these successes.
+        # ``own`` subtracts some successes. ``own`` is copied first, so that the executor has already counted them.
         with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)

@@ -19,7 +19,7 @@ from .config import ModelConfig
 def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> Artifact:
     """Returns ``artifact`` with the optional inputs of ``config`` in its signature.
 
-    Raises ``BadRepository`` if such an input isn't marked ``optional`` in the config, or can't be batched.
+    Raises ``BadRepository`` if an input with a default isn't marked ``optional`` in the config, or can't be batched.
     """
     required = {spec.name for spec in artifact.signature.inputs}
     named = {tensor.name: tensor for tensor in config.input if tensor.name not in required}

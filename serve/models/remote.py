@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
-- ``models/<name>`` is a link to the model's folder in the store.
-- ``store/<digest>/<name>`` is a complete copy of one state of the model.
-- ``store/<digest>/files.json`` has the mark of each file, such as its ETag, modification time and size.
+``models/<name>`` is a link to the model's folder in the store. ``store/<digest>/<name>`` is a complete copy of one
+state of the model. ``store/<digest>/files.json`` has the mark of each file, such as its ETag, modification time and
+size.
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
@@ -41,7 +41,7 @@ _MARKS = (
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The maximum levels of folders below a model. The limit ends the search if a folder contains itself.
+_DEEPEST = 6  # The maximum depth of folders below a model. The limit ends the search if a folder contains itself.
 _KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load it.
 _RECORD = "files.json"
 

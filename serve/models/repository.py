@@ -146,8 +146,7 @@ class Repository:
             return found + [name for name in self._unfetched if name not in self._entries]
 
     def index(self, *, ready: bool = False) -> list[IndexRow]:
-        """Returns an entry for each version of each model, sorted by name. If ``ready`` is True, leaves out versions
-        that don't serve."""
+        """Returns the entries of all versions, sorted by model. ``ready=True`` leaves out versions that don't serve."""
         rows: list[IndexRow] = []
         with self._lock:
             names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
@@ -259,7 +258,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Loads the ensembles that lacked a step. Repeats this until no further ensemble can be loaded."""
+        """Loads the ensembles that lacked a step. Repeats the attempt until no further ensemble can be loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
