@@ -92,7 +92,7 @@ class ReplyTensor:
 @dataclass(slots=True)
 class InferReply:
     """One response to a call. ``final`` is True if no further response follows. ``hidden`` is True if the response is
-    empty and final, and the client didn't ask for such a response."""
+    empty and final, and the client didn't ask for an empty final response."""
 
     model: str
     version: str

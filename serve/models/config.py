@@ -164,7 +164,7 @@ def _complete_tensors(
             tensor.dims.extend(dims)
         given = list(tensor.dims)
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
-            note = "; with max_batch_size above 0 the dims leave the batch out" if batching else ""
+            note = "; with max_batch_size above 0, the dims don't include the batch" if batching else ""
             raise BadRepository(
                 f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's are {dims}{note}"
             )

@@ -351,7 +351,7 @@ class Repository:
                 continue
             try:
                 made[version] = load_version(folder, version, self._loading, override, files)
-            except Exception as error:  # a runtime may raise any exception; the other versions keep serving
+            except Exception as error:  # a runtime may raise any exception, but the other versions keep serving
                 failed[version] = _reason(error)
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
@@ -429,7 +429,7 @@ class Repository:
         if loaded:
             self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
-            if not self.root.is_dir():  # a network share may be unreachable for a moment; its models keep serving
+            if not self.root.is_dir():  # the models of an unreachable network share keep serving
                 return
             self._unload(name)
             with self._lock:

@@ -125,7 +125,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # Not all threads may wait for one model, so that a hanging model leaves threads for the other models.
+            # The limit keeps some threads free for the other models if one model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 
