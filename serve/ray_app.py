@@ -1,4 +1,4 @@
-"""Keeps the import path that the Ray Serve application had in version 0.1.0; see ``deploy/ray_app.py``."""
+"""Keeps the import path of version 0.1.0 for the Ray Serve application in ``deploy/ray_app.py``."""
 
 from .deploy.ray_app import add_inference_service, app
 

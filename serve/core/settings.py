@@ -1,4 +1,4 @@
-"""The trace settings and the log settings that clients can read and change."""
+"""Holds the trace settings and the log settings, which clients can read and change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the small
 @dataclass
 class _Sampler:
     """Chooses one of every ``rate`` requests to trace, until ``left`` requests are traced. With a ``rate`` of 0, no
-    request is chosen. A ``left`` of -1 means no limit."""
+    request is chosen. If ``left`` is -1, the number of traced requests has no limit."""
 
     on: bool
     rate: int
@@ -38,10 +38,10 @@ class _Sampler:
 
 
 class TraceSettings:
-    """The trace settings of the server, and the overrides of each model.
+    """Holds the trace settings of the server, and the settings that override them for single models.
 
     ``url`` is the endpoint of the OpenTelemetry traces. One of every ``rate`` requests is traced. Without a URL,
-    clients can read and change the settings, but nothing is traced, as in Triton without a trace file.
+    clients can read and change the settings, but no request is traced.
     """
 
     def __init__(self, url: str = "", rate: int = 1000) -> None:
@@ -73,19 +73,20 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Tells whether to trace this request, and counts the request. While tracing is on, a request with a trace
-        context from the client (``propagated``) is always traced and not counted."""
+        """Returns True if this request is to be traced, and counts the request. While tracing is on, a request with a
+        trace context from the client (``propagated``) is always traced and not counted."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
 
     def changed(self) -> dict[str, dict[str, list[str] | None]]:
-        """Returns the settings that were changed since the start, by model. The key "" stands for the server."""
+        """Returns, for each model, the settings that were changed since the server's start. The key "" holds the
+        changes of the server's own settings."""
         with self._lock:
             return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
-        """Set each setting of ``changes``. A value of None clears the setting. Raises ``ServeError`` INVALID_ARGUMENT
-        if a setting is unknown or its value is not allowed."""
+        """Sets each setting in ``changes``. A value of None undoes an earlier change of the setting. Raises
+        ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
                 raise invalid(f"invalid trace setting '{key[:64]}'; use one of {', '.join(self._start)}")
@@ -104,7 +105,8 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # A change of the server's settings also changes the settings of every model, so all samplers start again.
+            # A change of the server's settings also changes the settings of every model, so new samplers replace all
+            # old samplers.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 
@@ -118,7 +120,7 @@ def _check_number(key: str, value: list[str]) -> None:
 
 
 class LogSettings:
-    """The log settings of the server."""
+    """Holds the log settings of the server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -136,7 +138,7 @@ class LogSettings:
             return dict(self._values)
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
-        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not
+        """Changes the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not
         allowed. Also refuses to change ``log_file``, because only the command line sets this setting."""
         for key, value in changes.items():
             if key not in self._values:

@@ -1,8 +1,10 @@
-"""Regions of memory that clients share with the server: POSIX shared memory, and GPU memory (``cuda_regions``).
+"""Manages the memory regions that clients share with the server. A region is in POSIX shared memory or in GPU memory
+(see ``cuda_regions``).
 
 The server opens a POSIX region when the client registers the region, and checks every slice against the region's size.
-The server reads and writes the region by system calls and doesn't map the region. A client can shrink the memory at any
-time. If the region were mapped, an access to a removed page would end the process.
+The server reads and writes the region by system calls and doesn't map the region into its address space. A client can
+shrink the shared memory at any time. If the server had mapped the region, an access to a removed page would end the
+server's process.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MAX_REGIONS = 1024
 
 @dataclass
 class Region:
-    """The registered part of the shared-memory object ``key``: ``byte_size`` bytes from ``offset``. ``file`` is the
-    open file descriptor of the object."""
+    """A registered region, which is a part of the shared-memory object ``key``. The region starts at byte ``offset`` of
+    the object and has ``byte_size`` bytes. ``file`` is the open file descriptor of the object."""
 
     name: str
     key: str
@@ -42,20 +44,18 @@ class Region:
 
 
 class SharedMemory:
-    """The registered regions of one owner. Safe to call from any thread."""
+    """Holds the registered regions of one owner. All methods are safe to call from any thread."""
 
     def __init__(self) -> None:
         self._regions: dict[str, Region | CudaRegion] = {}
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Registers ``byte_size`` bytes of the object ``key``, from ``offset`` on, under the name ``name``.
+        """Registers the region ``name``, which starts at byte ``offset`` of the object ``key`` and has ``byte_size``
+        bytes.
 
-        Raises ``ServeError`` with one of these codes:
-
-        - ALREADY_EXISTS: the name is taken.
-        - NOT_FOUND: the object ``key`` doesn't exist.
-        - INVALID_ARGUMENT: the object is too small, or ``key`` can't be the name of an object.
+        Raises ``ServeError`` ALREADY_EXISTS if the name is taken, and NOT_FOUND if the object ``key`` doesn't exist.
+        Raises ``ServeError`` INVALID_ARGUMENT if the object is too small, or if ``key`` can't be an object's name.
         """
         if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")
@@ -69,8 +69,8 @@ class SharedMemory:
             self._regions[name] = _open(name, key, offset, byte_size)
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Register as ``name`` the GPU memory that ``handle`` shares. Raises ``ServeError`` ALREADY_EXISTS if the name
-        is taken, and the errors of ``open_region``."""
+        """Registers the GPU memory of the CUDA IPC ``handle`` under the name ``name``. Raises ``ServeError``
+        ALREADY_EXISTS if the name is taken. Also raises the errors of ``open_region``."""
         with self._lock:
             self._check_new(name)
             self._regions[name] = open_region(name, handle, device, byte_size)
@@ -82,8 +82,8 @@ class SharedMemory:
             raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; unregister some")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
-        """Forget the region ``name``, or every region if ``name`` is empty. ``kind=None`` stands for both kinds of
-        regions. As in Triton, an unknown name isn't an error."""
+        """Unregisters the region ``name``, or every region if ``name`` is empty. If ``kind`` is None, unregisters both
+        POSIX regions and GPU regions. As in Triton, an unknown name isn't an error."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:
@@ -92,8 +92,8 @@ class SharedMemory:
             region.close()
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the region ``name`` of POSIX shared memory, or every such region if ``name`` is empty. Raises
-        ``ServeError`` NOT_FOUND if no region has this name."""
+        """Returns the POSIX region ``name``, or every POSIX region if ``name`` is empty. Raises ``ServeError``
+        NOT_FOUND if no region has this name."""
         return [region for region in self._listed(name, Region, "") if isinstance(region, Region)]
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
@@ -123,7 +123,8 @@ class SharedMemory:
         return found
 
     def write(self, part: Slice, body: bytes | bytearray | memoryview) -> None:
-        """Write ``body``, which must not be longer than the slice, to the start of the slice. Raises as ``read``."""
+        """Writes ``body`` to the start of the slice. ``body`` must not be longer than the slice. Raises the same errors
+        as ``read``."""
         with self._opened(part) as (file, start):
             if isinstance(file, CudaRegion):
                 file.write(start, body)
@@ -135,8 +136,9 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def _opened(self, part: Slice) -> Iterator[tuple[int | CudaRegion, int]]:
-        """Yields the open file and the position of a slice, or the GPU region and the slice's offset. The file
-        descriptor is a duplicate, because another thread may unregister the region during the access."""
+        """For a slice of a POSIX region, yields the file descriptor and the slice's position in the file. For a slice
+        of a GPU region, yields the region and the slice's offset. The file descriptor is a duplicate, because another
+        thread may unregister the region during the access."""
         with self._lock:
             region = self._find(part)
             if isinstance(region, Region):
@@ -156,7 +158,7 @@ class SharedMemory:
             os.close(file)
 
     def _find(self, part: Slice) -> Region | CudaRegion:
-        """Returns the region of ``part``, after checking that ``part`` lies within the region's bounds."""
+        """Returns the region of the slice ``part``, after checking that the slice lies within the region's bounds."""
         found = self._regions.get(part.region)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
@@ -175,8 +177,8 @@ def _is(region: Region | CudaRegion, kind: Kind | None) -> bool:
 
 
 class OwnedMemory:
-    """The regions of a server, by the owner who registered them. Only the owner can read, write, list and unregister a
-    region, or learn that the region exists. Two owners may use the same name."""
+    """Holds the regions of a server, grouped by the owner who registered them. Only the owner can read, write, list and
+    unregister a region, or learn that the region exists. Two owners may use the same name."""
 
     def __init__(self) -> None:
         self._owners: dict[str, SharedMemory] = {}
@@ -201,7 +203,7 @@ class OwnedMemory:
         return found
 
     def keep(self, owners: Collection[str]) -> None:
-        """Forget the regions of every owner who is not among ``owners``."""
+        """Unregisters the regions of every owner who is not in ``owners``."""
         with self._lock:
             gone = [self._owners.pop(owner) for owner in list(self._owners) if owner not in owners]
         for regions in gone:

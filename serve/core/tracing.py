@@ -1,16 +1,17 @@
-"""OpenTelemetry traces of requests, sent to an OTLP endpoint. A trace shows where one request spent its time.
+"""Records OpenTelemetry traces of requests and sends them to an OTLP endpoint.
 
-    InferRequest              from the transport's call to the last response
-    └── <model>               in the model's executor; an ensemble has one such span below it for each step
-        ├── queue
+A trace shows where one request spent its time. If Triton has a span or an attribute too, accel uses Triton's name. The
+spans of a request are created after the request is answered. The durations of the spans are equal to the durations in
+the statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans of a request
+form this tree:
+
+    InferRequest                 from the transport's call to the last response
+    └── <model>                  in the model's executor; an ensemble's span has one child span for each step
+        ├── queue                waiting in the queue
         └── compute
             ├── compute_input    stacking the inputs into a batch
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
-
-A span or attribute that Triton also has gets Triton's name. Spans are created once a request is answered. The durations
-of the spans are the durations in the statistics of the model's executor. OpenTelemetry is imported only if ``--trace``
-is given.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LAST_EXPORT_MS = 3000
 
 
 class Tracing:
-    """Records spans of ``provider`` for the requests that ``settings`` select."""
+    """Records spans with ``provider`` for the requests that ``settings`` selects."""
 
     def __init__(self, provider: TracerProvider, settings: TraceSettings) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -56,8 +57,8 @@ class Tracing:
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """Returns the ticket that ``take(call, reply)`` returns. Traces the request if the trace settings select the
-        request. Raises as ``take`` does."""
+        """Calls ``take(call, reply)`` and returns its ticket. Traces the request if the trace settings select the
+        request. Raises the errors of ``take``."""
         # As in Triton, a request that comes with a trace context is always traced while tracing is on.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)
@@ -71,7 +72,7 @@ class Tracing:
         return ticket
 
     def record(self, call: InferCall, begun: int, end: int, found: InferReply | ServeError, ticket: Any) -> None:
-        """Record the spans of a request that has ended. ``begun`` and ``end`` are in nanoseconds since 1970."""
+        """Records the spans of a request that has ended. ``begun`` and ``end`` are in nanoseconds since 1970."""
         version = call.version if isinstance(found, ServeError) else found.version
         attributes = {"triton.model_name": call.model, "triton.model_version": version, "triton.request_id": call.id}
         parent = self._extract(call.trace) if call.trace else None
@@ -86,8 +87,8 @@ class Tracing:
         span.end(end)
 
     def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
-        """Record the span of a model. The child spans of a model are queue and compute. The child spans of an ensemble
-        are its steps."""
+        """Records the span of a model. A model's span has the child spans ``queue`` and ``compute``. An ensemble's span
+        has one child span for each step."""
         begun = max(earliest, end - spent.total) if spent.total else earliest
         attributes = {"triton.model_name": name, "triton.model_version": version}
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
@@ -109,7 +110,7 @@ class Tracing:
         return begun + ns
 
     def close(self) -> None:
-        """Send the remaining spans, for at most three seconds."""
+        """Sends the remaining spans, which may take at most three seconds."""
         self._provider.force_flush(_LAST_EXPORT_MS)
         self._provider.shutdown()
 
@@ -128,7 +129,7 @@ class _Traced:
         self._ticket: Ticket | None = None
 
     def reply(self, found: InferReply | ServeError) -> None:
-        """Pass a response on to the transport at once, and keep the last response for the trace."""
+        """Passes each response to the transport at once, and keeps the last response for the trace."""
         end = time.time_ns()
         self._reply(found)
         if isinstance(found, InferReply) and not found.final:
@@ -156,7 +157,7 @@ class _Traced:
 def open_tracing(url: str, rate: int) -> Tracing:
     """Returns a ``Tracing`` that traces one of every ``rate`` requests and sends the traces to ``url``, over OTLP/HTTP.
 
-    A ``rate`` of 0 traces only requests with a trace context. OpenTelemetry's own environment variables
+    If ``rate`` is 0, only requests with a trace context are traced. OpenTelemetry's own environment variables
     (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY ...) set all further options. Raises
     ``MissingExtra`` if the OpenTelemetry libraries are not installed.
     """
@@ -177,7 +178,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
 
 
 def _log_as_the_server_does() -> None:
-    """Write the messages of OpenTelemetry to the server's log, such as the message that the endpoint doesn't answer."""
+    """Writes the messages of OpenTelemetry to the server's log, for example that the endpoint doesn't answer."""
     logger, own = logging.getLogger("opentelemetry"), logging.getLogger("accel.serve")
     if own.handlers:
         logger.handlers, logger.propagate = own.handlers, False

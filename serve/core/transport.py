@@ -1,4 +1,4 @@
-"""The interface between a transport and the server: calls and replies, in types that belong to neither gRPC nor
+"""Defines the interface between a transport and the server. The types of calls and replies don't depend on gRPC or
 HTTP."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a registered shared-memory region: ``byte_size`` bytes from ``offset``."""
+    """A slice of a registered shared-memory region. The slice starts at byte ``offset`` of the region and has
+    ``byte_size`` bytes."""
 
     region: str
     byte_size: int
@@ -26,8 +27,8 @@ class Slice:
 
 @dataclass(slots=True)
 class WireInput:
-    """An input in the client's encoding. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
-    ``slice`` (shared memory)."""
+    """An input of a request, in the encoding that the client sent. The input's data is in ``raw`` (bytes), in
+    ``values`` (a list) or in ``slice`` (shared memory)."""
 
     name: str
     datatype: str
@@ -39,8 +40,8 @@ class WireInput:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """An output that the client requests. ``classification`` is the number of classes, or 0 for the tensor itself.
-    ``parameters`` are the parameters that only the transport understands."""
+    """An output that the client requests. If ``classification`` is above 0, the reply has that many top classes instead
+    of the tensor. Only the transport reads ``parameters``."""
 
     name: str
     classification: int = 0
@@ -55,11 +56,11 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference.
 
-    ``outputs`` is None if the client requests all outputs. ``deadline`` is the time, by ``time.monotonic()``, after
+    ``outputs`` is None if the client requests all outputs. ``deadline`` is the value of ``time.monotonic()`` after
     which the client no longer waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the
-    server fills in. ``single`` is True if the transport can send one response only. ``holds_thread`` is True if a
-    thread of the transport waits for the reply. ``binary=True`` sends the outputs in binary if the client did not name
-    any outputs. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
+    server fills in. ``single`` is True if the transport can send only one response. ``holds_thread`` is True if a
+    thread of the transport waits for the reply. If the client names no outputs, ``binary=True`` sends all outputs in
+    binary. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 
     model: str
@@ -91,7 +92,7 @@ class ReplyTensor:
 @dataclass(slots=True)
 class InferReply:
     """One response to a call. ``final`` is True if no further response follows. ``hidden`` is True if the response is
-    empty and final, and the client didn't ask for such a response."""
+    empty and final, and the client didn't ask for an empty final response."""
 
     model: str
     version: str
@@ -109,14 +110,14 @@ class Transport(Protocol):
     """Listens on a port, speaks one wire protocol, and calls ``InferenceServer``."""
 
     def start(self) -> int:
-        """Listen, and return the port."""
+        """Starts to listen and returns the port."""
         ...
 
     def renew(self, tls: Tls) -> None:
-        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
-        the new certificates can't be used."""
+        """Uses the certificates of ``tls`` for new connections. If the new certificates can't be used, keeps the old
+        certificates and raises ``UnsupportedHere``."""
         ...
 
     def stop(self, grace: float) -> None:
-        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
+        """Refuses new calls. Aborts the calls that are still running after ``grace`` seconds."""
         ...

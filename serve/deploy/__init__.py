@@ -1,4 +1,4 @@
-"""Deployments beyond one machine: manifests for Kubernetes and KServe, and a Ray Serve application.
+"""Deploys the server on several machines, with Kubernetes, KServe or Ray Serve.
 
-Turns the options of `accel serve` into YAML for `kubectl apply -f`, or into an application for `serve run`.
+Converts the options of `accel serve` into YAML for `kubectl apply -f`, or into an application for Ray's `serve run`.
 """

@@ -1,6 +1,6 @@
-"""Kubernetes and KServe manifests of a server: ``accel serve REPO --manifest kubernetes|kserve``.
+"""Generates the Kubernetes or KServe manifests of a server for ``accel serve REPO --manifest kubernetes|kserve``.
 
-The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2) and from KServe's serving.kserve.io.
+The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2) and from KServe's API (serving.kserve.io).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The server to deploy. ``repository`` is the folder or address that ``accel serve`` gets in the container.
+    """The server to deploy. ``repository`` is the folder or address of the models, as seen in the container.
 
-    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` of a
-    replica are Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of a replica. The load decides the number
-    of replicas, from ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its
-    requests. ``words`` are further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at
-    which the Secret is mounted.
+    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
+    resources of each replica, written as Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of each replica.
+    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. A replica that is being stopped
+    has ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel
+    serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Deployment:
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.name):
             raise BadConfig(
-                f"{self.name!r} can't name a deployment; use lower-case letters, digits and '-', with a letter first"
+                f"{self.name!r} is no deployment name; start with a letter, and use lower-case letters, digits and '-'"
             )
         if not self.image:
             raise BadConfig("a manifest needs the container image that has accel in it; pass --image NAME:TAG")
@@ -109,14 +109,16 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
 
 
 def kserve(wanted: Deployment) -> list[dict[str, Any]]:
-    """Returns a KServe InferenceService whose predictor is accel's own container with protocol v2 over gRPC.
+    """Returns a KServe InferenceService whose predictor is accel's own container. The container serves protocol v2 over
+    gRPC.
 
-    The container itself must be able to read ``repository``: an address or a mounted folder.
+    The container must be able to read ``repository``, which is an address or a mounted folder.
     """
     container = _container(wanted) | {"name": "kserve-container"}
-    # Knative forbids ``lifecycle``. Knative's own proxy waits until the pod gets no more requests.
+    # Knative forbids a container's ``lifecycle`` field. Knative's own proxy already waits until the pod gets no more
+    # requests.
     del container["lifecycle"]
-    # Knative routes a single port, and takes the port for gRPC if its name is h2c.
+    # Knative routes a single port, and treats the port as gRPC if the port's name is h2c.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]
     predictor: dict[str, Any] = {
         "minReplicas": wanted.min_replicas,
@@ -134,8 +136,9 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
             "metadata": {
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # Names the HPA, because KServe chooses Knative's own autoscaler by default. Knative's autoscaler can't
-                # scale by CPU, so KServe would refuse the document.
+                # The annotation selects the HorizontalPodAutoscaler, because KServe chooses Knative's own autoscaler by
+                # default. Knative's autoscaler can't scale by CPU, so KServe would refuse a manifest without the
+                # annotation.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},
@@ -185,7 +188,7 @@ def _volumes(wanted: Deployment) -> list[dict[str, Any]]:
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """Returns the documents as the YAML that ``kubectl apply -f`` takes."""
+    """Returns the documents as YAML for ``kubectl apply -f``."""
     try:
         import yaml
     except ImportError as error:

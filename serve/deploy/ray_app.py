@@ -1,11 +1,12 @@
-"""A Ray Serve application that serves a repository on more than one machine:
+"""Defines a Ray Serve application that serves a repository on more than one machine.
+
+Each replica serves the whole repository as ``accel serve`` does. HTTP works without further options. Triton's gRPC
+clients work if Ray's proxies are started with ``serve start --grpc-servicer-functions
+accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
+because such a request would reach only one of the replicas. A call for statistics returns the statistics of the replica
+that answers the call. This command starts the application:
 
     serve run accel.serve.deploy.ray_app:app repository=s3://bucket/models replicas=4
-
-Each replica serves the whole repository as ``accel serve`` does. HTTP works without further options. For Triton's gRPC
-clients, start Ray's proxies with the service: ``serve start --grpc-servicer-functions
-accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
-because each of these would reach only one process. Statistics come from the replica that gets the call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _MODEL = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|config|
 
 
 def add_inference_service(servicer: Any, server: Any) -> None:
-    """Add the methods of the service to Ray's gRPC proxy. The proxy passes unparsed messages on to a replica."""
+    """Adds the methods of the inference service to Ray's gRPC proxy. The proxy passes messages to a replica without
+    parsing them."""
     made = {name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name)) for name in METHODS}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(proto.SERVICE, made),))
 
@@ -76,7 +78,7 @@ class Replica:
         self._server = ServeOptions.from_text(options).open_server()
         self._server.repository.start()
         self._methods = unary_methods(self._server)
-        # Ray runs a replica's methods on a single event loop, so this pool has the threads that wait for a model.
+        # Ray runs a replica's methods on a single event loop, so the threads of this pool wait for the models.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="accel-ray")
 
     async def _call(self, name: str, message: bytes, context: Any) -> Any:
@@ -91,7 +93,7 @@ class Replica:
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     async def __call__(self, request: Any) -> Any:
-        """Answer one HTTP request of REST v2: health, metadata, config, statistics or inference."""
+        """Answers one HTTP request of REST v2, for health, metadata, config, statistics or inference."""
         from starlette.responses import Response
 
         body = await request.body()
@@ -159,13 +161,14 @@ class Replica:
         return 200, headers, b"".join(parts)
 
     def __del__(self) -> None:
-        """Close the server. Ray deletes a replica once the replica has answered its requests."""
+        """Closes the server. Ray deletes a replica after the replica has answered its requests."""
         if server := getattr(self, "_server", None):
             server.close(0.0)
             self._pool.shutdown(wait=False)
 
     def check_health(self) -> None:
-        """Raise if the server is not healthy. Ray calls this method regularly and replaces a replica that raises."""
+        """Raises ``RuntimeError`` if the server is not healthy. Ray calls this method regularly and replaces a replica
+        if its call raises an error."""
         if not self._server.healthy():
             raise RuntimeError("the server takes no requests")
 
@@ -183,14 +186,14 @@ for _name in METHODS:
 
 
 def app(arguments: dict[str, str]) -> Any:
-    """Returns the application for these arguments of ``serve run``.
+    """Returns the application for the ``arguments`` of ``serve run``.
 
-    ``repository`` is required: a folder that every machine can read, or an address. All arguments except ``repository``
-    are optional. ``mode`` is none or poll. ``poll_seconds`` is the time between two polls. ``tokens`` is a path.
-    ``replicas`` is the number of replicas. ``concurrency`` is the number of requests that a replica runs at the same
-    time. ``threads`` is the number of threads of a session. ``cpus`` and ``gpus`` are the resources of each replica.
-    Raises ``UsageError`` if an argument is missing, unknown or not a number, and ``MissingExtra`` if Ray is not
-    installed.
+    ``repository`` is required, and is an address or a folder that every machine can read. All arguments except
+    ``repository`` are optional. ``mode`` is none or poll. ``poll_seconds`` is the number of seconds between two polls
+    of the repository. ``tokens`` is a path. ``replicas`` is the number of replicas. ``concurrency`` is the number of
+    requests that a replica runs at the same time. ``threads`` is the number of threads of a session. ``cpus`` and
+    ``gpus`` are the resources of each replica. Raises ``UsageError`` if an argument is missing, unknown or not a
+    number, and ``MissingExtra`` if Ray is not installed.
     """
     given: dict[str, Any] = dict(arguments)
     try:
@@ -203,7 +206,7 @@ def app(arguments: dict[str, str]) -> Any:
     if unknown := set(given) - {"repository", "mode", "poll_seconds", "tokens"}:
         raise UsageError(f"the application has no argument {sorted(unknown)[0]!r}; see accel.serve.deploy.ray_app.app")
     if "repository" not in given or given.get("mode") == "explicit":
-        raise UsageError("give repository=FOLDER or ADDRESS, and a mode that needs no commands: none or poll")
+        raise UsageError("give repository=FOLDER or repository=ADDRESS, and mode=none or mode=poll")
     options = ServeOptions(**given, threads=numbers.get("threads", 0), grpc_port=None, http_port=None)
     concurrency = numbers.get("concurrency", 64)
     try:

@@ -1,17 +1,17 @@
-"""Generates one token after the other: wraps a decoupled model's session as a session that streams tokens.
+"""Generates one token after the other: turns a decoupled model's session into a session that streams tokens.
 
 Parameters of ``config.pbtxt`` declare the loop:
 
 ``stream_tokens``: the input for the tokens, of shape (rows, length), or (rows, 1) for one token at a time.
 ``stream_logits``: the output with the logits, of shape (rows, vocabulary) or (rows, length, vocabulary).
 ``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
-``stream_mask``: the input for the mask, which is ones of shape (rows, all tokens so far).
-``stream_positions``: the input for the positions of the given tokens, of shape (rows, length).
+``stream_mask``: the input for the attention mask, of shape (rows, number of tokens so far). The mask is all ones.
+``stream_positions``: the input for the positions of the tokens, of shape (rows, length).
 ``stream_end``: the token that ends a row.
-``stream_steps``: the largest number of generated tokens, 256 by default.
+``stream_steps``: the maximum number of generated tokens, 256 by default.
 
-The server makes the states, the mask and the positions, and clients send the remaining inputs. A model without states
-gets all tokens so far at each step. The next token is the token with the largest logit. For each step, clients get a
+The server creates the states, the mask and the positions, and clients send the remaining inputs. At each step, a model
+without states gets all tokens so far. The next token is the token with the largest logit. For each step, clients get a
 response with ``token`` of shape (rows, 1).
 """
 
@@ -37,7 +37,7 @@ _KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "s
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
-    """The tensors of a token loop, which the module's docstring explains. ``states`` maps output names to input
+    """Names the tensors of a token loop, as the module's docstring explains. ``states`` maps output names to input
     names."""
 
     tokens: str
@@ -50,11 +50,11 @@ class TokenLoop:
 
     @property
     def made(self) -> frozenset[str]:
-        """Returns the inputs that the server makes."""
+        """Returns the names of the inputs that the server creates."""
         return frozenset([*self.states.values(), *(name for name in (self.mask, self.positions) if name)])
 
     def offered(self, signature: Signature) -> Signature:
-        """Returns the signature that clients see, from the ``signature`` of the model itself."""
+        """Converts the model's own ``signature`` into the signature that clients see."""
         tokens = signature.input(self.tokens)
         length: Dim = tokens.shape[1] if isinstance(tokens.shape[1], str) else "prompt"
         prompt = TensorSpec(tokens.name, tokens.dtype, (tokens.shape[0], length), tokens.values)
@@ -134,7 +134,7 @@ def _number(options: Mapping[str, str], key: str, refused: Any, least: int = 0) 
 
 
 class TokenLoopSession:
-    """Adds ``stream`` to ``session``. Keeps no state between two streams."""
+    """Adds the method ``stream`` to ``session``. Keeps no state between two streams."""
 
     def __init__(self, session: Session, loop: TokenLoop, signature: Signature) -> None:
         self._session = session
@@ -143,7 +143,7 @@ class TokenLoopSession:
         self._one_by_one = self._specs[loop.tokens].shape[1] == 1
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        """Yields one ``token`` of shape (rows, 1) per step. Raises ``BadFeeds`` if the prompt is empty."""
+        """Yields one array ``token`` of shape (rows, 1) per step. Raises ``BadFeeds`` if the prompt is empty."""
         loop = self._loop
         given = np.asarray(feeds[loop.tokens])
         if not given.size:
@@ -170,8 +170,8 @@ class TokenLoopSession:
             given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
-        """Returns the tokens ``piece`` with their mask and positions. ``before`` is the number of tokens in the
-        states."""
+        """Returns the model's inputs for the tokens ``piece``: the tokens, the mask and the positions. ``before`` is
+        the number of tokens in the states."""
         loop, (rows, length) = self._loop, piece.shape
         made = {loop.tokens: piece}
         if loop.mask is not None:
@@ -182,10 +182,10 @@ class TokenLoopSession:
         return made
 
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
-        """Returns the state before the first token, which is zeros.
+        """Returns the state before the first token, which is an array of zeros.
 
-        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, such as the number of tokens
-        so far, starts with size 0.
+        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, for example the number of
+        tokens so far, starts with size 0.
         """
         known = {
             dim: size

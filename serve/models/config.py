@@ -1,4 +1,5 @@
-"""Reads ``config.pbtxt``, completes and checks it with the model's signature, and derives the scheduling options."""
+"""Reads ``config.pbtxt``, completes and checks the config against the model's signature, and derives the scheduling
+options."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ from ..scheduling.options import LengthBatching, QueuePolicy, Scheduling
 from ..scheduling.profiles import Profile, rows_of
 from .sequence_config import sequence_batching
 
-# A protobuf message ModelConfig. Annotations can't name the message's class, because ``messages.py`` makes the class at
-# run time.
+# ``ModelConfig`` is a protobuf message. Type annotations can't name the message's class, because ``messages.py`` makes
+# the class at run time.
 ModelConfig = Any
 
-# Triton's names of the platform and the backend for each kind of model. For any other kind, the platform and the
-# backend have the name of the kind.
+# Maps each kind of model to Triton's names for its platform and its backend. A kind that is missing here uses its own
+# name as platform and as backend.
 PLATFORMS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
     "engine": ("tensorrt_plan", "tensorrt"),
     "torch": ("pytorch_libtorch", "pytorch"),
 }
-# accel's own options are free parameters of the config, so that Triton can still read the file.
+# accel's own options are entries of the config's ``parameters``, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (the default) forms the cheapest batches; none keeps the order of arrival
+LENGTH_GROUPING = "length_grouping"  # "cost" (the default) forms the cheapest batches, "none" keeps arrival order
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -40,8 +41,8 @@ _NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
-    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` if the text can't be parsed, and names the
-    line."""
+    """Reads the text of a ``config.pbtxt``. If the text can't be parsed, raises ``BadRepository``, whose message names
+    the line."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
         raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
@@ -87,8 +88,8 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` tells whether the file sets ``max_batch_size``, because an unset number reads as 0 in the protobuf
-    message. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests of
+    ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
+    as 0. ``gpu`` is True if a model without a configured device runs on a GPU. If ``alone`` is True, requests of
     several callers share a batch only if the file enables dynamic batching. Raises ``BadRepository`` if the config
     contradicts the model.
     """
@@ -120,10 +121,10 @@ def complete(
 
 
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
-    """Returns the signature that ``config`` declares. ``what`` names the model in errors.
+    """Returns the signature that ``config`` declares. ``what`` is the model's name in error messages.
 
-    With ``scalars``, a tensor without dims is a single number, or one number for each row of a batch. Without
-    ``scalars``, a tensor without dims raises ``BadRepository``. A tensor without a data_type always raises
+    If ``scalars`` is True, a tensor without dims is a single number, or one number for each row of a batch. If
+    ``scalars`` is False, a tensor without dims raises ``BadRepository``. A tensor without a ``data_type`` always raises
     ``BadRepository``.
     """
 
@@ -163,7 +164,7 @@ def _complete_tensors(
             tensor.dims.extend(dims)
         given = list(tensor.dims)
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
-            note = "; with max_batch_size above 0 the dims leave the batch out" if batching else ""
+            note = "; with max_batch_size above 0, the dims don't include the batch" if batching else ""
             raise BadRepository(
                 f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's are {dims}{note}"
             )
@@ -176,15 +177,15 @@ def _complete_tensors(
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Returns the inputs and outputs that clients neither send nor get: states and controls of a sequence."""
+    """Returns the names of a sequence's states and controls, which clients neither send nor get."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """Returns the enum number of the dtype of ``spec``. Raises ``BadRepository`` if the protocol doesn't have this
-    dtype."""
+    """Returns the protobuf enum number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol doesn't have
+    this dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
             f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
@@ -193,7 +194,8 @@ def config_dtype(spec: TensorSpec) -> int:
 
 
 def config_dims(spec: TensorSpec, batching: bool) -> list[int]:
-    """Returns the dims of ``spec`` as a config writes them: -1 for a dynamic dim, and no batch dim if ``batching``."""
+    """Returns the dims of ``spec`` in the form of a config. A dynamic dim is -1, and the batch dim is left out if
+    ``batching`` is True."""
     dims = [-1 if isinstance(dim, str) else dim for dim in spec.shape]
     return dims[1:] if batching else dims
 
@@ -204,7 +206,7 @@ def datatype(tensor: Any) -> str:
 
 
 def _largest_batch(signature: Signature) -> int:
-    """Returns the model's largest batch size, or 0 if an input or output doesn't have the batch as first dim."""
+    """Returns the model's largest batch size, or 0 if the first dim of an input or output is not the batch."""
     batch = signature.batch_dim
     specs = (*signature.inputs, *signature.outputs)
     if batch is None or not all(spec.shape and spec.shape[0] == batch for spec in signature.inputs):
@@ -215,7 +217,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the allowed numbers of rows in a batch. If the range is accel's default, a single row is allowed too."""
+    """Returns the range of the number of rows that a batch may have. If the signature has accel's default range, a
+    batch of a single row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -226,9 +229,9 @@ def batch_range(signature: Signature) -> DimRange:
 def scheduling(
     config: ModelConfig, signature: Signature, folder: Path | None = None, profiles: tuple[Profile, ...] = ()
 ) -> Scheduling:
-    """Returns the options by which the model's requests are queued and batched.
+    """Returns the options for queueing and batching the model's requests.
 
-    ``folder`` is the model's folder, which has the files that the config names. ``profiles`` are the optimization
+    ``folder`` is the model's folder, which contains the files that the config names. ``profiles`` are the optimization
     profiles of an engine. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported feature.
     """
     name = config.name
@@ -283,17 +286,17 @@ def scheduling(
     for tensor in config.input:
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
-                f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
-                f"take optional out, or export the model with an initializer named {tensor.name!r}; only the mask for "
-                "batching by length needs no default"
+                f"model '{name}', input '{tensor.name}': an input without a default can't be optional, except the mask "
+                "for batching by length; take optional out, or export the model with an initializer named "
+                f"{tensor.name!r}"
             )
     return made
 
 
 def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """Returns the amount of each resource that a run takes, and the model's priority.
+    """Returns how much of each resource one run needs, and the model's priority.
 
-    A resource per device counts as a global resource, because all instances run on the same device.
+    A per-device resource counts as a global resource, because all instances run on the same device.
     """
     limits = [group.rate_limiter for group in config.instance_group]
     if any(limit != limits[0] for limit in limits):
@@ -329,9 +332,9 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The dim that differs between requests is the config's ``length_dim``. Without ``length_dim``, a model with a mask
-    uses its only dynamic dim besides the batch. A model without a mask is batched by length only if its config has
-    ``length_dim`` or ``allow_ragged_batch``, because padding may change the model's outputs.
+    The config's ``length_dim`` names the dim whose size differs between requests. Without ``length_dim``, a model with
+    a mask uses its only dynamic dim other than the batch. A model without a mask is batched by length only if its
+    config has ``length_dim`` or ``allow_ragged_batch``, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
@@ -366,7 +369,7 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
 
 
 def gives_batch(text: str) -> bool:
-    """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size`` to any number, 0 included."""
+    """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size`` to any number, including 0."""
     config = proto.message("ModelConfig")()
     # The parser keeps the last value of a repeated field, so _NO_BATCH stays only if the file doesn't set
     # max_batch_size.

@@ -1,4 +1,4 @@
-"""Chooses the device of a model's instances, from ``kind``, ``gpus`` and ``profile`` of the instance groups."""
+"""Chooses the device of a model's instances by the fields ``kind``, ``gpus`` and ``profile`` of the instance groups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# The runtimes on a GPU and on a CPU, for each kind of artifact that runs on both.
+# Two dicts give the GPU runtime and the CPU runtime of each kind of artifact that runs on both devices.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
     """Returns the runtime that the instance groups require, or None for the artifact's default runtime.
 
-    Raises ``BadRepository`` if this machine can't run the model on the configured device. Another device is never
-    chosen instead.
+    Raises ``BadRepository`` if this machine can't run the model on the configured device. The server never falls back
+    to another device.
     """
 
     def refused(what: str) -> BadRepository:

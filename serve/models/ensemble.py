@@ -1,5 +1,5 @@
-"""Ensembles: several models that clients call as a single model. Each step runs one of the models. A step's outputs are
-the inputs of other steps. A step runs as soon as all its inputs exist."""
+"""Runs ensembles, which are several models that clients call as a single model. Each step of an ensemble runs one of
+the models. A step's outputs can be the inputs of other steps. A step runs as soon as all its inputs exist."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LOG = logging.getLogger(__name__)
 class EnsembleStep:
     """One model of an ensemble.
 
-    An empty ``version`` stands for the newest version that serves. ``input_map`` maps each input of the model to a
-    tensor of the ensemble. ``output_map`` maps each output of the model to a tensor of the ensemble.
+    An empty ``version`` means the newest served version. ``input_map`` maps each input of the model to a tensor of the
+    ensemble. ``output_map`` maps each output of the model to a tensor of the ensemble.
     """
 
     model: str
@@ -52,7 +52,8 @@ class EnsembleStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble:
-    """The steps of an ensemble, in any order. The tensors of the steps decide the order of execution."""
+    """The steps of an ensemble, in any order. The order of execution follows from the tensors that each step needs and
+    makes."""
 
     steps: tuple[EnsembleStep, ...]
 
@@ -68,7 +69,8 @@ Find = Callable[[str, str], Step]
 
 
 class _Run:
-    """The progress of one request through the steps. ``submit`` returns the run as the request's ``Ticket``."""
+    """The progress of one request through the steps of an ensemble. ``EnsembleExecutor.submit`` returns this object as
+    the request's ``Ticket``."""
 
     def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
         self.executor = executor
@@ -89,10 +91,10 @@ class _Run:
 
 
 class EnsembleExecutor:
-    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up a step's model anew for
-    each request, because the model may be reloaded between two requests.
+    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up the model of a step again
+    for each request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` if no step or more than one step makes a tensor, or if steps wait for each other.
+    Raises ``BadConfig`` if a tensor is made by no step or by several steps, or if steps wait for each other.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class EnsembleExecutor:
         self._closing = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Starts the steps whose inputs exist. An idle instance runs its step in this thread."""
+        """Starts the steps whose inputs exist. If a step's model has an idle instance, the step runs in this thread."""
         now = self._clock()
         run = _Run(self, request, answer, now)
         with self._lock:
@@ -158,8 +160,8 @@ class EnsembleExecutor:
     def _pump(self, run: _Run) -> None:
         """Starts the steps that are ready.
 
-        If an answer comes while ``submit`` runs, this loop starts the next steps after ``submit`` has returned, so that
-        the calls don't nest.
+        If a step's answer comes while the step's ``submit`` runs, this loop starts the next steps after ``submit`` has
+        returned. This order keeps calls of ``submit`` from nesting.
         """
         while True:
             with self._lock:
@@ -207,7 +209,7 @@ class EnsembleExecutor:
             self._pump(run)
 
     def _advance(self, run: _Run, i: int) -> None:
-        """Stores the outputs of step ``i`` as soon as both the step's ticket and answer exist."""
+        """Stores the outputs of step ``i`` as soon as the step has both a ticket and an answer."""
         with self._lock:
             if run.done or i not in run.tickets or i not in run.results:
                 return
@@ -246,7 +248,8 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """Answers an unanswered ``run`` with ``error``, and cancels the running steps of ``run``."""
+        """Answers the request of ``run`` with ``error`` and cancels the running steps, unless the request is already
+        answered."""
         with self._lock:
             if run.done:
                 return
@@ -267,7 +270,7 @@ class EnsembleExecutor:
                 self._drained.notify_all()
 
     def statistics(self) -> ModelStatistics:
-        """Returns the ensemble's statistics, whose queue and compute durations are sums over the steps."""
+        """Returns the ensemble's statistics. The queue and compute durations are sums over the steps."""
         with self._lock:
             return self._recorder.copy()
 
@@ -318,7 +321,7 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
         if not ready:
             raise BadConfig(
                 f"ensemble '{name}': the steps {', '.join(step.model for step in left)} wait for each other; break the "
-                "circle of their input_maps"
+                "cycle in their input_maps"
             )
         for step in ready:
             there.update(step.output_map.values())

@@ -18,7 +18,8 @@ Get = Callable[[str, str], ServedModel]
 
 
 class StepMissing(BadRepository):
-    """Raised if the model of a step isn't served. The server loads the ensemble again after this model is loaded."""
+    """Raised if the model of a step isn't served. The server tries the ensemble again after the step's model is
+    loaded."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -26,7 +27,7 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def complete_ensemble(config: ModelConfig, name: str) -> Signature:
-    """Fills in the fields that ``config`` leaves out and returns the signature that ``config`` declares.
+    """Fills in the missing fields of ``config`` and returns the signature that ``config`` declares.
 
     Raises ``BadRepository`` if the config lacks inputs, outputs or steps, or has a field that an ensemble can't have.
     """
@@ -57,7 +58,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
 
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:
-    """Returns an executor that runs each step on the version that is served at the time of the request."""
+    """Returns an executor for the ensemble. Each step runs on the version that is served at the time of the request."""
     steps = tuple(
         EnsembleStep(
             model=step.model_name,
@@ -78,12 +79,13 @@ def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: 
 
 
 def step_names(config: ModelConfig) -> list[str]:
-    """Returns the names of an ensemble's models, each once, or an empty list if the config is not an ensemble's."""
+    """Returns the names of an ensemble's models without duplicates. Returns an empty list if ``config`` doesn't
+    describe an ensemble."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
 
 
 def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
-    """Returns ``names`` and, for each ensemble among them, the names of its steps. Each name comes once. Steps come
+    """Returns ``names``, and the names of the steps of each ensemble in ``names``. Each name comes once. Steps come
     before their ensemble.
 
     If ensembles form a cycle, one of the ensembles comes before its steps and fails to load.

@@ -1,8 +1,9 @@
-"""A model's folder in a repository, in Triton's layout: reads the config and opens the versions.
+"""Reads the config of a model and opens its versions, from the model's folder in a repository.
 
-name/config.pbtxt         optional: the server fills in what the config leaves out
-name/labels.txt           optional: class labels, for an output whose label_filename names this file
-name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine, model.plan or model.pt2
+The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
+leaves out. The optional file ``labels.txt`` has the class labels of an output whose ``label_filename`` is
+``labels.txt``. Each version of the model has its own folder, whose name is a number above 0. A version's folder has one
+of the files ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from .sequence_config import INITIAL_STATES
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # Exported programs and TorchScript may contain pickles.
 PLAN = "model.plan"  # Triton's file name for a TensorRT engine.
-# Functions that read the signature of a file without a manifest, by kind of artifact.
+# Maps a kind of artifact to the function that reads the signature of a file without a manifest.
 _DESCRIBED = {
     "onnx": "accel.sources.onnx.file:describe",
     "openvino": "accel.converters.graph.read_ir:describe",
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
-# The name, size, time in ns and inode of each file. A fingerprint changes if a file is written, touched or replaced.
+# A fingerprint has the name, size, modification time in nanoseconds and inode of each file. A fingerprint changes if a
+# file is written, touched or replaced.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Options to open models that the server refuses by default.
+    """Options that allow the server to open models that it refuses by default.
 
     ``insecure`` allows a model that differs from its manifest. ``allow_pickle`` allows exported programs and
     TorchScript, whose archives may hold pickles.
@@ -52,24 +54,24 @@ class Trust:
 
 
 def valid_name(name: str) -> bool:
-    """Tells whether ``name`` can be the name of a model: a plain folder name without a path."""
+    """Tells whether ``name`` can be a model's name. Such a name is a plain folder name without a path."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def valid_version(version: str) -> bool:
-    """Tells whether ``version`` can be a version: a number above 0 of at most 18 digits, without leading zeros."""
+    """Tells whether ``version`` is a number above 0 of at most 18 digits, without leading zeros."""
     return version.isascii() and version.isdigit() and not version.startswith("0") and len(version) < 19
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Returns every file below ``folder`` with its size, time and inode, sorted."""
+    """Returns the name, size, modification time and inode of every file below ``folder``, sorted by name."""
     found = []
     for root, _, files in os.walk(folder, followlinks=True):
         for file in files:
             path = Path(root, file)
             try:
                 stat = path.stat()
-            except OSError:  # the file was removed since the listing
+            except OSError:  # the file was removed after the listing
                 continue
             found.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino))
     return tuple(sorted(found))
@@ -90,7 +92,7 @@ class ModelFolder:
         return sorted((p.name for p in self.path.iterdir() if p.is_dir() and valid_version(p.name)), key=int)
 
     def config_text(self) -> str | None:
-        """Returns the text of ``config.pbtxt``, or None if the model has none."""
+        """Returns the text of ``config.pbtxt``, or None if the model has no such file."""
         path = self.path / CONFIG
         try:
             return path.read_text(encoding="utf-8")
@@ -100,12 +102,13 @@ class ModelFolder:
             raise BadRepository(f"can't read {path}: {error}; write it as UTF-8 text") from None
 
     def config(self) -> tuple[ModelConfig, bool]:
-        """Returns the config as written, and whether the text sets ``max_batch_size``."""
+        """Returns the config as written, and True if the file sets ``max_batch_size``."""
         text = self.config_text() or ""
         return model_config.parse(text, f"{self.name}/{CONFIG}"), model_config.gives_batch(text)
 
     def chosen(self, config: ModelConfig) -> list[str]:
-        """Returns the versions that the config's policy serves (the latest by default), oldest first."""
+        """Returns the versions that the config's ``version_policy`` selects, oldest first. The default is the latest
+        version."""
         versions = self.versions()
         if not versions:
             raise BadRepository(
@@ -154,7 +157,7 @@ class ModelFolder:
         kind = "engine" if path.suffix == Path(PLAN).suffix else kind_of(path)
         if kind is None:
             raise BadRepository(
-                f"model '{self.name}': {path.name} is none of {', '.join(artifact_suffixes())}, .plan or .pt2"
+                f"model '{self.name}': {path.name} has to end in {', '.join(artifact_suffixes())}, .plan or .pt2"
             )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
@@ -164,7 +167,7 @@ class ModelFolder:
         return found
 
     def labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Returns the class labels by output, from the files that the config names."""
+        """Returns the class labels of each output, read from the files that the config names."""
         found = {}
         for output in config.output:
             name = output.label_filename

@@ -48,11 +48,11 @@ MakeExecutor = Callable[..., Executor]
 class Loading:
     """Options for loading models.
 
-    ``threads`` is the number of threads of a session whose config sets no number; 0 lets ``_share`` choose the number.
-    ``cores`` is the number of cores that a model's sessions share; 0 stands for all cores of this process. ``make``
-    makes the executor. ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share.
-    ``limiter`` limits the resources that models share. ``host_policies`` maps the name of a host policy to the cores
-    for an instance group.
+    ``threads`` is the number of threads of a session if the config sets no number. If ``threads`` is 0, ``_share``
+    chooses the number. ``cores`` is the number of cores that a model's sessions share, or 0 for all cores of this
+    process. ``make`` is the function that creates the executor. ``get`` looks up the models of an ensemble. ``cache``
+    is the response cache that all models share. ``limiter`` limits the resources that models share. ``host_policies``
+    maps the name of a host policy to the cores for an instance group.
     """
 
     trust: Trust = field(default_factory=Trust)
@@ -69,8 +69,8 @@ class Loading:
 def load_version(
     folder: ModelFolder, version: str, loading: Loading, override: ModelConfig | None = None, files: Any = None
 ) -> ServedModel:
-    """Loads one version. ``override`` is a config that replaces ``config.pbtxt``. ``files`` is the files'
-    fingerprint."""
+    """Loads one version. ``override`` is a config that replaces ``config.pbtxt``. ``files`` is the fingerprint of the
+    version's files."""
     if override is not None:
         config, batch_given = type(override)(), True
         config.CopyFrom(override)
@@ -132,7 +132,8 @@ def load_version(
 
 
 def _ranges(artifact: Artifact) -> IntegerRanges:
-    """Returns the ranges of the integer inputs that the manifest declares, or no ranges if there is no manifest.
+    """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, there are no
+    ranges.
 
     A model that wasn't made from PyTorch may take negative indices, which count from the end. For such a model, a
     declared range that begins at 0 also allows the matching negative indices.
@@ -154,7 +155,8 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. 0 lets the runtime or the manifest choose the number.
+    Returns 0 if a single session may use all cores. In this case, the runtime or the manifest chooses the number of
+    threads.
     """
     if not cores and instances == 1:
         return 0
@@ -179,7 +181,7 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# Unsupported fields of a config, with the advice for each field. The server refuses a config with one of these fields,
+# Maps each unsupported field of a config to the advice for users. The server refuses a config with such a field,
 # because the model's answers would differ without the field.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
@@ -198,8 +200,8 @@ def _supported(config: ModelConfig, name: str) -> None:
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
-    """Runs the samples of the config's ``model_warmup``. Without samples, the model runs once at the smallest and once
-    at the largest batch size."""
+    """Warms up ``session`` with the samples of the config's ``model_warmup``. Without samples, the model runs once at
+    the smallest and once at the largest batch size."""
     if config.model_warmup:
         for sample in config.model_warmup:
             feeds = _sample(sample, config, artifact)

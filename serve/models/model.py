@@ -1,4 +1,4 @@
-"""One loaded version of a model: inputs, outputs, statistics, and the checks before a request is executed."""
+"""Holds one loaded version of a model, and checks each request before the request is executed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """An input or output as clients see it. ``shape`` has the batch dim, and -1 for each dynamic dim."""
+    """An input or output as clients see it. ``shape`` includes the batch dim, and has -1 for each dynamic dim."""
 
     name: str
     datatype: str
@@ -48,8 +48,8 @@ class Retired(Exception):
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
     """A loaded version of a model. ``files`` is the fingerprint of the version's files. If the fingerprint changes, the
-    server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the ranges
-    of integers that the manifest declares."""
+    server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the value
+    ranges that the manifest declares for the integer inputs."""
 
     name: str
     version: str
@@ -113,12 +113,8 @@ class ServedModel:
         return spec
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Raises ``ServeError`` INVALID_ARGUMENT in each of these cases:
-
-        - An input is missing.
-        - The batch sizes differ, are 0 or are too large.
-        - An integer is outside the range that the manifest declares.
-        """
+        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing or an integer is outside the range that the
+        manifest declares. Raises the same error if the batch sizes of the inputs differ, are 0 or are too large."""
         if found := self.ranges.first_outside(inputs):
             raise invalid(f"{found} for model '{self.name}'")
         if missing := self.required.difference(inputs):
@@ -161,14 +157,15 @@ class ServedModel:
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Counts a request as failed instead of successful. The executor counted a success, but the client got an
-        error."""
+        """Counts a request as failed instead of successful. The executor counted the request as successful, but the
+        client got an error."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
-        """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first, so that the executor has counted every success that ``own`` subtracts
+        """Returns the statistics of this version since its loading, including refused requests."""
+        # ``own`` subtracts some successes. ``own`` is copied first, so that the executor has already counted them.
+        with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
@@ -181,6 +178,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error, in Triton's words, of a request for a model or version that isn't served."""
+    """Returns the error for a model or version that isn't served. The message is the same as in Triton."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

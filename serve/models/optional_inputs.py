@@ -1,4 +1,5 @@
-"""Inputs that clients may leave out, because the model has a default: ONNX initializers that are also inputs.
+"""Lets clients leave out an input if the ONNX model has a default for the input. The default is an initializer with the
+name of the input.
 
 An input with a default stays a constant unless ``config.pbtxt`` marks the input as ``optional``, because some exporters
 list every weight as an input.
@@ -16,9 +17,9 @@ from .config import ModelConfig
 
 
 def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> Artifact:
-    """Returns ``artifact`` with the optional inputs that ``config`` names.
+    """Returns ``artifact`` with the optional inputs of ``config`` in its signature.
 
-    Raises ``BadRepository`` if a named input isn't marked ``optional`` in the config, or can't be batched.
+    Raises ``BadRepository`` if an input with a default isn't marked ``optional`` in the config, or can't be batched.
     """
     required = {spec.name for spec in artifact.signature.inputs}
     named = {tensor.name: tensor for tensor in config.input if tensor.name not in required}

@@ -1,4 +1,4 @@
-"""Sessions that run on given cores only, for Triton's ``host_policy`` of an instance group."""
+"""Runs sessions only on the CPU cores that Triton's ``host_policy`` of an instance group selects."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_CORES = 4096
 
 
 def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns the name and the cores in a text of the form ``NAME,cpu-cores=0-3,6``. Raises ``ValueError`` if ``text``
-    doesn't have this form."""
+    """Parses a text of the form ``NAME,cpu-cores=0-3,6``, and returns the name and the cores. Raises ``ValueError`` if
+    ``text`` doesn't have this form."""
     name, _, setting = text.partition(",")
     key, _, ranges = setting.partition("=")
     if not name or key != "cpu-cores":
@@ -39,9 +39,9 @@ def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns the cores of each instance, or () for an instance whose group names no policy.
+    """Returns the cores of each instance. If the instance's group names no policy, the cores are an empty tuple.
 
-    Raises ``BadRepository`` if no server option defines the policy.
+    Raises ``BadRepository`` if a group names a policy that no server option defines.
     """
     found = []
     for group in config.instance_group:
@@ -57,8 +57,8 @@ def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> li
 
 
 class PinnedSession:
-    """A session that is opened and run on ``cores`` only. The runtime's threads stay on these cores, because on Linux a
-    new thread inherits the cores of the thread that starts it."""
+    """A session that is opened and run only on the CPU cores ``cores``. The runtime's threads stay on these cores. On
+    Linux, a new thread inherits the cores of the thread that starts it."""
 
     def __init__(self, opened: Callable[[], Session], cores: tuple[int, ...]) -> None:
         self._cores = frozenset(cores)

@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
-    models/<name>                  a link to the model's folder in the store
-    store/<digest>/<name>/...      a complete copy of one state of the model
-    store/<digest>/files.json      the mark of each file: ETag, time of change, size
+``models/<name>`` is a link to the model's folder in the store. ``store/<digest>/<name>`` is a complete copy of one
+state of the model. ``store/<digest>/files.json`` has the mark of each file, such as its ETag, modification time and
+size.
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
@@ -35,13 +35,13 @@ from .files import valid_name
 
 log = logging.getLogger("accel.serve")
 
-# The fields that change when a file's bytes change. Each store gives only some of these fields.
+# Fields of a remote file that change when the file's bytes change. Each store has only some of these fields.
 _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The most levels of folders below a model. The limit ends the search if a folder contains itself.
+_DEEPEST = 6  # The maximum depth of folders below a model. The limit ends the search if a folder contains itself.
 _KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load it.
 _RECORD = "files.json"
 
@@ -57,9 +57,10 @@ class _Remote:
 
 
 class Mirror:
-    """Mirrors the models of ``address`` in a local ``folder``, as of the last ``refresh``.
+    """Mirrors the models of ``address`` in a local ``folder``, which ``refresh`` updates.
 
-    Raises ``MissingExtra`` without fsspec, and ``UnsupportedHere`` without the library for the address's scheme.
+    Raises ``MissingExtra`` if fsspec is not installed, and ``UnsupportedHere`` if the library for the address's scheme
+    is not installed.
     """
 
     def __init__(self, address: str, root: Path | None = None) -> None:
@@ -74,7 +75,8 @@ class Mirror:
         self._lock = threading.Lock()
 
     def refresh(self, name: str | None = None) -> dict[str, str]:
-        """Updates the folder, or only the model ``name``. Returns the reason for each model that can't be updated.
+        """Updates all models of the folder, or only the model ``name``. Returns the reason for each model that can't be
+        updated.
 
         Raises ``BadRepository`` and changes nothing if the address can't be read at all.
         """
@@ -113,15 +115,15 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # in an outage the listing may be empty; the local models stay
+        if not names:  # during an outage, the listing may be empty, so the local models stay
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the name and the store's information of each entry of a folder."""
+        """For each entry of a remote folder, yields the name and the store's information."""
         for info in self._files.ls(address, detail=True):
             name = str(info["name"])
-            if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder among its own entries
+            if name.rstrip("/") == address.rstrip("/"):  # object stores list a folder as its own entry
                 continue
             leaf = name.rstrip("/").rpartition("/")[2]
             if "?" not in leaf:  # links with "?" in an HTTP listing only sort the listing
@@ -171,7 +173,8 @@ class Mirror:
         self._let_go(before)
 
     def _fetch(self, name: str, wanted: dict[str, _Remote], folder: Path, before: Path | None) -> int:
-        """Downloads the changed files and links the unchanged files. Returns the number of downloaded bytes."""
+        """Downloads the changed files and makes hard links to the unchanged files. Returns the number of downloaded
+        bytes."""
         old = (self.folder / before).resolve() if before else None
         known: dict[str, str] = {}
         if old is not None:
@@ -220,7 +223,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Removes the copies that have no link and are older than ``_KEPT_SECONDS``."""
+        """Removes the copies to which no link points and which are older than ``_KEPT_SECONDS``."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):

@@ -46,19 +46,20 @@ class _Entry:
     after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # maps a version to the reason; "" stands for the whole model
+    failed: dict[str, str] = field(default_factory=dict)  # maps a version, or "" for all versions, to the reason
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
 
 
 class Repository:
-    """The models of the folder ``root``, which has a folder for each model.
+    """Holds the models of the folder ``root``, which contains a folder for each model.
 
-    Mode ``none`` loads all models once. Mode ``poll`` also looks for changes every ``poll_seconds``. Mode ``explicit``
-    loads models by command, and the models that ``startup`` names at the start. The name ``*`` in ``startup`` stands
-    for all models. A replaced or unloaded version has ``drain`` seconds to answer its accepted requests. ``refresh``
-    updates ``root``, or one model's folder, from a remote address and returns the error of each failed model.
+    Mode ``none`` loads all models once. Mode ``poll`` also looks for changes every ``poll_seconds`` seconds. Mode
+    ``explicit`` loads the models in ``startup`` at the start, and other models by command. The name ``*`` in
+    ``startup`` means all models. A replaced or unloaded version has ``drain`` seconds to answer its accepted requests.
+    The function ``refresh`` updates ``root``, or one model's folder, from a remote address. ``refresh`` returns the
+    error of each failed model.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Repository:
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
         self._entries: dict[str, _Entry] = {}
-        # Requests look models up here. The table is replaced as a whole, so that a lookup needs no lock.
+        # Requests look up models in this table. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
-        self._control = threading.Lock()  # held by the single load or unload that may run
+        self._control = threading.Lock()  # held by a load or unload, so that only one runs at a time
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
@@ -145,7 +146,7 @@ class Repository:
             return found + [name for name in self._unfetched if name not in self._entries]
 
     def index(self, *, ready: bool = False) -> list[IndexRow]:
-        """Returns an entry for each version of each model, sorted by name. ``ready`` keeps only versions that serve."""
+        """Returns the entries of all versions, sorted by model. ``ready=True`` leaves out versions that don't serve."""
         rows: list[IndexRow] = []
         with self._lock:
             names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
@@ -175,7 +176,7 @@ class Repository:
     # Starting and ending
 
     def start(self) -> None:
-        """Loads the models that serve from the start. Logs and skips a model that can't be loaded."""
+        """Loads the models that have to serve from the start. Logs and skips a model that can't be loaded."""
         if self.mode != "explicit" or "*" in self._startup:
             self._refresh()
         names = [folder.name for folder in self._folders()]
@@ -185,7 +186,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # the error of the ensemble names the missing step
+                continue  # loading the ensemble reports the missing step
             try:
                 self._load(name)
             except ServeError as error:
@@ -220,13 +221,13 @@ class Repository:
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # the error of the ensemble names the missing step
+            except ServeError as error:  # loading the ensemble reports the missing step
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the steps of the ensemble ``name`` that don't serve yet. ``load`` loads these models first."""
+        """Returns the steps of the ensemble ``name`` that aren't served yet. ``load`` loads these models first."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -257,7 +258,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Loads the ensembles that lacked a step, in rounds until a round loads no further ensemble."""
+        """Loads the ensembles that lacked a step. Repeats the attempt until no further ensemble can be loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -295,7 +296,7 @@ class Repository:
         return [one for one in found if one != name]
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Stops serving a model by command, and with ``dependents`` also the steps of an ensemble."""
+        """Unloads a model by command. If ``dependents`` is True, also unloads the steps of an ensemble."""
         self._explicit()
         steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
@@ -343,14 +344,14 @@ class Repository:
             wanted, prints = [], {}
         for version in wanted:
             old = entry.versions.get(version)
-            # An override changes the config without a change of the files.
+            # An override changes the config while the files stay the same.
             files = (prints[version], override.SerializeToString() if override is not None else b"")
             if old is not None and old.files == files:
                 made[version] = old
                 continue
             try:
                 made[version] = load_version(folder, version, self._loading, override, files)
-            except Exception as error:  # a runtime may raise any exception; the other versions keep serving
+            except Exception as error:  # a runtime may raise any exception, but the other versions keep serving
                 failed[version] = _reason(error)
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
@@ -428,7 +429,7 @@ class Repository:
         if loaded:
             self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
-            if not self.root.is_dir():  # a network share may be unreachable for a moment; its models keep serving
+            if not self.root.is_dir():  # the models of an unreachable network share keep serving
                 return
             self._unload(name)
             with self._lock:

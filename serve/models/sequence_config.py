@@ -18,7 +18,7 @@ from ..scheduling.options import SequenceBatching
 if TYPE_CHECKING:
     from accel.signature import Signature, TensorSpec
 
-INITIAL_STATES = "initial_state"  # Triton's folder for initial states, beside the version folders
+INITIAL_STATES = "initial_state"  # Triton's folder for initial states, next to the version folders
 _KINDS = {
     "CONTROL_SEQUENCE_START": "START",
     "CONTROL_SEQUENCE_READY": "READY",

@@ -1,4 +1,4 @@
-"""The operating system's side of a server: options, processes and their supervisor, signals, logs, renewed files.
+"""Runs a server's processes, and handles their options, signals, logs and changed files.
 
 Reads `ServeOptions` from the command line, or as JSON from stdin. Runs one or several processes that serve until
 SIGTERM.

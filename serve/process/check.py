@@ -1,4 +1,5 @@
-"""``accel serve --check``: loads and warms up every model of a repository, and reports which models can be served."""
+"""Implements ``accel serve --check``, which loads and warms up every model of a repository. The command reports which
+models can be served."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .options import ServeOptions
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
     """The result for one version of a model. ``state`` is ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``
-    is the error of a run on random inputs. Even a good model may refuse random inputs."""
+    is the error of a failed run on random inputs. Even a good model may refuse random inputs."""
 
     name: str
     version: str
@@ -28,7 +29,7 @@ class CheckedModel:
 
 
 def check(options: ServeOptions) -> list[CheckedModel]:
-    """Load, warm up and release every model of ``options``, and read the files that ``options`` name.
+    """Loads, warms up and releases every model of ``options``, and reads the files that ``options`` names.
 
     Returns one result for each version of each model.
     """
@@ -60,7 +61,7 @@ def check(options: ServeOptions) -> list[CheckedModel]:
 
 
 class _WarmUp(logging.Handler):
-    """Collects from the log the models that refused the random inputs of their warm-up."""
+    """Reads the log, and collects the models that refused the random inputs of their warm-up."""
 
     def __init__(self) -> None:
         super().__init__()

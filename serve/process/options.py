@@ -1,4 +1,5 @@
-"""``ServeOptions``: all options of ``accel serve``, in one object that the serving processes get as JSON."""
+"""Defines ``ServeOptions``, which holds all options of ``accel serve``. The serving processes get this object as
+JSON."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ class ServeOptions:
 
     ``repository`` is a folder, or an address that fsspec reads. For ``grpc_port`` and ``http_port``, 0 takes a free
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
-    the number of cores that the sessions of one model share; 0 means all cores that the process may use. ``threads`` is
-    the number of threads of each session; 0 means the session's share of ``cores``. With ``restart``, a supervisor
-    restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form ``NAME:COUNT``.
-    ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. Requests have ``drain`` seconds to end after SIGTERM.
-    ``trace`` is the OTLP endpoint of the traces, and one of every ``trace_rate`` requests is traced. ``tokens``,
-    ``tls_*`` and ``log_file`` are paths.
+    the number of cores that the sessions of one model share, or 0 for all cores that the process may use. ``threads``
+    is the number of threads of each session, or 0 for the session's share of ``cores``. If ``restart`` is True, a
+    supervisor restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form
+    ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, open requests have
+    ``drain`` seconds to end. ``trace`` is the OTLP endpoint of the traces. One of every ``trace_rate`` requests is
+    traced. ``tokens``, ``tls_*`` and ``log_file`` are paths.
     """
 
     repository: str
@@ -93,7 +94,7 @@ class ServeOptions:
         return Tls(certificate=Path(self.tls_certificate), key=Path(self.tls_key), client_ca=ca)
 
     def open_repository(self) -> Repository:
-        """Returns the repository, with no model loaded."""
+        """Returns the repository without loading a model."""
         root, refresh = Path(self.repository), None
         if "://" in self.repository:
             mirror = Mirror(self.repository)
@@ -116,7 +117,7 @@ class ServeOptions:
         )
 
     def open_server(self) -> InferenceServer:
-        """Returns the server, with no model loaded and no port open."""
+        """Returns the server without loading a model or opening a port."""
         tracing = open_tracing(self.trace, self.trace_rate) if self.trace else None
         access = read_tokens(Path(self.tokens)) if self.tokens else Access()
         return InferenceServer(
@@ -124,14 +125,14 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # Not all threads may wait for one model, so that a hanging model leaves threads for the other models.
+            # The limit keeps some threads free for the other models if one model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if a text is not a valid value of the option
-    ``flag``."""
+    """Parses each of ``texts`` into a name and a value, and returns a dict of the values. Raises ``UsageError`` if a
+    text is not a valid value of the option ``flag``."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

@@ -1,7 +1,7 @@
 """Connects the processes of one server, to run each command in all processes and to sum their statistics.
 
-The kernel chooses the process that a client is connected to. So each process listens on a socket in a private folder,
-and the process that gets a command forwards the command to all other processes. A restarted process asks another
+The kernel chooses the process that a client is connected to. Each process listens on a socket in a private folder. The
+process that gets a client's command forwards the command to all other processes. A restarted process asks another
 process for the commands that came before the restart.
 """
 
@@ -32,10 +32,11 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# Seconds that a process may take to answer another process. A process that didn't answer in time gets only
-# _SILENT_PATIENCE until it answers again, so that a stopped process doesn't delay every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. A process that didn't
+# answer in time has only _SILENT_PATIENCE seconds until it answers again. The short limit keeps a stopped process from
+# delaying every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
-# Seconds that a command waits for earlier commands to end.
+# A command waits at most this many seconds for earlier commands to end.
 _TURN_PATIENCE = 60.0
 _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 
@@ -43,7 +44,8 @@ _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 class Peers:
     """Implements ``Processes`` for process ``index`` of the ``count`` processes of a server.
 
-    ``folder`` holds the sockets; only this user may enter the folder. ``key`` is the secret that the processes share.
+    ``folder`` holds the sockets, and only the user of this process may enter the folder. ``key`` is the secret that the
+    processes share.
     """
 
     def __init__(self, local: LocalControl, folder: Path, index: int, count: int, key: bytes) -> None:
@@ -58,7 +60,7 @@ class Peers:
         }
 
     def listen(self) -> None:
-        """Answer the other processes from now on."""
+        """Starts to answer the other processes."""
         path = self._folder / f"{self._index}.sock"
         path.unlink(missing_ok=True)
         self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
@@ -92,8 +94,8 @@ class Peers:
         self._run(Command.of(Control.change_log_settings, changes))
 
     def _run(self, command: Command) -> None:
-        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL if the command worked here
-        and failed in another process. The error names the processes."""
+        """Runs ``command`` in this process, then in every other process. Raises ``ServeError`` INTERNAL if the command
+        worked in this process and failed in another process. The error names the failed processes."""
         with self._turn(_LOAD_PATIENCE if command.name in _LONG_TURNS else _TURN_PATIENCE):
             command.run(self._local)
             failed = [
@@ -106,8 +108,8 @@ class Peers:
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Hold the lock that lets the whole server run one command at a time, because interleaved commands would leave
-        the processes in different states. The system releases the lock of a process that dies. Raises ``ServeError``
+        """Holds a lock, so that the whole server runs one command at a time. Interleaved commands would leave the
+        processes in different states. If a process dies, the operating system releases its lock. Raises ``ServeError``
         UNAVAILABLE if the lock is not free after ``patience`` seconds."""
         with (self._folder / "turn").open("a") as file:
             end = time.monotonic() + patience
@@ -133,9 +135,9 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Ask another process for the commands that the server got before this process started, and run these
+        """Asks another process for the commands that the server got before this process started, and runs these
         commands."""
-        with self._turn(_LOAD_PATIENCE):  # the lock keeps commands from changing the other processes
+        with self._turn(_LOAD_PATIENCE):  # under the lock, no command changes the other processes
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":
                     continue
@@ -148,7 +150,7 @@ class Peers:
 
     def _ask(self, *request: Any) -> Iterator[tuple[int, Any]]:
         """Yields the index and the answer of each other process. Skips a process that isn't listening, because the
-        supervisor is restarting the process. A listening process without an answer counts as an error."""
+        supervisor is restarting the process. If a listening process doesn't answer, yields an error as the answer."""
         for index in range(self._count):
             if index == self._index:
                 continue
@@ -207,7 +209,7 @@ class Peers:
         return self._local.statistics_of(set(versions))
 
     def close(self) -> None:
-        """Stop answering the other processes."""
+        """Stops answering the other processes."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
@@ -219,8 +221,8 @@ def _is_load(request: tuple[Any, ...]) -> bool:
 
 
 def _connect(path: str, key: bytes, patience: float) -> Connection:
-    """Connect as ``multiprocessing.connection.Client`` does. Raises ``TimeoutError`` if a single read or write takes
-    more than ``patience`` seconds."""
+    """Connects in the same way as ``multiprocessing.connection.Client``. Raises ``TimeoutError`` if a single read or
+    write takes more than ``patience`` seconds."""
     with socket.socket(socket.AF_UNIX) as made:
         _limit(made, patience)
         try:
@@ -241,7 +243,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Set the timeout of ``connection``. A read or write that exceeds the timeout raises ``BlockingIOError``."""
+    """Sets the timeout of ``connection``. A read or write that exceeds the timeout raises ``BlockingIOError``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

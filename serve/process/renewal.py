@@ -20,8 +20,8 @@ _EVERY = 5.0  # seconds
 
 
 class Renewal:
-    """Checks the files every five seconds. If a file is broken or half written, logs the error and keeps the old tokens
-    or certificates."""
+    """Checks the files of the tokens and certificates every five seconds. If a file is broken or half written, logs the
+    error and keeps the old tokens or certificates."""
 
     def __init__(self, options: ServeOptions, server: InferenceServer, transports: Iterable[Transport]) -> None:
         self._options, self._server, self._transports = options, server, tuple(transports)
@@ -46,7 +46,7 @@ class Renewal:
             self.look()
 
     def look(self) -> None:
-        """Reload the files that have changed since the last check."""
+        """Reloads the files that have changed since the last check."""
         for name, (files, renew) in self._what.items():
             state = _state(files)
             if state == self._seen[name]:

@@ -1,4 +1,5 @@
-"""One serving process: loads models, listens, waits for SIGTERM, and ends once every request is answered."""
+"""Runs one serving process, which loads models, listens and waits for SIGTERM. The process ends after every request is
+answered."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, message, process, and the fields of ``extra``."""
+    """Formats a log record as one line of JSON, which has the time, level, message, process and the fields of
+    ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
         body: dict[str, Any] = {
@@ -49,7 +51,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging(options: ServeOptions) -> None:
-    """Log JSON lines to stderr, or to ``log_file``, which is reopened after a log rotation."""
+    """Starts to log JSON lines to stderr or to ``options.log_file``. The file is reopened after a log rotation."""
     logging.raiseExceptions = False  # if the disk is full, log lines are lost but requests don't fail
     made: logging.Handler = (
         logging.handlers.WatchedFileHandler(options.log_file, encoding="utf-8")
@@ -61,14 +63,14 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
-    for name in ("aiohttp.server", "asyncio"):  # the messages about connections become JSON lines too
+    for name in ("aiohttp.server", "asyncio"):  # these loggers' messages become JSON lines too
         other = logging.getLogger(name)
         other.handlers, other.propagate = [made], False
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of large tensors that were freed, because returning memory to the system costs more
-    than copying a tensor."""
+    """Makes glibc keep the memory of freed large tensors. Returning memory to the system takes longer than copying a
+    tensor."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -76,7 +78,7 @@ def keep_freed_memory() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the highest that the system allows: every connection is an open file."""
+    """Raises the limit of open files to the highest allowed limit, because every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -85,7 +87,7 @@ def raise_file_limit() -> None:
 
 
 def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str, Transport]:
-    """Returns the transports that the options enable, by name: ``grpc``, ``http``."""
+    """Returns a dict of the transports that the options enable. The keys are ``grpc`` and ``http``."""
     found: dict[str, Transport] = {}
     common: dict[str, Any] = {
         "host": options.host,
@@ -106,8 +108,8 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
 
 
 class ServingProcess:
-    """The server in this process. ``place`` holds the private folder, the index and the key for ``Peers``, or is None
-    if the server has only this process."""
+    """A server in this process. ``place`` holds the private folder, the index and the key for ``Peers``, or is None if
+    the server has only this process."""
 
     def __init__(self, options: ServeOptions, place: tuple[Path, int, bytes] | None = None) -> None:
         self.options = options
@@ -122,7 +124,7 @@ class ServingProcess:
         self._stop = StopRequest()
 
     def start(self) -> dict[str, int]:
-        """Load the models and listen. Returns the ports by transport."""
+        """Loads the models and starts to listen. Returns the port of each transport."""
         keep_freed_memory()
         if self._peers is None:
             self._listen()  # opens the ports first, so that an early probe gets the answer that the server isn't ready
@@ -140,7 +142,8 @@ class ServingProcess:
         self.renewal.start()
 
     def stop(self) -> None:
-        """Refuse new requests with UNAVAILABLE, wait at most ``options.drain`` seconds for open requests, and end."""
+        """Refuses new requests with UNAVAILABLE, waits at most ``options.drain`` seconds for open requests, and
+        stops."""
         self.renewal.stop()
         done = self.server.drain(self.options.drain if self.server.taking else 0.0)
         if not done:
@@ -152,7 +155,8 @@ class ServingProcess:
         self.server.close(1.0)
 
     def run(self, ready: Any = None) -> None:
-        """Start, call ``ready``, wait for SIGTERM or SIGINT, and stop. A second signal ends the process at once."""
+        """Starts the server, calls ``ready``, waits for SIGTERM or SIGINT, and stops the server. A second signal ends
+        the process at once."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if self._stop.made:
@@ -180,9 +184,9 @@ class ServingProcess:
 
 
 def end(code: int = 0) -> NoReturn:
-    """End this process now, without the interpreter's own shutdown. The interpreter's shutdown would wait for the
-    threads of sessions, and a session may hang forever. If a native library crashed while being unloaded, the exit code
-    would change."""
+    """Ends this process at once, without the Python interpreter's shutdown. The shutdown would wait for the threads of
+    sessions, and a session may hang forever. A native library that crashes during the shutdown would change the exit
+    code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,8 +194,8 @@ def end(code: int = 0) -> NoReturn:
 
 
 def main() -> None:
-    """Run one of several processes: read the options and the process's index, folder and key from stdin, and write
-    ``ready`` to stdout."""
+    """Runs one of several serving processes. Reads the options and the process's index, folder and key from stdin, and
+    writes ``ready`` to stdout."""
     from accel.child import die_with_parent
     from accel.errors import AccelError
 

@@ -1,4 +1,4 @@
-"""A stop request that a signal handler may make at any moment."""
+"""Defines a stop request, which a signal handler may make at any moment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 class StopRequest:
     """A request to the main thread to stop.
 
-    A ``threading.Event`` can deadlock here: its lock isn't reentrant, and a handler may run while the main thread holds
-    the lock inside ``wait``. ``SimpleQueue.put`` is reentrant.
+    A ``threading.Event`` could deadlock, because its lock isn't reentrant. A signal handler may run while the main
+    thread holds the lock inside ``wait``. ``SimpleQueue.put`` is reentrant.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class StopRequest:
         self._woken.put(None)
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most ``seconds`` for the stop request. Tells whether the request was made."""
+        """Waits at most ``seconds`` for the stop request. Returns True if the stop request was made."""
         if not self.made:
             try:
                 self._woken.get(timeout=seconds)

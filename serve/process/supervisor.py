@@ -34,12 +34,12 @@ log = logging.getLogger("accel.serve")
 
 # The supervisor gives up if a process dies this many times in a row before any process has served.
 _ATTEMPTS = 5
-_LONGEST_PAUSE = 10.0  # the most seconds between two starts
+_LONGEST_PAUSE = 10.0  # the maximum number of seconds between two starts
 
 
 @dataclass
 class _Running:
-    """One process. ``again`` is the time, by ``time.monotonic()``, at which a dead process is restarted. ``again`` is
+    """One process. ``again`` is the value of ``time.monotonic()`` at which a dead process is restarted. ``again`` is
     None while the process lives."""
 
     process: subprocess.Popen[str]
@@ -51,7 +51,8 @@ class _Running:
 
 
 def _bind(held: socket.socket, host: str, port: int) -> None:
-    """Bind to a port on which nobody listens, even if connections of an earlier server are still in TIME_WAIT."""
+    """Binds ``held`` to a port on which no program listens, even if connections of an earlier server are still in
+    TIME_WAIT."""
     try:
         held.bind((host, port))
     except OSError as error:
@@ -65,7 +66,7 @@ def _bind(held: socket.socket, host: str, port: int) -> None:
 
 
 class Supervisor:
-    """Runs ``options.processes`` processes."""
+    """Runs and supervises ``options.processes`` serving processes."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._held: list[socket.socket] = []
@@ -78,12 +79,12 @@ class Supervisor:
             self.options = replace(self.options, cores=max(1, available_cores() // count))
         self._key = secrets.token_bytes(32)
         self._running: dict[int, _Running] = {}
-        self._served = False  # True once a process has served
+        self._served = False  # True after any process has served
         self._stop = StopRequest()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
-        """Reserve the ports by sockets that are bound but don't listen. Such a socket gets no connections and keeps
-        other programs off the port."""
+        """Reserves the ports with sockets that are bound but don't listen. Such a socket gets no connections and
+        prevents other programs from using the port."""
         found = {}
         for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
             if port is None:
@@ -92,7 +93,8 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # A socket without SO_REUSEPORT tests the port, because its bind fails if a server already has the port.
+                # A socket without SO_REUSEPORT tests the port, because its bind fails if a server already uses the
+                # port.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -108,7 +110,7 @@ class Supervisor:
         return replace(options, **found)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises ``BadRepository`` if no process can start."""
+        """Serves until SIGTERM or SIGINT. Raises ``BadRepository`` if no process can start."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if self._stop.made:
@@ -150,11 +152,10 @@ class Supervisor:
                     self._running[index] = again
 
     def _died(self, index: int, running: _Running, code: int) -> float:
-        """Log that a process died, and return the seconds until the restart.
+        """Logs that a process died, and returns the number of seconds until the restart.
 
         Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
-        often. Once a process has served, the server goes on in spite of a dead process, because a missing file may come
-        back.
+        often. After any process has served, a dead process is always restarted, because a missing file may come back.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

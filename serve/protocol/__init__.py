@@ -1,4 +1,5 @@
-"""The Open Inference Protocol as Triton speaks it: requests, responses, errors, tensors, and the protobuf messages.
+"""Implements Triton's version of the Open Inference Protocol: requests, responses, errors, tensors and protobuf
+messages.
 
-Turns bytes into numpy arrays and back. Defines `InferenceRequest`, `InferenceResponse` and `ServeError`.
+Converts bytes to numpy arrays and back. Defines `InferenceRequest`, `InferenceResponse` and `ServeError`.
 """

@@ -1,7 +1,8 @@
-"""The types of one inference inside the server: request, response, error, statistics, and the ``Executor`` protocol.
+"""Defines the types of an inference inside the server: request, response, error, statistics and the ``Executor``
+protocol.
 
-These types use numpy only: no protobuf, no grpcio type, no HTTP. The transports convert their wire formats to these
-types and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into responses.
+These types depend only on numpy, and not on protobuf, grpcio or HTTP. The transports convert their wire formats to
+these types and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into responses.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Parameter = bool | int | float | str
 
 
 class Code(enum.Enum):
-    """Status codes by their gRPC names; ``http`` is the status over HTTP."""
+    """Status codes with their gRPC names. The property ``http`` is the status code over HTTP."""
 
     INVALID_ARGUMENT = 400
     UNAUTHENTICATED = 401
@@ -50,21 +51,21 @@ class ServeError(AccelError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
-        """Keeps the code of an error that is pickled and sent to another process."""
+        """Keeps the error's code if the error is pickled and sent to another process."""
         return ServeError, (self.code, str(self))
 
 
 @dataclass(slots=True, kw_only=True)
 class InferenceRequest:
-    """A request for a model. ``inputs`` are arrays that were checked against the model's signature (batch dim
-    included).
+    """A request for a model. ``inputs`` are arrays that were checked against the model's signature, including the batch
+    dim.
 
-    ``outputs`` names the requested outputs; None requests all outputs. A ``priority`` of 1 is the most urgent, and 0
-    stands for the model's default. ``timeout_us`` is the requested queue timeout in microseconds; 0 stands for the
-    model's default. ``deadline`` is the time, in seconds on the server's clock, after which the client no longer waits;
-    None means no deadline. ``sequence_id`` 0 or "" means no sequence. ``inline`` allows the submitting thread to run
-    the request itself. A thread with further requests to submit sets ``inline`` to False, so that the requests can be
-    batched.
+    ``outputs`` names the requested outputs, or is None to request all outputs. The most urgent ``priority`` is 1, and 0
+    means the model's default priority. ``timeout_us`` is the requested queue timeout in microseconds, or 0 for the
+    model's default. The client waits until ``deadline``, in seconds on the server's clock, or without limit if
+    ``deadline`` is None. A ``sequence_id`` of 0 or "" means that the request belongs to no sequence. If ``inline`` is
+    True, the submitting thread may run the request itself. A thread with further requests to submit sets ``inline`` to
+    False, so that the requests can be batched.
     """
 
     model: str
@@ -85,7 +86,7 @@ class InferenceRequest:
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
     """A response of a model. ``outputs`` are in the order of the request. ``final`` is True if no further response
-    follows; only decoupled models send several responses to a request. ``durations`` are the times that the statistics
+    follows. Only decoupled models send several responses to a request. ``durations`` are the times that the statistics
     count for the response."""
 
     model: str
@@ -99,7 +100,7 @@ class InferenceResponse:
 
 @dataclass(slots=True, kw_only=True)
 class Durations:
-    """The nanoseconds that a request or a batch spent in each phase: for statistics, metrics and traces."""
+    """The time in nanoseconds that a request or a batch spent in each phase."""
 
     queue: int = 0
     compute_input: int = 0
@@ -140,8 +141,8 @@ class Executor(Protocol):
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
         """Takes the request. If the queue is full, raises ``ServeError`` UNAVAILABLE at once.
 
-        ``answer`` is called on any thread. An idle instance runs the request inline, so ``answer`` may be called before
-        this method returns.
+        ``answer`` can be called on any thread. An idle instance runs the request inline, so ``answer`` may be called
+        before this method returns.
         """
         ...
 
@@ -171,7 +172,7 @@ class DurationStatistic:
         self.ns += ns
 
 
-# The upper ends of the histograms' buckets in nanoseconds: three in each decade from 100 us to 10 s.
+# The upper bounds of the histograms' buckets in nanoseconds, with three bounds in each decade from 100 us to 10 s.
 LATENCIES_NS = (*(step * 10**decade for decade in range(4, 9) for step in (10, 25, 50)), 10**10)
 
 
@@ -190,8 +191,8 @@ class Histogram:
 
 @dataclass(slots=True)
 class ModelStatistics:
-    """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending.
-    ``request_times`` counts the same requests as ``success``.
+    """Holds the fields of Triton's ModelStatistics. While no request is pending, ``received`` is the sum of the counts
+    of ``success`` and ``fail``. ``request_times`` counts the same requests as ``success``.
 
     ``add`` sums the numbers of two processes. If a field has ``metadata={"merge": function}``, ``add`` calls the
     function instead of summing.
@@ -236,13 +237,13 @@ class ModelStatistics:
                 setattr(self, known.name, known.metadata.get("merge", operator.add)(mine, further))
 
 
-# Name and version of a model, and its statistics.
+# A row has the name, the version and the statistics of a model.
 StatisticsRow = tuple[str, str, ModelStatistics]
 
 
 def infer(executor: Executor, request: InferenceRequest, timeout: float | None = None) -> InferenceResponse:
-    """Submits a request, waits, and returns its last response. Raises the ``ServeError`` that answers the request.
-    Cancels the request and raises ``TimeoutError`` after ``timeout`` seconds."""
+    """Submits a request, waits for its last response, and returns this response. Raises the ``ServeError`` that answers
+    the request. Cancels the request and raises ``TimeoutError`` after ``timeout`` seconds."""
     arrived = threading.Event()
     found: list[InferenceResponse | ServeError] = []
 

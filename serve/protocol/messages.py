@@ -1,4 +1,4 @@
-"""The protobuf messages of the Open Inference Protocol as Triton speaks it, and of Triton's ``config.pbtxt``.
+"""Loads the protobuf messages of Triton's version of the Open Inference Protocol, and of Triton's ``config.pbtxt``.
 
 ``inference.binpb`` is a FileDescriptorSet that ``regenerate.py`` writes (BSD-3, see ``LICENSE.txt``). The
 FileDescriptorSet is loaded into a separate descriptor pool. Generated modules and the default pool would clash with a
@@ -30,13 +30,14 @@ POOL = _load()
 
 @cache
 def message(name: str) -> Any:
-    """Returns the class of a message. ``name`` has no package: ``message("ModelInferRequest")``."""
+    """Returns the class of a message. ``name`` has no package name, as in ``message("ModelInferRequest")``."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 @cache
 def methods() -> dict[str, tuple[Any, Any, bool]]:
-    """Maps each method of the service to its request class, its response class, and whether both are streams."""
+    """Maps each method of the service to its request class, its response class, and a flag that is True if requests and
+    responses are streams."""
     service = POOL.FindServiceByName(SERVICE)
     return {
         method.name: (
@@ -49,7 +50,7 @@ def methods() -> dict[str, tuple[Any, Any, bool]]:
 
 
 def enum_number(enum: str, name: str) -> int:
-    """Returns the number of an enum's value: ``enum_number("DataType", "TYPE_FP32")``."""
+    """Returns the number of an enum's value, as in ``enum_number("DataType", "TYPE_FP32")``."""
     return int(POOL.FindEnumTypeByName(f"inference.{enum}").values_by_name[name].number)
 
 

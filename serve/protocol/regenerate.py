@@ -1,5 +1,5 @@
-"""``make descriptors``: writes ``inference.binpb`` and the two ``.proto`` texts from the descriptors of an installed
-``tritonclient[grpc]``."""
+"""Implements ``make descriptors``, which writes ``inference.binpb`` and the two ``.proto`` files from the descriptors
+of an installed ``tritonclient[grpc]``."""
 
 from __future__ import annotations
 

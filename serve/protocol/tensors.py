@@ -1,7 +1,7 @@
 """Converts tensors between numpy and the raw and typed contents of the Open Inference Protocol.
 
-Raw contents are little-endian and row-major. An element of ``BYTES`` is its length as uint32, followed by its bytes. A
-tensor of fixed-size elements becomes a view of the received bytes, without a copy and without a Python loop.
+Raw contents are little-endian and row-major. A ``BYTES`` element is encoded as its length in uint32, followed by its
+bytes. A tensor of fixed-size elements becomes a view of the received bytes, without a copy and without a Python loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the datatype's field in
-    the typed contents, or None if only raw contents can have the datatype."""
+    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field of the typed
+    contents for this datatype, or None if only raw contents can have the datatype."""
 
     name: str
     numpy: np.dtype[Any]
@@ -65,7 +65,7 @@ def invalid(message: str) -> ServeError:
 
 
 def get_datatype(name: str, datatype: str) -> Datatype:
-    """Returns the datatype of input ``name``. Raises ``ServeError`` INVALID_ARGUMENT if there is no such datatype."""
+    """Returns the datatype of input ``name``. Raises ``ServeError`` INVALID_ARGUMENT if the datatype is unknown."""
     found = DATATYPES.get(datatype)
     if found is None:
         raise invalid(f"unsupported data type '{datatype}' for input '{name}', use one of {', '.join(DATATYPES)}")
@@ -81,15 +81,15 @@ def element_count(name: str, shape: Sequence[int]) -> int:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Returns a shape as Triton writes it: ``[1,16]``."""
+    """Returns a shape in Triton's notation, for example ``[1,16]``."""
     return f"[{','.join(map(str, shape))}]"
 
 
 def decode_raw(
     name: str, datatype: str, shape: Sequence[int], data: bytes | bytearray | memoryview, model: str
 ) -> np.ndarray:
-    """Returns the array in ``data``: a read-only view of ``data``, or an object array of ``bytes`` for ``BYTES``.
-    Raises ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
+    """Decodes ``data`` to an array. The array is a read-only view of ``data``, or an object array of ``bytes`` for the
+    datatype ``BYTES``. Raises ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
     kind = get_datatype(name, datatype)
     count = element_count(name, shape)
     if kind.name == "BYTES":
@@ -109,7 +109,7 @@ def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: s
     if count * _LENGTH.size > len(body):
         raise invalid(
             f"expected {count} string elements for inference input '{name}' for model '{model}', "
-            f"got {len(body)} bytes, which can't hold them"
+            f"but {len(body)} bytes are too few for them"
         )
     found: np.ndarray = np.empty(count, dtype=object)
     at = 0
@@ -167,8 +167,9 @@ def _integers(values: Sequence[Any]) -> bool:
 
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
-    """Returns the raw contents of ``array``. The raw contents of a ``BYTES`` array are its joined elements. For the
-    other datatypes, returns a view of the array's memory, or of a copy if the array is not contiguous."""
+    """Returns the raw contents of ``array``. The raw contents of a ``BYTES`` array are its encoded elements, one after
+    the other. For another datatype, returns a view of the array's memory, or of a copy if the array is not
+    contiguous."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():
@@ -183,7 +184,7 @@ def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
 
 
 def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
-    """Converts an array of ``bytes`` to the array of ``str`` that sessions take. Raises ``ServeError`` INVALID_ARGUMENT
+    """Converts an array of ``bytes`` to an array of ``str``, as sessions need. Raises ``ServeError`` INVALID_ARGUMENT
     if an element is not UTF-8."""
     try:
         made: np.ndarray = np.empty(array.size, dtype=object)
@@ -195,7 +196,7 @@ def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
 
 
 def to_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns an array of strings (``str`` or ``bytes`` elements) as an object array of ``bytes``."""
+    """Converts an array with ``str`` or ``bytes`` elements to an object array of ``bytes``."""
     made: np.ndarray = np.empty(array.size, dtype=object)
     for i, value in enumerate(array.ravel()):
         made[i] = value if isinstance(value, bytes) else str(value).encode()

@@ -1,6 +1,7 @@
 """Writes a file descriptor as the text of a ``.proto`` file, for users who compile the protocol into other languages.
 
-protoc compiles the text to the same descriptor. The text has no comments, because descriptors don't carry comments.
+The compiler protoc turns the text into the same descriptor. The text has no comments, because descriptors don't carry
+comments.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Scheduling of one model's requests: queue, dynamic batching, instances, sequences, response cache, rate limits.
+"""Schedules the requests of one model, with a queue, dynamic batching, instances, sequences, a response cache and rate
+limits.
 
-`make_executor` takes a signature, the `Scheduling` options and a function that opens a session. It returns an
-`Executor`.
+`make_executor` creates an `Executor` from a signature, the `Scheduling` options and a function that opens a session.
 """
