@@ -1,17 +1,15 @@
 """Dynamic batching: chooses the waiting requests that run together. The choice depends only on the queue and the time.
 
 The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
-the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
-order:
+the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size.
 
-1. If the first requests together have a preferred number of rows, these requests become a batch at once. If several
-   preferred numbers fit, the batch has the largest of these numbers.
-2. In all other cases, the candidates become a batch as soon as no further request fits, or the oldest candidate has
-   waited ``max_delay_us``. A request with its own limit (queue timeout, deadline) waits for at most half of that limit.
-   The other half of the limit is left for the run.
-3. If the model takes only certain batch sizes, the batch is cut to the largest size that its requests fill exactly. If
-   the cut would leave out more than half of the rows, the batch is padded instead to the next size, with copies of the
-   last row.
+If the first candidates together have a preferred number of rows, these candidates become a batch at once. If several
+preferred numbers fit, the largest one is used. In all other cases, the candidates become a batch as soon as no further
+request fits, or as soon as the oldest candidate has waited ``max_delay_us``. A request with its own limit (queue
+timeout, deadline) waits for at most half of that limit. The other half of the limit is left for the run. If the model
+takes only certain batch sizes, the batch is cut to the largest allowed size that its requests fill exactly. If the cut
+would leave out more than half of the rows, the batch is instead padded to the next allowed size with copies of the last
+row.
 """
 
 from __future__ import annotations
@@ -50,7 +48,8 @@ class Batching(Protocol):
     """Combines requests into one run of the session and splits the run's outputs into answers."""
 
     def admit(self, request: InferenceRequest) -> int:
-        """Returns the rows of the request. Raises ``ServeError`` INVALID_ARGUMENT if the request can't be run."""
+        """Returns the number of rows in the request. Raises ``ServeError`` INVALID_ARGUMENT if the request can't be
+        run."""
         ...
 
     def describe(self, entry: Entry) -> None:
@@ -58,8 +57,8 @@ class Batching(Protocol):
         ...
 
     def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
-        """Returns the batch that an idle instance runs at ``now``, or the time to wait. Changes nothing. ``hurry``
-        means that no further request will come."""
+        """Returns the batch that an idle instance runs at ``now``, or the time until which the instance waits. Changes
+        nothing. ``hurry`` means that no further request will come."""
         ...
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:

@@ -1,5 +1,5 @@
-"""A table of the seconds that one run takes, by the number of rows and the length of the longest row. The runs are
-measured when a model is loaded."""
+"""Measures the seconds that one run takes, by the number of rows and the length of the longest row. The measurement
+happens when a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accel.errors import BadFeeds
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
-# A shape is run twice if its first run takes fewer than this many seconds, because the first run of a shape is often
-# slower. A short run is repeated until the runs together take _ENOUGH seconds, at most _MOST_RUNS times. The fastest
-# run counts, because other processes may interrupt a run for longer than the run itself takes.
+# A shape whose first run takes less than _REPEAT_BELOW seconds is run again, because first runs are often slower. A
+# short run is repeated until the runs together take _ENOUGH seconds, at most _MOST_RUNS times. The shortest time is
+# kept, because other processes may interrupt a run for longer than the run itself takes.
 _REPEAT_BELOW = 0.25
 _ENOUGH = 0.002
 _MOST_RUNS = 10
@@ -45,13 +45,13 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more than a larger input. If a smaller input was measured with a longer time, the
-        # input gets the time of the larger input, because noise only lengthens a run.
+        # A smaller input never costs more than a larger input. If the smaller input was measured as slower, both get
+        # the time of the larger input, because noise only lengthens a run.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 
     def by_rows(self, length: int, most: int) -> np.ndarray:
-        """Returns an array of ``most + 1`` times: at n, the seconds of a run of n rows padded to ``length``."""
+        """Returns an array of ``most + 1`` times. Element n is the seconds of a run of n rows padded to ``length``."""
         beyond = max(1.0, length / self.lengths[-1])
         at_length = np.array([np.interp(length, self.lengths, row) for row in self._table]) * beyond
         n = np.arange(most + 1)
@@ -69,17 +69,17 @@ def measure_costs(
     budget: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Measures runs of example inputs at every batch size and length, small ones first, for about ``budget`` seconds.
+    """Measures runs of example inputs at every batch size and length, smallest first, for about ``budget`` seconds.
 
-    Unmeasured cells are filled with a + b * positions + c * positions * length, fitted to the measured cells. The last
-    term is the cost of attention.
+    The times of unmeasured shapes are computed as ``a + b * positions + c * positions * length``, fitted to the
+    measured times. The term ``c * positions * length`` is the cost of attention.
     """
     table = np.full((len(sizes), len(lengths)), np.nan)
     cells = sorted((rows * length, i, j) for i, rows in enumerate(sizes) for j, length in enumerate(lengths))
     end = clock() + budget
     per_token = 0.0
     for count, (tokens, i, j) in enumerate(cells):
-        # The three smallest shapes always run, because the fit has three coefficients.
+        # The three smallest shapes are always measured, because the fit has three coefficients.
         if count >= 3 and clock() + tokens * per_token > end:
             continue
         feeds = session.example_inputs(**{batch: sizes[i], dim: lengths[j]})
@@ -91,7 +91,7 @@ def measure_costs(
                 best, runs = min(best, clock() - start), runs + 1
                 if best > _REPEAT_BELOW:
                     break
-        except BadFeeds:  # shape outside the engine's optimization profiles, so no batch has this shape
+        except BadFeeds:  # no batch has a shape outside the engine's optimization profiles
             continue
         table[i, j] = best
         per_token = best / tokens

@@ -1,5 +1,5 @@
-"""Decoupled models: a request gets any number of responses, and each response is sent as soon as the session yields
-it."""
+"""Runs decoupled models. A request to a decoupled model gets any number of responses, and each response is sent as soon
+as the session yields it."""
 
 from __future__ import annotations
 

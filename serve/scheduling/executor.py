@@ -49,9 +49,9 @@ def make_executor(
     """Opens ``scheduling.instances`` sessions and returns an executor that queues, batches and runs requests on the
     sessions.
 
-    ``clock`` returns seconds; every decision uses this clock. ``wall`` returns seconds since 1970, for
+    ``clock`` returns the time in seconds that every scheduling decision uses. ``wall`` returns seconds since 1970, for
     ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). ``costs`` holds the
-    seconds of a run by size and length, for batching by length. If batching by length has no ``costs``, the first
+    seconds of a run by batch size and length, for batching by length. If batching by length has no ``costs``, the first
     session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a model with
     ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
 
@@ -60,8 +60,8 @@ def make_executor(
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
-        # A stream runs alone, because a stream takes long. A stream runs on an instance's thread, so that the caller
-        # stays free to cancel the stream.
+        # A stream of responses is never batched, because it takes long. A stream runs on an instance's thread, so that
+        # the caller's thread can still cancel the stream.
         scheduling = replace(scheduling, dynamic=False, eager=False)
     if scheduling.sequence is not None and scheduling.max_batch_size:
         scheduling = replace(scheduling, dynamic=True)  # batches steps of different sequences, as Triton does
@@ -71,7 +71,7 @@ def make_executor(
             opened = open_session()
             sessions += [opened] * getattr(opened, "streams", 1)  # a session may allow several runs at once
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
-            raise BadConfig(f"model '{name}' is decoupled, but its session has no stream(feeds); take decoupled out")
+            raise BadConfig(f"model '{name}' is decoupled, but its session has no stream(feeds); remove decoupled")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)
         kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
         queued = kind(
@@ -147,12 +147,12 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
     if levels > _MOST_LEVELS:
         raise refuse(f"{levels} priority levels are too many; write at most {_MOST_LEVELS}")
     if levels and not 1 <= scheduling.default_priority <= levels:
-        raise refuse(f"default priority {scheduling.default_priority} is not one of the levels 1 to {levels}; set one")
+        raise refuse(f"default priority {scheduling.default_priority} is not a level from 1 to {levels}; set a level")
     if levels > 1 and scheduling.preserve_ordering:
         raise refuse("preserve_ordering and several priority levels contradict each other; choose one")
     for level, policy in scheduling.policies.items():
         if not 1 <= level <= levels:
-            raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}; take it out")
+            raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}; remove it")
         _check_policy(policy, refuse)
     _check_policy(scheduling.default_policy, refuse)
     if scheduling.sequence is not None:

@@ -1,10 +1,10 @@
-"""The instances of a model: several sessions, their threads, and the threads of callers that run requests themselves.
+"""Runs the requests of a model on its sessions, either in threads of the executor or in the callers' threads.
 
-``RequestQueue`` and ``Batching`` make every decision, and need only the queue and the time to decide.
-``QueuedExecutor`` carries the decisions out. A caller that finds the queue empty and an instance idle runs the request
-itself, because a run of a small model takes less time than passing a request to another thread and back. While all
-instances are busy, requests gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all
-state. No session is run and no answer is given while ``_lock`` is held.
+``RequestQueue`` and ``Batching`` make every scheduling decision from only the queue and the time. ``QueuedExecutor``
+carries the decisions out. If the queue is empty and an instance is idle, the caller's thread runs the request itself.
+For a small model, this run takes less time than passing the request to another thread and back. While all instances are
+busy, requests gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No
+session is run and no answer is given while ``_lock`` is held.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Settled = list[tuple[Entry, Result]]
 
 class _Step(NamedTuple):
     """The next step of an instance's thread: answer ``expired`` requests, run ``batch`` on ``session``, or wait until
-    ``wake``. ``withdrawn`` is True if this model no longer waits for shared resources, which other models may then
-    take."""
+    ``wake``. ``withdrawn`` is True if this model no longer waits for shared resources, so that other models may take
+    these resources."""
 
     session: Session | None
     batch: list[Entry]
@@ -64,8 +64,8 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    With ``start=False``, no thread runs, and each call of ``poll`` does the next step of a thread at the time of
-    ``clock``.
+    With ``start=False``, no thread is started. Each call of ``poll`` then does one step of an instance's thread, at the
+    time that ``clock`` returns.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class QueuedExecutor:
         self._eager = scheduling.eager
         self._clock = clock
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # The threads of the instances wait here.
-        self._timer = threading.Condition(self._lock)  # The thread that answers expired requests waits here.
+        self._work = threading.Condition(self._lock)  # wakes the threads of the instances
+        self._timer = threading.Condition(self._lock)  # wakes the thread that answers expired requests
         self._drained = threading.Condition(self._lock)
         self._queue = RequestQueue(scheduling)
         self._recorder = Recorder(wall)
@@ -110,7 +110,7 @@ class QueuedExecutor:
 
     @staticmethod
     def _start(target: Callable[[], None], name: str) -> None:
-        # A daemon thread, so that the process can end while a session hangs.
+        # The thread is a daemon, so that the process can end even if a session hangs.
         threading.Thread(target=target, name=name, daemon=True).start()
 
     # Taking requests
@@ -139,7 +139,8 @@ class QueuedExecutor:
         return entry
 
     def _take(self, entry: Entry) -> Session | None:
-        """Queues ``entry`` and returns None, or returns the idle session that the caller runs ``entry`` on."""
+        """Either queues ``entry`` and returns None, or returns an idle session on which the caller then runs
+        ``entry``."""
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
@@ -185,7 +186,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # reached only through a bug of the server; every waiting request gets an error
+        except Exception as error:  # only a bug of the server causes this error, and every waiting request gets it
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -213,7 +214,7 @@ class QueuedExecutor:
             self._execute(step.session, step.batch)
 
     def poll(self) -> bool:
-        """Does an idle instance's next step in this thread. Returns False if there was nothing to do."""
+        """Does an idle instance's next step in the calling thread. Returns False if there was nothing to do."""
         with self._lock:
             step = self._next(self._clock())
         self._carry_out(step)
@@ -282,8 +283,8 @@ class QueuedExecutor:
     def _run(self, session: Session, entries: list[Entry]) -> Settled:
         """Runs the unanswered entries in one batch.
 
-        If the batch fails, runs each half of the batch alone, so that a request fails only if the request's own run
-        fails.
+        If the batch fails, runs each half of the batch as a batch of its own, so that one bad request doesn't make the
+        others fail.
         """
         started = self._clock()
         late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
@@ -383,7 +384,7 @@ class QueuedExecutor:
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
         """Delivers answers in the order of the requests. Only one thread delivers at a time. The delivering thread also
-        delivers the results that other threads settle meanwhile."""
+        delivers the results that other threads produce in the meantime."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result

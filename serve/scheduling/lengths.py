@@ -1,18 +1,19 @@
-"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long input.
+"""Batches inputs that differ in one dim, so that a short input is not padded to the length of a long input.
 
-The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
-i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). Dynamic
-programming computes the best cut over O(n * batch) cells. With the least total cost, the last batch ends as early as
-possible, so the longest wait of a request is as short as possible. An idle instance runs the most urgent batch. If not
-all batches can begin in time, the instance postpones batches so that as few requests as possible are late.
+The waiting requests are sorted by length and cut into the batches with the least total cost. The least cost of the
+first i requests is ``best(i) = min over j < i of best(j) + cost(rows of requests j + 1 to i, length of request i)``.
+Dynamic programming finds the best cut of n requests in O(n * largest batch size) time. With the least total cost, the
+last batch ends as early as possible, which keeps the longest wait as short as possible. An idle instance runs the most
+urgent batch. If not all batches can begin in time, the instance postpones batches so that as few requests as possible
+are late.
 
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
-Without ``eager``, an idle instance waits until the latest time at which no request is late, or until the waiting
-requests fill a batch. The latest time is computed as if all batches ran one after the other. Without ``eager``, a
-request is late if its answer comes after the delay bound. If a run takes more than half of the bound, the requests of
-this run are late only if the run begins after half of the bound.
+Without ``eager``, an idle instance waits until the waiting requests fill a batch, or until the latest start time at
+which no request is late. The latest start time is computed as if all batches ran one after the other. Without
+``eager``, a request is late if its answer comes after the delay bound. If a run takes more than half of the delay
+bound, its requests are late only if the run begins after half of the delay bound.
 """
 
 from __future__ import annotations
@@ -36,22 +37,21 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# The largest number of waiting requests that are cut into batches at once, unless twice the rows of the largest batch
-# are more. The number is limited, because the queue's lock is held during the cut.
+# At most _WINDOW waiting requests are cut into batches at once, or twice the largest batch size if that is more. The
+# number is limited because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. But a late request runs first once it has waited for this
-# many delay bounds, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. But a late request runs first once it has waited for
+# _PATIENCE delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
 def best_cut(
     lengths: Sequence[int], rows: Sequence[int], limit: int, costs: Callable[[int], np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Returns the cheapest cut into consecutive batches of at most ``limit`` rows, for requests sorted by length.
+    """Cuts requests, sorted by length, into consecutive batches of at most ``limit`` rows with the least total cost.
 
-    The result has (begin, end) of each batch. ``costs(length)[n]`` is the cost of a batch of n rows padded to
-    ``length``.
+    Returns (begin, end) of each batch. ``costs(length)[n]`` is the cost of a batch of n rows padded to ``length``.
     """
     count = len(lengths)
     ends = np.concatenate([[0], np.cumsum(rows)])
@@ -74,7 +74,7 @@ def best_cut(
 
 
 class LengthBatchingRows(RowBatching):
-    """``RowBatching`` for requests that differ in one dim besides the rows."""
+    """Extends ``RowBatching`` to requests that differ in one dim besides the batch dim."""
 
     def __init__(
         self, signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str, costs: CostTable
@@ -145,10 +145,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Goes through ``batches`` in order. If a batch would begin late, this batch or a batch before it is postponed,
-        namely the batch with the highest cost per request. If every batch has one request, postponing the most
+        Goes through ``batches`` in order. If a batch would begin late, postpones the batch with the highest cost per
+        request among this batch and the batches before it. If every batch has one request, postponing the most
         expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing algorithm
-        for minimizing the number of late jobs"). Compares only batches of the most urgent priority level.
+        for minimizing the number of late jobs"). Considers only batches of the most urgent priority level.
         """
         if not self._delay:
             return batches[0]
@@ -172,8 +172,8 @@ class LengthBatchingRows(RowBatching):
         return in_time[0] if in_time else batches[0]
 
     def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
-        """Returns the latest time at which the first batch can begin so that no batch is late. ``batches`` run in this
-        order."""
+        """Returns the latest time at which the first batch can begin so that no batch is late. The batches run in the
+        order of ``batches``."""
         latest, end = NEVER, 0.0
         for batch in batches:
             seconds = self._seconds(batch)
@@ -198,8 +198,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """Returns the seconds of a run by number of rows. The requests have the shapes of ``one``, padded to
-        ``length``. The run includes the rows that pad the batch."""
+        """Returns an array with the seconds of a run, indexed by the number of rows. The requests have the shapes of
+        ``one``, padded to ``length``. The seconds include the run of the padding rows."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:
@@ -207,7 +207,7 @@ class LengthBatchingRows(RowBatching):
             sizes = self.sizes if self._fitting is None else self._fitting.of(self._shapes_at(one, length))
             found = costs[[next((size for size in sizes if size >= n), n) for n in range(self.limit + 1)]]
             if self._fitting is not None:
-                found[max(sizes, default=0) + 1 :] = np.inf  # a batch size outside the profiles costs infinitely much
+                found[max(sizes, default=0) + 1 :] = np.inf  # a batch size outside the profiles has an infinite cost
             if len(self._by_length) < 4096:
                 self._by_length[key] = found
         return found
@@ -257,7 +257,7 @@ class LengthBatchingRows(RowBatching):
         for part in parts:
             whole[(slice(row, row + len(part)), *(slice(n) for n in part.shape[1:]))] = part
             row += len(part)
-        whole[row:] = whole[row - 1]  # rows that pad the batch to an allowed size
+        whole[row:] = whole[row - 1]  # fills the padding rows with copies of the last row
         return whole
 
     def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
@@ -313,7 +313,7 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
     ):
         for one in names:
             if known and one not in known:
-                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; take it out")
+                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; remove it")
     if any(axis < 1 for axis in options.outputs.values()):
         raise BadConfig(
             f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more"

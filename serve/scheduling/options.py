@@ -1,4 +1,4 @@
-"""The options by which a model's requests are queued, batched and run, as read from ``config.pbtxt``."""
+"""Defines the options for queueing, batching and running a model's requests, as read from ``config.pbtxt``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class QueuePolicy:
-    """Bounds of the queue of one priority level. 0 means no bound.
+    """Limits on the queue of one priority level. The value 0 means no limit.
 
     ``max_queue_size`` is the number of requests that may wait. ``timeout_us`` is the longest wait of a request. With
     ``timeout_action="reject"``, a request that has waited for more than ``timeout_us`` fails with UNAVAILABLE. With
@@ -30,7 +30,7 @@ class QueuePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBatching:
-    """Batching of inputs that differ in one dim.
+    """Options for batching inputs that differ in one dim.
 
     ``dim`` is the name of the dim in the signature. ``mask`` is the input that marks the real positions. The server
     makes the mask if the client sends no mask. ``pad`` maps an input to its padding value, 0 by default. ``outputs``
@@ -49,10 +49,11 @@ class LengthBatching:
 class SequenceBatching:
     """Options of a stateful model.
 
-    ``states`` maps an output to the input that gets this output at the sequence's next request. ``controls`` maps
-    START, END, READY and CORRID to input names. ``values`` maps a control to its values for false and true, which are 0
-    and 1 by default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default state
-    is zeros. A sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a time.
+    ``states`` maps an output to the input that receives the output's value in the sequence's next request. ``controls``
+    maps START, END, READY and CORRID to input names. ``values`` maps a control to its values for false and true, which
+    are 0 and 1 by default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default
+    state is zeros. A sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a
+    time.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -67,15 +68,15 @@ class SequenceBatching:
 class Scheduling:
     """Options of one model.
 
-    ``max_batch_size`` is the number of rows in the largest batch; 0 means that the model has no batch dim and runs each
-    request alone. With ``dynamic``, requests of several callers may share a batch. ``preferred`` lists the batch sizes
-    to wait for. The oldest request waits at most ``max_delay_us`` for other requests. ``allowed`` lists the batch sizes
-    that the model takes; None means all sizes. ``profiles`` are the optimization profiles of an engine. ``queue_rows``
-    and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With ``response_cache``, repeated
-    requests are answered from the server's cache. With ``eager=True``, a request runs at once if an instance is idle
-    and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With ``eager=False``, a request waits for
-    further requests even if an instance is idle, as in Triton. ``resources`` maps a shared resource to the amount that
-    one run takes. ``rate_limit.py`` explains ``resource_priority``.
+    ``max_batch_size`` is the number of rows in the largest batch. If ``max_batch_size`` is 0, the model has no batch
+    dim and runs each request alone. With ``dynamic``, requests of several callers may share a batch. ``preferred``
+    lists the batch sizes to wait for. The oldest request waits at most ``max_delay_us`` for other requests. ``allowed``
+    lists the batch sizes that the model takes, where None means all sizes. ``profiles`` are the optimization profiles
+    of an engine. ``queue_rows`` and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With
+    ``response_cache``, repeated requests are answered from the server's cache. With ``eager=True``, a request runs at
+    once if an instance is idle and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With
+    ``eager=False``, a request waits for further requests even if an instance is idle, as in Triton. ``resources`` maps
+    a shared resource to the amount that one run takes. ``rate_limit.py`` explains ``resource_priority``.
     """
 
     max_batch_size: int = 0
@@ -103,11 +104,12 @@ class Scheduling:
 
     @property
     def server_inputs(self) -> frozenset[str]:
-        """Returns the inputs that only the server makes: states and controls of a sequence."""
+        """Returns the inputs that only the server makes, namely the states and controls of a sequence."""
         sequence = self.sequence
         return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes for a client that sends none: the mask of lengths."""
+        """Returns the inputs that the server makes if the client doesn't send them, namely the mask of the real
+        positions."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

@@ -1,4 +1,5 @@
-"""The optimization profiles of an engine: the batch sizes that the engine takes for given sizes of the other dims."""
+"""Finds the batch sizes that an engine takes for given sizes of the other dims, from the engine's optimization
+profiles."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """Returns, in ascending order, the batch sizes at which one of ``profiles`` takes ``shapes``. If ``shapes`` is
-    None, any shapes fit. The sizes are multiples of ``step`` up to ``most``."""
+    """Returns the batch sizes, in ascending order, at which at least one of ``profiles`` takes ``shapes``. If
+    ``shapes`` is None, every profile counts. The batch sizes are multiples of ``step`` up to ``most``."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)

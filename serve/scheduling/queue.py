@@ -1,8 +1,8 @@
-"""The queue of one model: priorities, bounds, timeouts. The queue has no thread and no clock, so the caller passes the
-time.
+"""Queues the requests of one model, with priorities, limits and timeouts. The queue has no thread and no clock, so the
+caller passes the time.
 
 Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
-served after the requests that are in time. The queue never calls an ``Answer``: it raises or returns the errors.
+served after the requests that are in time. The queue raises or returns errors, and never calls an ``Answer``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NEVER = math.inf
 
-# The heap of expiry times is rebuilt once the heap is more than this many times as long as the queue.
+# The heap of expiry times is rebuilt once it is more than _STALE times as long as the queue.
 _STALE = 4
 
 
@@ -33,8 +33,8 @@ class Entry:
 
     ``rows`` is the size of the request's batch dim, or 1 without a batch dim. Entries with equal ``key`` may run
     together. ``level`` is the priority level. ``expires`` is the end of the queue timeout, in seconds on the server's
-    clock. ``deadline`` is the time on this clock after which the client no longer waits. ``done`` is True once the
-    entry has an answer, and ``result`` is the undelivered answer. ``unwanted`` is True if the request was canceled
+    clock. ``deadline`` is the time on the server's clock after which the client no longer waits. ``done`` is True once
+    the entry has an answer, and ``result`` is the undelivered answer. ``unwanted`` is True if the request was canceled
     during the stream.
     """
 
@@ -79,7 +79,7 @@ class Entry:
         durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
-        """Answers the request with CANCELLED, and removes a waiting request from the queue."""
+        """Answers the request with CANCELLED, and removes the request from the queue if it still waits there."""
         if self.owner is not None:
             self.owner(self)
 
@@ -100,8 +100,8 @@ def too_late() -> ServeError:
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:
-    """Returns the number of bytes that the inputs take in memory. numpy counts only pointers for strings, so the
-    strings' bytes are added."""
+    """Returns the number of bytes that the inputs take in memory. For strings, numpy counts only the pointers, so the
+    bytes of the strings are added."""
     total = 0
     for value in inputs.values():
         total += int(value.nbytes)
@@ -120,14 +120,14 @@ class _Level:
 
 
 class RequestQueue:
-    """The waiting requests of all priority levels. Not thread-safe: the owner holds a lock."""
+    """The waiting requests of all priority levels. The queue is not thread-safe, so the owner has to hold a lock."""
 
     def __init__(self, scheduling: Scheduling) -> None:
         self._scheduling = scheduling
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # numbers of the existing levels, most urgent first
         self._live: dict[int, Entry] = {}
-        # The times at which entries expire, each with the entry's number. Holds numbers, because a heap of entries
+        # A heap of expiry times, each with the number of its entry. The heap holds numbers, because a heap of entries
         # would keep answered entries in memory.
         self._instants: list[tuple[float, int]] = []
         self._next_seq = 0
@@ -226,7 +226,8 @@ class RequestQueue:
         return found
 
     def next_instant(self) -> float:
-        """Returns when ``expire`` next has work, or ``NEVER`` if no waiting request has a timeout or deadline."""
+        """Returns the time at which ``expire`` next has work, or ``NEVER`` if no waiting request has a timeout or
+        deadline."""
         instants = self._instants
         if len(instants) > 64 and len(instants) > _STALE * len(self._live):
             instants[:] = [row for row in instants if row[1] in self._live]
@@ -237,7 +238,8 @@ class RequestQueue:
 
 
 def _timeout_us(policy: QueuePolicy, asked: int) -> int:
-    """Returns the queue timeout in microseconds, 0 for none. A request may shorten the timeout if the policy allows."""
+    """Returns the queue timeout in microseconds, or 0 for no timeout. A request may shorten the timeout if the policy
+    allows."""
     if asked > 0 and policy.allow_override:
         return min(asked, policy.timeout_us) if policy.timeout_us else asked
     return policy.timeout_us

@@ -1,10 +1,11 @@
-"""Resources that models share: a run waits until the amounts in the model's config are free, and takes these amounts.
+"""Limits the use of resources that models share. A run waits until the amounts in the model's config are free, and then
+takes these amounts.
 
 Triton configures these resources in the ``rate_limiter`` of an instance group. The server's options set the amount of
 each resource. By default, a resource has the amount that the most demanding model needs. Stride scheduling decides
-which waiting model runs next: each run advances its model by ``priority``, and the model that has advanced least runs
-next. So a model of priority 2 gets half as many runs as a model of priority 1, as long as both have work. A model can't
-save up runs while the model is idle.
+which waiting model runs next. Each run advances its model by ``priority``, and the model that has advanced least runs
+next. So a model of priority 2 gets half as many runs as a model of priority 1, as long as both have work. An idle model
+can't save up runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RateLimiter:
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:
-        """Returns the gate of one model. The limiter calls ``wake`` when ``enter`` may succeed.
+        """Returns the ``Gate`` of one model. The limiter calls ``wake`` when ``enter`` may succeed.
 
         Raises ``BadConfig`` if the model needs more of a resource than exists.
         """
@@ -101,14 +102,14 @@ class RateLimiter:
             return True
 
     def forget(self, gate: Gate) -> None:
-        """Removes the gate of an unloaded model. Runs that have entered still have to ``leave``."""
+        """Removes the gate of an unloaded model. Runs that have called ``enter`` still have to call ``leave``."""
         with self._lock:
             self._gates.discard(gate)
             self._waiting.discard(gate)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Wakes the models that can enter. The caller must not hold a lock that a ``wake`` takes."""
+        """Wakes the models that can enter. The caller must not hold a lock that a ``wake`` callback acquires."""
         with self._lock:
             found = self._next()
         for gate in found:

@@ -1,4 +1,4 @@
-"""A cache of responses, which answers a repeated request without a run of the model."""
+"""Caches responses, so that repeated requests are answered without running the model."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class ResponseCache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the cache holds."""
+        """Returns the number of bytes in the cache."""
         return int(self._found.currsize)
 
     def new_owner(self) -> int:
-        """Returns a new number for each load of a version, because a version may have other weights when loaded
-        again."""
+        """Returns a new number for each load of a model version, because the weights may have changed between two
+        loads."""
         return next(self._owners)
 
     def get(self, key: Key) -> Mapping[str, np.ndarray] | None:
@@ -83,8 +83,8 @@ class ResponseCache:
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
     """Returns a hash of the model, its version, the inputs and the requested outputs.
 
-    The hash is cryptographic, because a client that knew two requests with the same hash could choose the answers of
-    other clients.
+    The hash is cryptographic. With a weak hash, a client could send a request with the same hash as another client's
+    request, and so choose the answer that the other client gets.
     """
     digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
     for key in sorted(request.inputs):
@@ -109,11 +109,12 @@ class _Hit:
     durations: Durations = field(default_factory=Durations)
 
     def cancel(self) -> None:
-        """Does nothing: the request already has its answer."""
+        """Does nothing, because the request already has its answer."""
 
 
 class CachingExecutor:
-    """An ``Executor`` with a cache in front of ``inner``. Errors are not cached."""
+    """An ``Executor`` that answers repeated requests from a cache and passes other requests to ``inner``. Errors are
+    not cached."""
 
     def __init__(
         self, inner: Executor, cache: ResponseCache, *, name: str, version: str, clock: Callable[[], float]

@@ -1,9 +1,9 @@
-"""Stateful models: the requests of a sequence run in order, and the server keeps the sequence's state.
+"""Runs stateful models. The requests of a sequence run in order, and the server keeps the sequence's state.
 
 The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
 or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
-a request fails, the requests of the sequence that already wait behind the failed request fail too
-(FAILED_PRECONDITION), up to the next start. The caller sent these requests before learning of the failure.
+a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request with START.
+The caller sent these requests before learning of the failure.
 """
 
 from __future__ import annotations
@@ -187,13 +187,13 @@ class SequenceExecutor:
             else:
                 del self._sequences[sequence.id]
 
-    # Handing steps to the inner executor
+    # Submitting steps to the inner executor
 
     def _pump(self, sequence: _Sequence) -> None:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
         Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        takes the next step after ``submit`` has returned, so that the calls don't nest.
+        submits the next step after ``submit`` has returned, so that the calls don't nest.
         """
         while True:
             with self._lock:
@@ -258,8 +258,8 @@ class SequenceExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
-        """Removes and returns the waiting steps from ``index`` up to the next start, because the earlier ``step``
-        failed. Called with the lock held."""
+        """Removes and returns the waiting steps from ``index`` up to the next step with START, because the earlier
+        ``step`` failed. Called with the lock held."""
         failed = []
         while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
             failed.append(self._unqueue(sequence, index))
@@ -277,7 +277,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers steps that never reached the inner executor."""
+        """Answers ``steps``, which never reached the inner executor, with ``error``."""
         for step in steps:
             with self._lock:
                 self._recorder.received()
@@ -286,7 +286,8 @@ class SequenceExecutor:
             self._give(step, error)
 
     def cancel(self, step: _Step) -> None:
-        """Cancels ``step``. A waiting step is answered and never runs. The inner executor cancels a running step."""
+        """Cancels ``step``. A waiting step is answered with CANCELLED and never runs. The inner executor cancels a
+        running step."""
         sequence = step.sequence
         assert sequence is not None
         with self._lock:

@@ -39,7 +39,7 @@ class ServerInputs:
         return None
 
     def added(self, request: InferenceRequest, states: Mapping[str, np.ndarray] | None) -> InferenceRequest:
-        """Returns the request with the inputs that the server makes. ``states`` is None if the sequence begins."""
+        """Returns the request with the inputs that the server makes. ``states`` is None at the start of a sequence."""
         inputs = dict(request.inputs)
         for name in self._options.states.values():
             if states is None:
@@ -87,8 +87,7 @@ class ServerInputs:
         return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
 
     def kept(self, response: InferenceResponse) -> dict[str, np.ndarray]:
-        """Returns copies of the states after ``response``, because the session's arrays may be views of a whole
-        batch."""
+        """Returns copies of the states in ``response``, because the session's arrays may be views of a whole batch."""
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:

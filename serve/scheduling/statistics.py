@@ -10,10 +10,11 @@ from ..protocol.inference import Code, Durations, DurationStatistic, ModelStatis
 
 
 class Recorder:
-    """Fills a ``ModelStatistics``. Not thread-safe: the owner holds a lock.
+    """Fills a ``ModelStatistics``. The recorder is not thread-safe, so the owner has to hold a lock.
 
     A canceled request also counts as failed, so that success + fail = received. The batch statistics count each
-    successful run under its number of real rows. Therefore ``inference_count`` is the sum of rows times runs.
+    successful run under its number of real rows. Therefore ``inference_count`` is the sum of ``rows * runs`` over these
+    counts.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
@@ -25,7 +26,7 @@ class Recorder:
         self.figures.received += 1
 
     def succeeded(self, durations: Durations) -> None:
-        """Counts a request that was answered with an inference."""
+        """Counts a request that was answered by a run of the model."""
         figures = self.figures
         figures.success.add(durations.total)
         figures.queue.add(durations.queue)
@@ -50,8 +51,8 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed. Takes back the success with ``durations`` that another recorder has counted for
-        this request."""
+        """Counts a request as failed. Subtracts the success with these ``durations``, which another recorder has
+        counted for the request."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)
@@ -59,8 +60,8 @@ class Recorder:
             self.figures.request_times.add(total, -1)
 
     def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
-        """Counts a run with ``rows`` real rows, ``padded`` padding positions and ``real`` positions that callers
-        sent."""
+        """Counts a run. ``rows`` is the number of real rows, ``padded`` is the number of padding positions, and
+        ``real`` is the number of positions that callers sent."""
         figures = self.figures
         figures.padded_tokens += padded
         figures.real_tokens += real
@@ -75,7 +76,7 @@ class Recorder:
         row[2].add(durations.compute_output)
 
     def copy(self, queue_depth: int = 0) -> ModelStatistics:
-        """Returns a copy of the present figures."""
+        """Returns a copy of the current statistics."""
         found = copy.deepcopy(self.figures)
         found.queue_depth = queue_depth
         return found
@@ -87,7 +88,7 @@ def ns(seconds: float) -> int:
 
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
-    """Adds the statistics of an executor (``outer``) to the statistics of the executor behind it (``inner``). Returns
-    ``inner``."""
+    """Adds the statistics of an executor (``outer``) to the statistics of the executor that it wraps (``inner``).
+    Returns ``inner``."""
     inner.add(outer)
     return inner

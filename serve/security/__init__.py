@@ -1,4 +1,4 @@
-"""The callers that the server accepts: bearer tokens with their models (`access`), TLS certificates (`tls`).
+"""Decides which callers the server accepts, by bearer tokens (`access`) and TLS certificates (`tls`).
 
-Reads a file of tokens, and PEM files. Makes `Access`, which checks each call, and an `ssl.SSLContext`.
+Reads a token file and PEM files. Makes `Access`, which checks each call, and an `ssl.SSLContext`.
 """

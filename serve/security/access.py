@@ -1,6 +1,6 @@
-"""Access control: bearer tokens, and the models and commands that each token allows.
+"""Controls access with bearer tokens. Each token allows certain models and commands.
 
-The tokens are in a TOML file. The file should hold the sha256 of a token instead of the token itself:
+The tokens are in a TOML file. The file should hold the sha256 of a token instead of the token itself. An example file:
 
     [[token]]
     name = "ci"
@@ -36,7 +36,7 @@ class Permission:
 
 
 class Access:
-    """Checks calls. Without permissions, every caller may do everything."""
+    """Checks calls. If no permissions are given, every caller may do everything."""
 
     def __init__(self, permissions: tuple[Permission, ...] = ()) -> None:
         self._permissions = permissions
@@ -48,7 +48,7 @@ class Access:
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
         """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
         the token is unknown. Raises PERMISSION_DENIED if the token doesn't allow ``model``. With ``control``, also
-        raises PERMISSION_DENIED if the token doesn't allow commands."""
+        raises PERMISSION_DENIED if the token may not control the server."""
         if not self._permissions:
             return ""
         found = self._find(token)
@@ -64,7 +64,7 @@ class Access:
         return frozenset(p.name for p in self._permissions)
 
     def allowed(self, token: str | None, model: str) -> bool:
-        """Tells whether the token allows ``model``."""
+        """Returns True if the token allows ``model``."""
         try:
             self.check(token, model=model)
         except ServeError:
@@ -73,7 +73,7 @@ class Access:
 
     def _find(self, token: str | None) -> Permission:
         digest = hashlib.sha256((token or "").encode("utf-8", "surrogateescape")).hexdigest()
-        # Compare with every token, so that the time of the check doesn't tell which token matches.
+        # Every token is compared, so that the time of the check doesn't reveal which token matches.
         matching = [p for p in self._permissions if hmac.compare_digest(p.sha256, digest)]
         if token is None or not matching:
             raise ServeError(

@@ -1,4 +1,4 @@
-"""The certificates of a server that speaks TLS."""
+"""Checks the TLS certificates of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Tls:
 
 
 def check_certificates(tls: Tls) -> ssl.SSLContext:
-    """Returns the SSL context of a server with these files. Raises ``UnsupportedHere`` if a file can't be used."""
+    """Returns the server's SSL context with the files of ``tls``. Raises ``UnsupportedHere`` if a file can't be
+    used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(tls.certificate, tls.key)

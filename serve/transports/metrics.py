@@ -1,4 +1,4 @@
-"""Prometheus metrics under Triton's names, computed from the exact statistics at each scrape."""
+"""Writes Prometheus metrics under Triton's names, computed from the exact statistics at each scrape."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Rows(Collector):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns the upper end and the count of each bucket. In Prometheus, the count of a bucket includes all smaller
+    """Returns the upper bound and the count of each bucket. In Prometheus, the count of a bucket includes all smaller
     buckets."""
     ends = [floatToGoString(ns / 1e9) for ns in LATENCIES_NS] + ["+Inf"]
     return list(zip(ends, accumulate(histogram.counts), strict=True))
@@ -104,5 +104,5 @@ def render(rows: list[StatisticsRow]) -> bytes:
     """Returns the metrics of ``rows`` in the text format that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_Rows(rows))
-    # The library announces a counter as NAME_total. The names of Triton's counters don't end in _total.
+    # The Prometheus library declares a counter as NAME_total, but the names of Triton's counters don't end in _total.
     return re.sub(rb"(?m)^(# (?:HELP|TYPE) \w+)_total ", rb"\1 ", generate_latest(registry))

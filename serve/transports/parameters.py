@@ -8,7 +8,8 @@ from ..protocol.tensors import invalid
 
 
 def memory_slice(given: dict[str, Parameter], name: str) -> Slice | None:
-    """Remove the shared-memory parameters of tensor ``name`` and return their slice, or None if there are none."""
+    """Removes the shared-memory parameters of the tensor ``name``. Returns the slice that they describe, or None if the
+    tensor has no such parameters."""
     region = given.pop("shared_memory_region", None)
     if region is None:
         return None

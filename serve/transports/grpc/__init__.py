@@ -1,4 +1,4 @@
-"""The gRPC transport: the service of the Open Inference Protocol, streams, grpc.health.v1 and reflection.
+"""Serves the Open Inference Protocol over gRPC, with streams, grpc.health.v1 and reflection.
 
-Turns a protobuf message into an `InferCall` for the server, and the server's replies into protobuf messages.
+Converts each protobuf message to an `InferCall` for the server, and each reply of the server to a protobuf message.
 """

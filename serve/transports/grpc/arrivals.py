@@ -1,8 +1,8 @@
 """Cancels calls whose message takes too long to arrive.
 
-grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
-message holds a thread, and many such clients would hold every thread. Slow calls are therefore canceled once calls
-without a message hold more than half of the threads.
+The synchronous server of grpcio assigns a thread to a call before the call's message has arrived. A client that never
+finishes its message blocks a thread, and many such clients would block every thread. Slow calls are therefore canceled
+once calls without a message hold more than half of the threads.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 
 class Arrivals:
-    """The calls that wait for their message. ``threads`` is the size of the thread pool.
+    """Tracks the calls whose message has not arrived yet. ``threads`` is the size of the thread pool.
 
-    If more than half of the threads wait for messages, the oldest calls beyond this half are canceled once they have
-    waited more than ``patience`` seconds. A call that has waited more than ``longest`` seconds is always canceled.
+    If more than half of the threads wait for messages, the oldest calls are canceled once they have waited more than
+    ``patience`` seconds, until at most half of the threads wait. A call that has waited more than ``longest`` seconds
+    is always canceled.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Arrivals:
                 del self._since[context]
 
     def sweep(self) -> int:
-        """Cancel the calls whose message takes too long. Returns the number of canceled calls."""
+        """Cancels the calls whose message takes too long. Returns the number of canceled calls."""
         now = self._clock()
         with self._lock:
             waiting = list(self._since.items())
@@ -60,7 +61,7 @@ class Arrivals:
         return len(late)
 
     def start(self) -> None:
-        """Call ``sweep`` every second until ``stop``."""
+        """Calls ``sweep`` every second until ``stop`` is called."""
         threading.Thread(target=self._watch, name="accel-arrivals", daemon=True).start()
 
     def _watch(self) -> None:

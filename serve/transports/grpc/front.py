@@ -1,4 +1,4 @@
-"""``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
+"""Serves GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
 A waiting call holds a thread of the pool. In a measurement, threads took about half the processor time of an event
 loop. Waiting threads take no processor time.
@@ -36,9 +36,9 @@ _INT32_MAX = (1 << 31) - 1
 
 
 class GrpcTransport:
-    """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. At most ``threads`` calls wait at the same
-    time. ``shared`` lets other processes listen on the same port. ``max_message`` is the size of the largest message in
-    bytes."""
+    """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. At most ``threads`` calls are handled at
+    the same time. ``shared`` lets other processes listen on the same port. ``max_message`` is the largest allowed size
+    of a message in bytes."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class GrpcTransport:
                 ("grpc.max_send_message_length", max_message),
                 ("grpc.max_receive_message_length", max_message),
                 ("grpc.so_reuseport", int(shared)),
-                # Accept frequent pings. By default, grpcio takes frequent pings for an attack.
+                # Accepts frequent pings. By default, grpcio treats frequent pings as an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 # Limits the calls of one connection, including calls whose answers the client does not read.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
-            # A call beyond this limit isn't queued: the server refuses the call at once.
+            # The server refuses calls beyond this limit at once instead of queueing them.
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
+        """Listens, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
         used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                # Each new connection asks for the certificate and the key, so that renew() can replace both.
+                # Each new connection gets the current certificate and key, so that renew() can replace both.
                 credentials = grpc.dynamic_ssl_server_credentials(
                     _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
                 )
@@ -98,7 +98,7 @@ class GrpcTransport:
         return int(port)
 
     def renew(self, tls: Tls) -> None:
-        """Use the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
+        """Uses the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
         certificates, if the new certificates can't be used."""
         self._renewed = _certificates(tls)
 
@@ -107,7 +107,7 @@ class GrpcTransport:
         return found
 
     def stop(self, grace: float) -> None:
-        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
+        """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
         # grpcio cuts off the remaining calls after ``grace`` seconds. The wait has a limit, because a call that doesn't
         # end must not keep the process alive.
@@ -159,7 +159,7 @@ class _Servicer:
         """Returns a function that waits for the message of a call, and passes the parsed message to ``behavior``.
 
         The function takes a stream of messages, because grpcio can cancel a call that still waits for a message of a
-        stream. On the wire, a call with one message doesn't differ from a stream of one message.
+        stream. On the wire, a call with one message looks the same as a stream of one message.
         """
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
@@ -176,8 +176,8 @@ class _Servicer:
         return received
 
     def _streamed(self, parse: Callable[[bytes], Any]) -> Callable[[Iterator[bytes], Any], Iterator[Any]]:
-        """Returns ``ModelStreamInfer`` for messages that are not parsed yet. A malformed message ends the stream once
-        all earlier messages are answered."""
+        """Returns a variant of ``ModelStreamInfer`` that takes messages before they are parsed. A malformed message
+        ends the stream once all earlier messages are answered."""
 
         def streamed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             malformed = False
@@ -222,7 +222,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases the lock; a lock is cheaper than an Event
+        done = threading.Lock()  # the answer releases the lock, which is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -247,8 +247,8 @@ class _Servicer:
 
                 if not context.add_callback(gone):
                     gone()
-                # If a session hangs, its request is never answered. Such a request must not hold the thread beyond the
-                # request's deadline.
+                # If a session hangs, its request is never answered. A request without an answer must not block the
+                # thread beyond the request's deadline.
                 done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
             if not found:
                 ticket.cancel()
@@ -377,7 +377,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # another thread released the lock, because the answer and the end of the call came together
+    except RuntimeError:  # the lock was already released, by the answer or by the end of the call
         return
 
 
@@ -385,7 +385,7 @@ def _health(server: InferenceServer) -> Any:
     from grpc_health.v1 import health, health_pb2
 
     class Health(health.HealthServicer):  # type: ignore[misc]
-        """Answers grpc.health.v1 with the health of the server at the time of the call."""
+        """Answers each grpc.health.v1 call with the current health of the server."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -396,7 +396,7 @@ def _health(server: InferenceServer) -> Any:
             with self._refreshing:
                 status = health_pb2.HealthCheckResponse
                 found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # clients of Watch get the status only if the status changes
+                if found != self._said:  # clients of Watch get the status only when it changes
                     self._said = found
                     for service in ("", proto.SERVICE):
                         self.set(service, found)

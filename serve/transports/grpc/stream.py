@@ -1,5 +1,4 @@
-"""``InferStream``: one ModelStreamInfer call. The responses of models that answer once are sent in the order of
-requests."""
+"""Handles a ModelStreamInfer call. The responses of models that answer once are sent in the order of requests."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from .wire import read_call, write_reply
 log = logging.getLogger("accel.serve")
 
 _Response = proto.message("ModelStreamInferResponse")
-# The reader stops at this number of unanswered requests of one stream, so that gRPC's flow control stops the client.
+# The reader of a stream pauses at _UNANSWERED unanswered requests, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # seconds; a call has no deadline if grpcio reports a longer remaining time
+FOREVER = 1e8  # if grpcio reports more remaining seconds than this, the call has no deadline
 
 
 def trace_of(context: Any) -> dict[str, str]:
@@ -32,7 +31,7 @@ def trace_of(context: Any) -> dict[str, str]:
 
 
 class _Slot:
-    """One request of the stream, with the responses that are ready and not sent yet."""
+    """One request of the stream, with its responses that are ready but not sent yet."""
 
     __slots__ = ("decoupled", "final", "id", "ready", "ticket")
 
@@ -75,8 +74,8 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request that has a response to send or has ended, or None. If a request's model answers
-        once, no later request is returned before this request."""
+        """Returns the oldest request that has a response to send or has ended, or None if there is no such request. A
+        request to a model that answers once is returned before all later requests."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot
@@ -121,7 +120,7 @@ class InferStream:
             slot.decoupled = self._server.is_decoupled(call.model, call.version)
             call.deadline = self._deadline
             slot.ticket = self._server.infer(call, reply)
-            if self._ended and not self._slots:  # the client disconnected while the server took this request
+            if self._ended and not self._slots:  # the client disconnected while the server accepted the request
                 slot.ticket.cancel()
         except ServeError as error:
             reply(error)
@@ -130,7 +129,7 @@ class InferStream:
             reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
 
     def _gone(self) -> None:
-        """Cancel the requests that are not answered, because the call has ended."""
+        """Cancels the unanswered requests, because the call has ended."""
         with self._state:
             self._ended = True
             left = list(self._slots)

@@ -16,7 +16,7 @@ _InferResponse = proto.message("ModelInferResponse")
 
 
 def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Returns the plain values of a map of ``InferParameter``."""
+    """Converts a map of ``InferParameter`` to plain Python values."""
     found: dict[str, Parameter] = {}
     for key, value in given.items():
         kind = value.WhichOneof("parameter_choice")
@@ -27,7 +27,7 @@ def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
 
 
 def set_parameters(target: Any, values: Mapping[str, Parameter]) -> None:
-    """Write plain values into a map of ``InferParameter``."""
+    """Writes plain Python values into a map of ``InferParameter``."""
     for key, value in values.items():
         if isinstance(value, bool):
             target[key].bool_param = value
@@ -134,7 +134,7 @@ def write_metadata(found: ModelMetadata) -> Any:
 
 
 def write_statistics(target: Any, name: str, version: str, found: ModelStatistics) -> None:
-    """Fill one ``ModelStatistics`` message with the statistics of a version."""
+    """Fills one ``ModelStatistics`` message with the statistics of a version."""
     target.name, target.version = name, version
     target.last_inference = found.last_inference_ms
     target.inference_count = found.inference_count

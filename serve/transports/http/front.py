@@ -1,4 +1,4 @@
-"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a separate thread."""
+"""Serves REST v2 with binary tensors, health probes and metrics, with aiohttp in a separate thread."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from . import wire as http_wire
 
 log = logging.getLogger("accel.serve")
 
-_BODY_SECONDS = 300.0  # seconds in which a body has to arrive
+_BODY_SECONDS = 300.0  # the time limit for the arrival of a body
 
 
 class HttpTransport:
     """Serves an ``InferenceServer`` over HTTP. ``port=0`` takes a free port. ``threads`` is the number of threads that
-    read requests and pass the requests on. ``shared`` lets other processes listen on the same port. ``max_message`` is
-    the size of the largest body in bytes."""
+    parse requests and pass them to ``server``. ``shared`` lets other processes listen on the same port. ``max_message``
+    is the largest allowed size of a body in bytes."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class HttpTransport:
 
     def renew(self, tls: Tls) -> None:
         """Uses the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
-        certificates, if the new certificates can't be used. A removed client CA stays trusted until the server ends."""
+        certificates, if the new certificates can't be used. A client CA that ``tls`` no longer contains stays trusted
+        until the server ends."""
         check_certificates(tls)
         if self._tls is not None:
             self._tls.load_cert_chain(tls.certificate, tls.key)
@@ -108,7 +109,8 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
-    """Answers an error with ``{"error": text}`` and the status of its code. aiohttp requires the name ``handler``."""
+    """Answers an error with ``{"error": text}`` and the HTTP status of its code. The parameter name ``handler`` is
+    required by aiohttp."""
     try:
         return await handler(request)
     except ServeError as error:
@@ -126,7 +128,7 @@ async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
 
 
 class _Rest:
-    """The routes. Calls that may take long run on a thread; the event loop only moves bytes."""
+    """The routes. Calls that may take long run on a thread, so that the event loop only reads and writes bytes."""
 
     def __init__(self, server: InferenceServer, threads: int) -> None:
         self._server = server

@@ -1,6 +1,6 @@
-"""The live page at ``/``: models, load, latency histograms and queue depth, drawn in the browser.
+"""Serves the live page at ``/``, which draws models, load, latency histograms and queue depth in the browser.
 
-The page itself is the same for every server and holds no data of the server. The page's figures come from
+The HTML of the page is the same for every server and contains no data of the server. The page's figures come from
 ``/live.json``, which requires a token like every other call. The page loads nothing from other servers.
 """
 
@@ -59,7 +59,7 @@ def snapshot(server: InferenceServer, token: str | None) -> dict[str, Any]:
     """Returns the figures that the page draws.
 
     The result has one row for each model that the token allows. The figures of a model are counted since the model was
-    loaded, and summed over the processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` is in
+    loaded, and summed over the processes of the server. ``time`` is in seconds since 1970, and ``latency_bounds`` is in
     seconds.
     """
     name, version, _ = server.metadata(token)

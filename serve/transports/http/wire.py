@@ -16,7 +16,7 @@ from ...protocol.tensors import encode, invalid
 from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# The protocol has no JSON form of these datatypes.
+# The protocol has no JSON form of FP16 and BF16.
 _BINARY_ONLY = ("FP16", "BF16")
 
 
@@ -116,7 +116,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
 
 
 def _flat(name: str, kind: str, data: Any) -> Any:
-    """Returns the values of a list that may be nested, in row-major order."""
+    """Returns the values of a possibly nested list in row-major order."""
     if not isinstance(data, list):
         data = [data]
     if kind == "BYTES":
@@ -142,15 +142,15 @@ def _strings(name: str, data: list[Any], depth: int) -> list[str]:
 
 
 def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
-    """Returns the parts of the body and the length of its JSON. The length is None if no binary tensors follow the
-    JSON."""
+    """Returns the parts of the response body and the length of the JSON part. The length is None if no binary tensors
+    follow the JSON."""
     asked = {output.name: output.parameters.get("binary_data", False) for output in call.outputs or ()}
     rows: list[dict[str, Any]] = []
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # An output in shared memory has no parameters, because Triton's C++ clients take any parameters for those of
-        # binary data.
+        # An output in shared memory has no parameters, because Triton's C++ clients take any parameters to mean binary
+        # data.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}

@@ -1,5 +1,5 @@
-"""Functions that run in child processes of the tests of large models. The child processes of these tests can't import
-torch."""
+"""Contains the functions that the tests of large models run in child processes. The child processes of these tests
+can't import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.sources.onnx import weights as onnx_weights
 
 
 def dynamic_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_dynamic``, and makes every model count as large."""
+    """Runs ``run_dynamic`` with every model treated as large."""
     quantize_ort._is_large = lambda _: True
     return quantize_ort.run_dynamic(task)
 

@@ -78,8 +78,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the first exporter of the ladder can't export the model, or if a gate runs at a size that isn't a
-    multiple of the step. Also fails if the ONNX file gives wrong outputs at a size that no gate ran."""
+    """Checks that the first exporter of the ladder exports the model, and that every gate runs at a multiple of the
+    step. Also checks that the ONNX file gives right outputs at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -106,8 +106,8 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter traces two
-    dims of the same usual size at different sizes, to tell the dims apart."""
+    """Checks that the older exporter traces only at multiples of the step. The older exporter traces two dims of the
+    same usual size at different sizes, so that it can tell the dims apart."""
     from accel.converters.from_torch import exporters as torch_exporters
     from accel.converters.from_torch import onnx_from_torch as stage
 
@@ -121,7 +121,8 @@ def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a size between the multiples reaches a runtime, or if the error doesn't name the sizes that work."""
+    """Checks that a size that isn't a multiple of the step never reaches a runtime, and that the error names sizes that
+    work."""
     with accel.load(unet.path) as session:
         with pytest.raises(BadFeeds, match="'height' is 33, the model takes multiples of 4; pad or cut it to 32 or 36"):
             session.run({"x": np.zeros((1, 3, 33, 16), np.float32)})
@@ -149,15 +150,15 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Fails if a step that contradicts its range is accepted, or if the error doesn't name the fix."""
+    """Checks that a step that contradicts its range is refused, and that the error names the fix."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the error doesn't say which --dim to pass when a factory or a foreign ONNX file can't run at a size
-    that accel chose."""
+    """Checks that the error says which dims to pass if a factory or a foreign ONNX file can't run at a size that accel
+    chose."""
     fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
         Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()
@@ -175,8 +176,8 @@ def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) 
 
 
 def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
-    """Fails if the error tells the user to pass a step for a net that only needs larger images. The net also runs at
-    every multiple of a large step, because each of these sizes is large enough."""
+    """Checks that the error doesn't suggest a step for a net that only needs larger images. The net also runs at every
+    multiple of a large step, because each of these sizes is large enough."""
     path = tmp_path / "wide.py"
     path.write_text("import torch\n\ndef make():\n    return torch.nn.Conv2d(3, 2, 20)\n")
     with pytest.raises(BadSource, match=r"correct inputs= or dims=$"):
@@ -184,8 +185,8 @@ def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
 
 
 def test_optimize_keeps_the_step(cli: Any, unet: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if `accel optimize` makes, gates or measures a candidate at a size that isn't a multiple of the step. Also
-    fails if the result loses the step because --dim narrows the range without repeating the step."""
+    """Checks that `accel optimize` makes, checks and measures candidates only at multiples of the step. Also checks
+    that the result keeps the step if --dim narrows the range without repeating the step."""
     monkeypatch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.2)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--fixed-session", "--rounds", "5"]
     ran = cli("optimize", unet.path, *words, "--dim", "height=16:24:32", "-o", tmp_path / "out", "--json", "-q")
@@ -210,8 +211,8 @@ def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a .pt2 file with dims like 4 * Dim(...) runs at a size between the multiples. Also fails if a .pt2 file
-    that accel wrote doesn't declare its step."""
+    """Checks that a .pt2 file with a dim like ``4 * Dim(...)`` runs only at multiples of 4. Also checks that a .pt2
+    file that accel wrote declares its step."""
     factory = load_object(source, "factory")[1]
     batch, columns = torch.export.Dim("batch", max=16), torch.export.Dim("columns")
     rows = torch.export.Dim("rows", min=2, max=24)
@@ -240,8 +241,8 @@ def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_pat
 
 
 def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the server runs a request at a size between the multiples, or doesn't tell the client which sizes
-    work."""
+    """Checks that the server refuses a request at a size that isn't a multiple of the step, and tells the client which
+    sizes work."""
     (tmp_path / "unet" / "1").mkdir(parents=True)
     unet.copy_to(tmp_path / "unet" / "1" / "model.onnx")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
@@ -266,8 +267,8 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
 
 def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if an exported file whose preprocessing resizes images refuses an image because of its size. Also fails if
-    preprocessing may resize images to a size that the net doesn't accept."""
+    """Checks that an exported file whose preprocessing resizes images accepts images of any size. Also checks that
+    preprocessing can't resize images to a size that the net refuses."""
     with pytest.raises(BadInputSpec, match="'height' can't be 30: it goes in steps of 4; take 28 or 32"):
         accel.export(unet.path, preprocess=PreprocessConfig(resize=(30, 32)), out=tmp_path / "p.onnx")
     made = accel.export(unet.path, preprocess=PreprocessConfig(resize=(32, 32)), out=tmp_path / "p.onnx")
@@ -276,7 +277,7 @@ def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path
 
 
 def test_what_goes_in_steps_is_made_again(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if `accel reproduce` opens a source at sizes that the source doesn't accept, or loses the ranges in a
+    """Checks that `accel reproduce` opens a source only at sizes that the source accepts, and keeps the ranges in a
     stage's recorded options."""
     assert unet.manifest is not None
     assert remaking._source(unet.manifest).signature.dims["height"] == DimRange(16, 32, 64, 4)

@@ -1,5 +1,5 @@
-"""Proves that accel doctor lists the installed and the missing dependencies, and the install command of each missing
-one."""
+"""Proves that accel doctor lists installed and missing dependencies, with an install command for each missing
+dependency."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
-    """Fails if `accel doctor` lists a dependency under the wrong extra or omits an extra of pyproject.toml. Also fails
-    if the command omits a dependency that applies to this machine, or a package named in ``ONNX2TF``."""
+    """Checks that `accel doctor` lists every extra of pyproject.toml, and each dependency under the right extra. Also
+    checks that no dependency for this machine and no package in ``ONNX2TF`` is left out."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}
@@ -77,8 +77,8 @@ def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command(cli: Any) -> None:
-    """Fails if --json prints anything but a single object with the dependencies, every target and the machine. Also
-    fails if the table leaves out a dependency or a target."""
+    """Checks that --json prints a single object with the dependencies, all targets and the machine. Also checks that
+    the table lists every dependency and target."""
     ran = cli("doctor", "--json")
     assert ran.code == 0, ran.stderr
     assert len(ran.stdout.splitlines()) == 1
@@ -119,8 +119,8 @@ def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:
-    """Fails if the versions that accel tells users to install for onnx2tf aren't the versions that the suite installs.
-    The code repeats the versions, because a wheel doesn't contain the requirements file."""
+    """Checks that accel tells users to install the same versions for onnx2tf as the test suite installs. The code
+    repeats the versions, because a wheel doesn't contain the requirements file."""
     lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     words = ONNX2TF.split()

@@ -1,4 +1,5 @@
-"""accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as documented."""
+"""Proves that accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as
+documented."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ SPEC = "x:float32[batch,3,32,32]"
 
 
 def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if `accel export FILE:FACTORY` with one --input doesn't export a model with a dynamic batch named
-    "batch"."""
+    """Checks that `accel export FILE:FACTORY` with one --input exports a model with a dynamic dim named "batch"."""
     out = tmp_path / "my.onnx"
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "-o", out, "--json")
     assert ran.code == 0, ran.stderr
@@ -35,8 +35,8 @@ def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> 
 
 
 def test_three_lines_of_python(my_model: Path, tmp_path: Path) -> None:
-    """Fails if the Python API needs more arguments than the command, or if the loaded model differs from PyTorch at any
-    batch."""
+    """Checks that the Python API needs no more arguments than the command, and that the loaded model agrees with
+    PyTorch at several batch sizes."""
     artifact = accel.export(
         f"{my_model}:make", inputs={"x": ("float32", ("batch", 3, 32, 32))}, out=tmp_path / "my.onnx"
     )
@@ -63,8 +63,8 @@ class Net(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["traced", "scripted", "exported"])
 def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
-    """Fails if `accel export FILE` fixes the batch, changes the outputs, or refuses a TorchScript file or a file of
-    torch.export.save."""
+    """Checks that `accel export FILE` exports TorchScript files and files of torch.export.save. The batch must stay
+    dynamic, and the outputs must not change."""
     net, x = Net().eval(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     path, words = tmp_path / "net.pt", ["--input", "x:float32[batch,6]"]
     net.branches = kind == "scripted"
@@ -88,8 +88,8 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
 
 
 def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
-    """Fails if `accel export FOLDER` can't export a folder of save_pretrained, fixes its batch or sequence, or
-    changes its outputs under an attention mask that hides the last tokens."""
+    """Checks that `accel export FOLDER` exports a folder of save_pretrained. The dims batch and sequence must stay
+    dynamic, and the outputs must not change, even if the attention mask hides the last tokens."""
     import transformers
 
     torch.manual_seed(0)
@@ -115,22 +115,21 @@ def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [17, 18, 20, 21])
 def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
-    """Fails if the file doesn't have the requested opset. Exporters may change the opset and only log the change."""
+    """Checks that the file has the requested opset. Exporters may change the opset and only log the change."""
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx", opset=opset)
     assert made.properties["opset"] == opset
     assert {o.domain: o.version for o in onnx.load(str(made.path)).opset_import}[""] == opset
 
 
 def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if the error for an impossible opset doesn't name the range that works."""
+    """Checks that the error for an impossible opset names the range that works."""
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "--opset", "7", "-o", tmp_path / "my.onnx")
     assert ran.code == 2
     assert "--opset 13 to" in ran.stderr
 
 
 def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the ladder accepts an exporter whose model is wrong, or if the manifest doesn't say why that exporter
-    was refused."""
+    """Checks that the ladder refuses an exporter whose model is wrong, and that the manifest says why."""
     right = stage._RUNGS["legacy"]
 
     def wrong(src: Artifact, opset: int, out: Path) -> None:
@@ -150,8 +149,8 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a model that no exporter can export ends in a traceback, or if the error doesn't say why each
-    exporter failed."""
+    """Checks that the error for a model that no exporter can export has no traceback and says why each exporter
+    failed."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")
@@ -200,11 +199,11 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """In this test, a dim is larger than the table of position embeddings or smaller than a convolution's window. Fails
-    if the error says to fix the size instead of naming the largest range that works."""
+    """Checks that the error names the largest range that works, and doesn't suggest a fixed size. In this test, a dim
+    is larger than the table of position embeddings or smaller than a convolution's window."""
 
     def broken(*_: Any) -> None:
-        raise RuntimeError("not this one")  # the older exporter can export this model, and is faster
+        raise RuntimeError("not this one")  # the test uses the older exporter, which is faster
 
     monkeypatch.setitem(stage._RUNGS, "dynamo", broken)
     (tmp_path / "limited.py").write_text(LIMITED)
@@ -221,7 +220,7 @@ def test_a_dim_that_goes_farther_than_the_model(
 
 
 def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
-    """Fails if a model can't be exported because its output has the name of an inner tensor (`embedding`)."""
+    """Checks that a model can be exported if its output has the same name as an inner tensor (`embedding`)."""
     source = tmp_path / "named.py"
     source.write_text(
         "import torch, accel\n"
@@ -278,7 +277,7 @@ def test_minilm(minilm: Artifact) -> None:
 
 
 def test_half_precision_sources(tmp_path: Path) -> None:
-    """Fails if a bfloat16 module is exported with float32 weights, or if its outputs can't be compared."""
+    """Checks that a bfloat16 module is exported with bfloat16 weights, and that its outputs can be compared."""
     source = tmp_path / "half.py"
     source.write_text(
         "import torch\n"
@@ -298,7 +297,7 @@ def test_out_has_to_be_onnx(my_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_onnx_already(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the export of an ONNX file doesn't raise an error that names the command to use instead."""
+    """Checks that the export of an ONNX file raises an error that names the command to use instead."""
     with pytest.raises(UsageError, match="accel optimize"):
         accel.export(digits.path, out=tmp_path / "again.onnx")
 

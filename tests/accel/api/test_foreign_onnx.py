@@ -43,16 +43,16 @@ def choosy(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
-    """Fails if a model that can't run at guessed sizes becomes a failed candidate or ends in the runtime's own message.
-    The error must ask the user for the sizes."""
+    """Checks that accel asks the user for the sizes if the model can't run at guessed sizes. The model must not become
+    a failed candidate, and the error must not be the runtime's own message."""
     with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*dims={'NAME': 'MIN:OPT:MAX"):
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
 
 
 @pytest.mark.proof
 def test_declared_sizes_and_values_are_used(choosy: Path, tmp_path: Path) -> None:
-    """Fails if gates and benchmarks ignore the values that --input gives. In this test, --input allows only 2 for
-    the input ``rate``."""
+    """Checks that gates and benchmarks use the values that --input allows. In this test, --input allows only 2 for the
+    input ``rate``."""
     result = accel.optimize(
         choosy,
         target="ort-cpu",
@@ -81,7 +81,7 @@ def test_what_contradicts_the_file_is_refused(given: str, words: str, choosy: Pa
 
 @pytest.mark.proof
 def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if output of the user's code gets into stdout, where the output would break the JSON object."""
+    """Checks that output of the user's code doesn't get into stdout, where it would break the JSON object."""
     my_model.write_text(my_model.read_text().replace("def make():", "def make():\n    print('loading weights')"))
     ran = cli("export", f"{my_model}:make", "--input", "x:float32[batch,3,8,8]", "-o", tmp_path / "m.onnx", "--json")
     assert ran.code == 0
@@ -98,8 +98,8 @@ def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
 
 
 def test_a_bf16_file_that_no_cpu_runs_becomes_an_engine(tmp_path: Path) -> None:
-    """Fails if a correct bf16 file is refused for a GPU that supports bf16, only because ONNX Runtime's CPU kernels
-    don't support bf16."""
+    """Checks that a bf16 file is accepted for a GPU that supports bf16, although ONNX Runtime's CPU kernels don't
+    support bf16."""
     import ml_dtypes
 
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(ml_dtypes.bfloat16)

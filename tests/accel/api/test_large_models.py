@@ -73,7 +73,7 @@ def chain(folder: Path, width: int, layers: int) -> Path:
 
 @pytest.fixture
 def detached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes accel treat weights of a quarter of a megabyte or more as large."""
+    """Makes accel treat weights of 256 KiB or more as large."""
     monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 1 << 18)
 
 
@@ -83,8 +83,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Fails if a detached tensor, whose values stay in the file, is read from the wrong offset, or if the model's
-    outputs change."""
+    """Checks that detached tensors, whose values stay in the file, are read correctly, and that the model's outputs
+    don't change."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -99,7 +99,7 @@ def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
 def test_a_cast_of_detached_weights_is_the_same_cast(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if weights that are rounded during the copy differ in a bit from weights rounded in memory."""
+    """Checks that weights that are rounded during the copy are bitwise equal to weights that are rounded in memory."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = CastConfig(precision=precision)
     whole = cast(src, config, tmp_path / "whole.onnx")
@@ -111,7 +111,8 @@ def test_a_cast_of_detached_weights_is_the_same_cast(
 
 @pytest.mark.usefixtures("detached")
 def test_simplify_without_the_weights(tmp_path: Path) -> None:
-    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has a weight as an input."""
+    """Checks that onnxsim doesn't get the weights. The simplified model must keep every weight, and must not have a
+    weight as an input."""
     path = chain(tmp_path / "m", 256, 3)
     run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
     light = read_proto(tmp_path / "light.onnx")
@@ -127,7 +128,7 @@ def test_simplify_without_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("detached")
 def test_smoothing_detached_weights(tmp_path: Path) -> None:
-    """Fails if smoothing writes the scaled weights into the source's file, or doesn't write them at all."""
+    """Checks that smoothing applies the scaled weights to the model and leaves the source's file unchanged."""
     path = chain(tmp_path / "m", 256, 2)
     before = weights_of(path)
     model = read_detached(path)
@@ -139,7 +140,8 @@ def test_smoothing_detached_weights(tmp_path: Path) -> None:
 
 
 def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a gate still holds the reference when it loads the candidate, or compares the candidate with itself."""
+    """Checks that a gate unloads the reference before it loads the candidate. The gate must still compare the candidate
+    with the reference."""
     src = open_onnx(chain(tmp_path / "m", 64, 2), probe=False)
     made = quantize(src, QuantizeConfig(mode="int8-weights", smallest=1, block_size=16), tmp_path / "q.onnx")
     open_now: list[str] = []
@@ -163,8 +165,7 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Fails if shape inference that copies no weights changes a node or a weight of the dynamically quantized
-    model."""
+    """Checks that the dynamically quantized model is the same if shape inference runs without copying the weights."""
     model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
     model.graph.node[0].op_type = "Gemm"
     onnx.save(model, str(tmp_path / "gemm.onnx"))
@@ -188,7 +189,7 @@ def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets the limits so that every model is too large for one file, and every weight too large for memory."""
+    """Sets the limits so that every model is too large for one file, and every weight is too large for memory."""
     monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
     monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 0)
 
@@ -209,8 +210,8 @@ def large():
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 @pytest.mark.usefixtures("apart")
 def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path) -> None:
-    """Fails if PyTorch's exporter writes a too large model as one file, or if the exporter's own weight files stay
-    beside the model. Also fails if the artifact leaves out weight files that the model needs."""
+    """Checks that a model that is too large for one file is exported with separate weights. The artifact must contain
+    the weight file that the model needs, and no other weight files may stay beside the model."""
     (tmp_path / "net.py").write_text(LINEAR)
     src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     cache = StageCache(tmp_path / "cache")
@@ -249,7 +250,8 @@ def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("apart")
 def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if onnx's converter or ONNX Runtime gets all weights in one message, or if a weight is lost."""
+    """Checks that onnx's converter and ONNX Runtime never get all weights in one message, and that no weight is
+    lost."""
     from onnx import version_converter
 
     plain, given = version_converter.convert_version, []
@@ -259,7 +261,7 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
         return plain(model, opset)
 
     monkeypatch.setattr(version_converter, "convert_version", convert)
-    # Runs in this process, because the fixture lowers the limits only in this process.
+    # The conversion runs in this process, because the fixture lowers the limits only in this process.
     monkeypatch.setattr(onnx_from_onnx, "run_in_child", lambda _, **words: onnx_from_onnx.run_conversion(**words))
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     made = made_by("onnx_from_onnx", src, OnnxFromOnnxConfig(opset=19), tmp_path / "cache")
@@ -277,7 +279,8 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
 def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if NNCF gets all weights in one message, or if reading the weights one by one changes NNCF's result."""
+    """Checks that NNCF never gets all weights in one message, and that reading the weights one by one doesn't change
+    NNCF's result."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = QuantizeConfig(form="openvino", mode=mode, smallest=1)
     whole = quantize(src, config, tmp_path / "whole.onnx")
@@ -312,14 +315,14 @@ def taken_by_a_session(path: Path) -> float:
 
 
 def test_a_session_with_rounding_shares_the_weights(tmp_path: Path) -> None:
-    """Fails if ONNX Runtime copies the weights of a large model into memory, unchanged or packed for matrix
-    products."""
+    """Checks that ONNX Runtime doesn't copy the weights of a large model into memory, either unchanged or packed for
+    matrix products."""
     path = chain(tmp_path / "m", 2048, 4)
     assert run_in_child(f"{__name__}:taken_by_a_session", path=path) < 0.5
 
 
 def resident(pid: int) -> int:
-    """Returns the bytes that a process and its children hold in memory."""
+    """Returns the number of bytes that a process and its children hold in memory."""
     try:
         status = Path(f"/proc/{pid}/statm").read_text().split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -330,7 +333,8 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def peak_of(pid: int) -> Iterator[Callable[[], int]]:
-    """Returns a function that gives the peak of ``resident(pid)`` so far, sampled twenty times a second."""
+    """Returns a function that returns the peak of ``resident(pid)`` so far. The memory is sampled twenty times a
+    second."""
     found, done = [0], threading.Event()
 
     def watch() -> None:
@@ -348,8 +352,8 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-# The stages in ``HOLD_MORE`` may take more memory than ``LIMIT``. NNCF copies weights to find their ranges, and the fp8
-# stage rounds in float32 (optimize.md).
+# The stages in ``HOLD_MORE`` may take more memory than ``LIMIT``. NNCF copies the weights to find their ranges, and the
+# fp8 stage rounds in float32 (see optimize.md).
 HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 
@@ -370,9 +374,9 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. A stage's
-    process and its children together must take less memory than 2.5 times the model's size. The stages in ``HOLD_MORE``
-    may take more memory."""
+    """Checks that every stage takes a model larger than protobuf's 2 GB, and doesn't hold too many copies of the
+    weights. A stage's process and its children together must take less memory than 2.5 times the model's size. The
+    stages in ``HOLD_MORE`` may take more memory."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

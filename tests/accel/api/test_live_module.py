@@ -54,7 +54,8 @@ def fast(model: Classifier, loader: DataLoader[Any]) -> Any:
 
 
 def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> None:
-    """Fails if the result takes or returns values of other types than the module, or if the returned values differ."""
+    """Checks that the result takes and returns values of the same types as the module, and that the returned values
+    agree."""
     image = torch.randn(3, 3, 8, 8)
     found = fast(image)
     with torch.no_grad():
@@ -69,14 +70,14 @@ def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> N
 
 
 def test_labels_of_a_loader_reach_the_metric(fast: Any) -> None:
-    """Fails if the labels, which the module doesn't take, are lost on the way to the metric."""
+    """Checks that the metric gets the labels, which the module itself doesn't take."""
     metrics = [row.judgement.metric for row in fast.candidates if row.judgement is not None]
     assert len(metrics) > 1
-    assert max(metrics) == 1.0  # the labels are the source's own answers
+    assert max(metrics) == 1.0  # the labels are the outputs of the source itself
 
 
 def test_what_it_says(fast: Any) -> None:
-    """Fails if the table is wider than 100 columns, if a prompt shows a long text, or if a notebook shows no plot."""
+    """Checks that the table has at most 100 columns, that ``repr`` is short, and that a notebook shows a plot."""
     assert max(map(len, fast.table().splitlines())) <= 100
     assert "batch: the model ran at 4 and 5" in " ".join(fast.table().split())
     assert repr(fast).startswith("<accel optimized: ")
@@ -86,7 +87,7 @@ def test_what_it_says(fast: Any) -> None:
 
 
 def test_save_and_load(fast: Any, tmp_path: Path) -> None:
-    """Fails if a saved model is incomplete, or doesn't record how to call the source."""
+    """Checks that a saved model is complete, and records how to call the source."""
     image = torch.randn(2, 3, 8, 8)
     fast.save(tmp_path / "out")
     with accel.load(tmp_path / "out") as session:
@@ -99,7 +100,7 @@ def test_save_and_load(fast: Any, tmp_path: Path) -> None:
 
 
 def test_speedup_is_over_the_module(fast: Any) -> None:
-    """Fails if the speedup is relative to the exported model instead of the module in eager mode."""
+    """Checks that the speedup is relative to the module in eager mode, not to the exported model."""
     assert fast.comparison.rows[0].name == "eager"
     assert fast.speedup == fast.comparison.rows[-1].speedup > 0
 
@@ -107,8 +108,8 @@ def test_speedup_is_over_the_module(fast: Any) -> None:
 def test_the_other_functions_take_it(
     fast: Any, model: Classifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if export, verify, bisect or bench refuses a live module or a result of accel.optimize. Also fails if
-    export writes into the current folder."""
+    """Checks that export, verify, bisect and bench accept a live module and a result of accel.optimize. Also checks
+    that export doesn't write into the current folder."""
     example = (torch.randn(4, 3, 8, 8),)
     monkeypatch.chdir(tmp_path)
     exported = accel.export(model, example=example)
@@ -134,7 +135,7 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Fails if accel accepts samples in memory that don't fit the model, or if the message doesn't name the reason."""
+    """Checks that samples in memory that don't fit the model are refused with a message that names the reason."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 
@@ -149,7 +150,7 @@ class Words(nn.Module):
 
 
 def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel begins the export before it refuses a sample that the model can't take."""
+    """Checks that accel refuses a sample that the model can't take before the export begins."""
     ids = np.zeros((300, 3), np.int64)
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)

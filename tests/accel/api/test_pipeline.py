@@ -64,8 +64,8 @@ def exported(both: accel.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_the_parts_run_in_the_place_of_the_modules(both: accel.Pipeline, exported: Path) -> None:
-    """Fails if the exported parts compute other tokens than the modules. Also fails if the parts run only at the
-    example's batch, length or number of steps."""
+    """Checks that the exported parts compute the same tokens as the modules. The batch, length and number of steps may
+    differ from the example's."""
     with accel.load(exported) as session:
         for tokens, steps in ((TOKENS, 3), (torch.randint(20, (3, 7)), 6)):
             with torch.no_grad():
@@ -75,15 +75,15 @@ def test_the_parts_run_in_the_place_of_the_modules(both: accel.Pipeline, exporte
 
 
 def test_dims_come_from_the_recorded_calls(exported: Path) -> None:
-    """Fails if a dim of a part is dynamic although its size never changed, or fixed although its size changed. Also
-    fails if a dim has one name in a part and another name in the pipeline."""
+    """Checks that a dim of a part is dynamic only if its size changed between calls. Also checks that a dim has the
+    same name in a part as in the pipeline."""
     decoder = accel.load(exported / "decoder").signature
     assert [str(spec.shape) for spec in decoder.inputs] == ["('batch', 'ids_1')", "('batch', 'length', 8)"]
 
 
 def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path) -> None:
-    """Fails if the outputs of the exported pipeline aren't compared with those of the modules, or if the manifest lacks
-    a file of a part."""
+    """Checks that the outputs of the exported pipeline are compared with the outputs of the modules, and that the
+    manifest lists every file of the parts."""
     artifact = accel.Source(exported).open()
     assert artifact.manifest is not None
     (stage,) = artifact.history
@@ -96,7 +96,7 @@ def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path)
 
 
 def test_the_chain_covers_the_parts(exported: Path, tmp_path: Path) -> None:
-    """Fails if accel doesn't notice a changed or missing part, or if a part loses its own chain of stages."""
+    """Checks that accel notices a changed or missing part, and that each part keeps its own chain of stages."""
     copy = accel.Source(exported).open().copy_to(tmp_path / "copy" / "model.pipeline").path.parent
     found = accel.inspect(copy, check=True)
     assert found.intact
@@ -114,7 +114,8 @@ def test_the_chain_covers_the_parts(exported: Path, tmp_path: Path) -> None:
 def test_a_pipeline_from_elsewhere_needs_its_function(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel runs code that a pipeline's folder names, or refuses the function that the caller passes."""
+    """Checks that accel runs only the function that the caller passes, and no code that is named in the pipeline's
+    folder."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("accel.sources.pipeline._functions", {})
     with pytest.raises(AccelError, match=r"from the function 'translate', .* pass call=translate to accel.load"):
@@ -129,7 +130,7 @@ def test_a_pipeline_from_elsewhere_needs_its_function(
 
 
 def test_hostile_files(exported: Path, tmp_path: Path) -> None:
-    """Fails if a pipeline's file can name parts outside its folder, or if a damaged file ends in a traceback."""
+    """Checks that a pipeline's file can't name parts outside its folder, and that a damaged file gives no traceback."""
     artifact = accel.Source(exported).open()
     for text in ("", "{}", "[]", '{"function": "f", "sha256": "", "parts": {"a": "../../model.onnx"}}'):
         copy = artifact.copy_to(tmp_path / "model.pipeline").path
@@ -139,8 +140,8 @@ def test_hostile_files(exported: Path, tmp_path: Path) -> None:
 
 
 def test_a_diffusion_loop_with_a_method_as_a_part(tmp_path: Path) -> None:
-    """Fails if a method of a module can't be a part, or if a scalar tensor can't be an argument. Also fails if the
-    modules and the parts get different noise, although the function draws its noise with a fixed seed."""
+    """Checks that a method of a module can be a part, and that a scalar tensor can be an argument. Also checks that the
+    modules and the parts get the same noise if the function draws the noise with a fixed seed."""
 
     class Auto(nn.Module):
         def __init__(self) -> None:
@@ -215,8 +216,7 @@ def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_function_that_cannot_be_exported(function: Any, message: str) -> None:
-    """Fails if accel exports a pipeline whose function can't run on the exported parts, or if the error doesn't name
-    the fix."""
+    """Checks that a pipeline whose function can't run on exported parts is refused with an error that names the fix."""
 
     def add(x: torch.Tensor, more: Any = None) -> torch.Tensor:
         return x if more is None else x + more
@@ -231,7 +231,7 @@ def test_a_function_that_cannot_be_exported(function: Any, message: str) -> None
 
 
 def test_a_function_that_changes_a_part() -> None:
-    """Fails if accel exports a pipeline although its function changes the weights of a part."""
+    """Checks that a pipeline whose function changes the weights of a part is refused."""
     layer = nn.Linear(3, 3)
 
     def step(parts: Any, x: torch.Tensor) -> torch.Tensor:
@@ -253,13 +253,13 @@ def test_a_function_that_changes_a_part() -> None:
     ],
 )
 def test_what_is_no_pipeline(make: Any, message: str) -> None:
-    """Fails if accel makes a pipeline from unsuitable objects, or if the error doesn't name the fix."""
+    """Checks that a pipeline of unsuitable objects is refused with an error that names the fix."""
     with pytest.raises(AccelError, match=re.escape(message)):
         make()
 
 
 def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) -> None:
-    """Fails if accel silently ignores an option that is only for single models, or overwrites a file that accel didn't
+    """Checks that accel refuses options that are only for single models, and never overwrites a file that accel didn't
     make."""
     (tmp_path / "file").write_text("mine")
     for arguments, message in (

@@ -45,8 +45,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the measurement, because a real measurement takes seconds. Every candidate counts as twice as fast as
-    its source."""
+    """Replaces the measurement, because a real measurement takes seconds. Every candidate is reported as twice as fast
+    as its source."""
 
     def best(search: Search, rows: list[CandidateResult]) -> CandidateResult:
         for row in rows:
@@ -55,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return next((row for row in rows if row.passed), search.source)
 
     monkeypatch.setattr(Search, "best", best)
-    monkeypatch.setattr("accel.optimizer.run.find_spec", lambda _: None)  # a page would need all figures
+    monkeypatch.setattr("accel.optimizer.run.find_spec", lambda _: None)  # makes no report page
 
 
 def _optimize(model: str, tmp_path: Path, **more: Any) -> Any:
@@ -66,7 +66,7 @@ def _optimize(model: str, tmp_path: Path, **more: Any) -> Any:
 
 
 def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: None, tmp_path: Path) -> None:
-    """Fails if the optimized parts aren't published together, or if the whole pipeline isn't judged on the samples."""
+    """Checks that the optimized parts are published together, and that the whole pipeline is judged on the samples."""
     fast = _optimize(model, tmp_path)
     assert fast.chosen == "all parts"
     judgement = fast.candidates[1].judgement
@@ -89,8 +89,8 @@ def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: N
 def test_a_part_that_spoils_the_whole_stays_as_it_was(
     model: str, measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel publishes an optimized part that is right alone but makes the whole pipeline wrong. Also fails if
-    the other parts aren't optimized then."""
+    """Checks that accel doesn't publish an optimized part that passes alone but makes the whole pipeline wrong. The
+    other parts must still be optimized."""
 
     def judge(judge: Judge, candidate: accel.Artifact, options: Any, cache: Any) -> Judgement:
         found = judge.judge(candidate, options)
@@ -110,13 +110,13 @@ def test_a_part_that_spoils_the_whole_stays_as_it_was(
 
 
 def test_options_of_a_single_model(model: str, tmp_path: Path) -> None:
-    """Fails if accel silently ignores an option that names the inputs of a single model."""
+    """Checks that accel refuses an option that names the inputs of a single model."""
     with pytest.raises(accel.AccelError, match="names the inputs of a single model; leave it out"):
         _optimize(model, tmp_path, profiles=["x=1x8,4x8,8x8"])
 
 
 def test_the_commands(model: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a command refuses a factory that returns a pipeline, or a folder of an exported pipeline."""
+    """Checks that the commands accept a factory that returns a pipeline, and a folder of an exported pipeline."""
     assert "gate pipeline_from_parts" in cli("export", model, "-o", "out").stdout
     assert "same within the limit" in cli("verify", model, "out").stdout
     assert cli("inspect", "out", "--check").code == 0

@@ -1,5 +1,5 @@
-"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs. Code that the backend refuses stays in
-eager mode."""
+"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs, and that code that the backend refuses
+stays in eager mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel.runtimes.base import BaseSession
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Makes torch forget compiled functions before and after a test. Hides torch's own warnings, which aren't about
+    """Clears torch's compiled functions before and after a test. Hides torch's own warnings, which aren't about
     accel."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
@@ -48,12 +48,13 @@ def net() -> nn.Module:
 
 
 def test_it_is_registered() -> None:
-    """Fails if torch doesn't find the backend by its name."""
+    """Checks that torch finds the backend by its name."""
     assert "accel" in torch._dynamo.list_backends(exclude_tags=())
 
 
 def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
-    """Fails if the outputs are wrong at a size that the first call didn't have, or if a session isn't used again."""
+    """Checks that the outputs are right at sizes other than the size of the first call, and that sessions are
+    reused."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend)
     with torch.inference_mode():
@@ -64,7 +65,7 @@ def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
 
 
 def test_changed_weights(ran: list[BaseSession]) -> None:
-    """Fails if a session computes with old weights after the user changed or replaced the weights."""
+    """Checks that sessions use the new weights after the user changed or replaced the weights."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend, dynamic=False)
     x = torch.randn(2, 4)
@@ -78,7 +79,7 @@ def test_changed_weights(ran: list[BaseSession]) -> None:
 
 
 def test_two_models_with_the_same_code() -> None:
-    """Fails if a model gets the weights of another model for which torch compiled the same code."""
+    """Checks that two models for which torch compiles the same code each keep their own weights."""
     one, other = net(), net()
     with torch.no_grad():
         other[3].bias.add_(1)
@@ -88,9 +89,9 @@ def test_two_models_with_the_same_code() -> None:
 
 
 def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
-    """Fails if a model stays in eager mode because another model with the same code had images of another size. After
-    images of two sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also fails
-    if a call with another size gives wrong outputs."""
+    """Checks that a model is compiled even if another model with the same code had images of another size. After images
+    of two sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also checks that a
+    call with another size gives right outputs."""
 
     def flat(size: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, 2)).eval()
@@ -128,7 +129,7 @@ def write(x: torch.Tensor) -> torch.Tensor:
     ids=["writes", "view", "random"],
 )
 def test_what_stays_in_eager_mode(function: Callable[..., torch.Tensor], reason: str, ran: list[BaseSession]) -> None:
-    """Fails if the backend takes code with side effects or random numbers, or if no warning names the reason."""
+    """Checks that code with side effects or random numbers stays in eager mode, and that a warning names the reason."""
     x, y = torch.zeros(2, 2), torch.zeros(2, 2)
     torch.manual_seed(1)
     wanted = function(y)
@@ -142,7 +143,7 @@ def test_what_stays_in_eager_mode(function: Callable[..., torch.Tensor], reason:
 
 
 def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
-    """Fails if the parameters of a model in training mode get no gradients."""
+    """Checks that the parameters of a model in training mode get gradients."""
     model = net().train()
     with pytest.warns(UserWarning, match="gradients are on"):
         torch.compile(model, backend=accel_backend)(torch.randn(4, 4)).sum().backward()
@@ -151,7 +152,7 @@ def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
 
 
 def test_a_function_with_a_graph_break(ran: list[BaseSession]) -> None:
-    """Fails if accel wrongly joins the code before and after a line that torch can't compile."""
+    """Checks that the code before and the code after a line that torch can't compile run as two sessions."""
     said: list[float] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,7 @@ def test_a_function_with_a_graph_break(ran: list[BaseSession]) -> None:
 
 
 def test_options_go_to_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the options of torch.compile don't reach ``accel.optimize``."""
+    """Checks that the options of torch.compile reach ``accel.optimize``."""
     seen: dict[str, Any] = {}
 
     def optimize(program: Any, **options: Any) -> Any:

@@ -23,13 +23,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The code hidden in a pickle makes this file if the code runs.
+# The code that is hidden in a pickle makes a folder of this name if the code runs.
 MARK = "the-code-has-run"
 
 
 def small(**changes: Any) -> onnx.ModelProto:
-    """Makes ``y = x @ w``, with x float32[batch, 4]. ``changes`` may replace ``opset``, ``ir``, ``nodes``,
-    ``inputs``, ``outputs`` and ``weights``."""
+    """Makes the model ``y = x @ w``, where x is float32[batch, 4]. ``changes`` may replace ``opset``, ``ir``,
+    ``nodes``, ``inputs``, ``outputs`` and ``weights``."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         changes.get("nodes", [helper.make_node("MatMul", ["x", "w"], ["y"])]),
@@ -43,15 +43,15 @@ def small(**changes: Any) -> onnx.ModelProto:
 
 
 def chain(length: int) -> onnx.ModelProto:
-    """Makes a chain of ``length`` nodes. A long chain overflows the stack of a recursive parser."""
+    """Makes a model with a chain of ``length`` nodes. A long chain overflows the stack of a recursive parser."""
     nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
     nodes[-1].output[0] = "y"
     return small(nodes=nodes)
 
 
 def deep_graph(depth: int) -> bytes:
-    """Makes a graph with subgraphs nested ``depth`` levels deep. Writes the bytes by hand, because protobuf itself
-    refuses to serialize so deep a graph."""
+    """Makes a graph with subgraphs nested ``depth`` levels deep. Writes the bytes directly, because protobuf itself
+    refuses to serialize such a deep graph."""
 
     def field(number: int, payload: bytes) -> bytes:
         size, length = len(payload), b""
@@ -83,8 +83,8 @@ def damaged_engine(good: Path, here: Path) -> None:
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` say where the weights are in
-    the file, and may contradict the file."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` state where the weights are in
+    the file, and may be wrong."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -99,7 +99,7 @@ def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
 
 
 def external_link(_: Path, here: Path) -> None:
-    """Writes a model whose file of weights is a link to a file outside the folder."""
+    """Writes a model whose weights file is a link to a file outside the model's folder."""
     outside = here / "elsewhere"
     outside.mkdir()
     folder = here / "model"
@@ -125,7 +125,7 @@ def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
 
 
 def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
-    """Writes the beginning of a valid file. ``share`` is the fraction of bytes to write."""
+    """Writes only the first part of a valid file. ``share`` is the fraction of bytes to write."""
 
     def write(good: Path, here: Path) -> None:
         data = (good / name).read_bytes()
@@ -135,7 +135,7 @@ def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
 
 
 def flipped(name: str, seed: int, *, bits: int = 40) -> Make:
-    """Writes a valid file with some flipped bits, most of them in the first half, which holds the headers."""
+    """Writes a valid file with some flipped bits. Most of these bits are in the first half, which holds the headers."""
 
     def write(good: Path, here: Path) -> None:
         data = bytearray((good / name).read_bytes())
@@ -196,7 +196,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """An object whose pickle makes a folder when the pickle is loaded."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -226,7 +226,7 @@ def pickled(name: str, *, inside: str = "") -> Make:
 
 
 def poisoned(name: str) -> Make:
-    """Copies a torch archive, and puts a pickle with code in place of every entry that torch may unpickle."""
+    """Copies a torch archive, and replaces every entry that torch may unpickle by a pickle with code."""
 
     def write(good: Path, here: Path) -> None:
         harm = harmful_pickle(here)
@@ -239,15 +239,15 @@ def poisoned(name: str) -> Make:
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Make:
-    """Writes ``w.safetensors`` with this header, given as bytes or as a value to write as JSON. The header may lie
-    about its length."""
+    """Writes ``w.safetensors`` with ``header``, which is either bytes or a value to write as JSON. If ``length`` is
+    given, the file states this length for the header."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     said = len(body) if length is None else length
     return raw("w.safetensors", struct.pack("<Q", said) + body + data)
 
 
 def npy(shape: str, dtype: str = "'<f4'", data: bytes = bytes(16)) -> bytes:
-    """Returns an array file with this header."""
+    """Returns the bytes of a .npy file whose header holds ``shape`` and ``dtype``."""
     header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data

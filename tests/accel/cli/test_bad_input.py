@@ -1,5 +1,5 @@
-"""Proves that bad input on the command line gives exit code 1 or 2 and one line that names the fix. No file is left
-behind or lost."""
+"""Proves that bad input on the command line gives exit code 1 or 2 and one line that names the fix. The command must
+leave no new file behind, and must not change other files."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     ("words", "code", "message"), CASES, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None
 )
 def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, message: str) -> None:
-    """Fails if bad input gives a traceback, the wrong exit code or a message without a fix. Also fails if the command
-    leaves or changes a file."""
+    """Checks that bad input gives the right exit code and a one-line message with a fix. Also checks that the command
+    makes and changes no files."""
     before = snapshot(corpus)
     ran = cli(*(word.format(d=corpus) for word in words), *(["-q"] if len(words) > 1 else []))
     assert ran.code == code, ran.stderr
@@ -177,7 +177,7 @@ def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, me
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error for a missing toolkit is anything but one line with the command that installs the toolkit."""
+    """Checks that the error for a missing toolkit is one line with the command that installs the toolkit."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -199,8 +199,8 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if accel does its work before it notices that it can't write to a folder. Also fails if accel prints
-    anything but one line with the fix, or leaves a file anywhere."""
+    """Checks that accel notices that it can't write to a folder before it does any work. Also checks that accel prints
+    one line with the fix, and makes no files."""
     locked = corpus / "locked"
     locked.mkdir()
     locked.chmod(0o555)
@@ -214,7 +214,7 @@ def test_no_permission(corpus: Path, words: str) -> None:
 
 
 def _no_root() -> None:
-    """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that starts next."""
+    """Drops root's right to write to any file (CAP_DAC_OVERRIDE) before the child process starts its program."""
     if os.geteuid() == 0:
         drop, override = 24, 1  # the values of PR_CAPBSET_DROP and CAP_DAC_OVERRIDE
         ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
@@ -257,7 +257,7 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# In the stages of this list, a candidate has already passed, so Ctrl-C publishes the best candidate.
+# In these stages, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = {
@@ -273,7 +273,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Each stage must be in ``INTERRUPTED_IN``, or have a reason in ``NOT_INTERRUPTED_IN``."""
+    """Checks that each stage is in ``INTERRUPTED_IN``, or has a reason in ``NOT_INTERRUPTED_IN``."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)
@@ -294,9 +294,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
-    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1. Also fails if Ctrl-C leaves a
-    file or a child process, or changes the files of earlier runs. Also fails if a candidate has passed and Ctrl-C
-    doesn't publish the best candidate."""
+    """Checks that Ctrl-C leaves no file and no child process, and doesn't change the files of earlier runs. If a
+    candidate has already passed, Ctrl-C must publish the best candidate. Otherwise, Ctrl-C must give one line and exit
+    code 1."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)
@@ -308,7 +308,7 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
         # A terminal sends SIGINT to the command and all its child processes, so the test starts the command in a
         # process group. A shell makes its background commands ignore SIGINT, and child processes inherit this setting.
-        # ``preexec_fn`` undoes the setting.
+        # Therefore ``preexec_fn`` restores the default handling of SIGINT.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -37,8 +37,8 @@ make = Net
 
 
 def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = TensorProto.FLOAT) -> Path:
-    """Saves ``y = cast(x) @ w + offset``. The input x has the dtype ``kind`` and the shape [batch, 4], and is cast to
-    float32."""
+    """Saves the model ``y = cast(x) @ w + offset``. The input x has the dtype ``kind`` and the shape [batch, 4], and is
+    cast to float32."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["wide", "w"], ["m"]),
@@ -69,15 +69,15 @@ def record(path: Path, **session: Any) -> Artifact:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """Saves the same model twice, with 0.25 added to the outputs of the second."""
+    """Saves the same model twice, with 0.25 added to the outputs of the second model."""
     return save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", offset=0.25)
 
 
 def test_json_is_one_object_and_progress_goes_to_stderr(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if stdout holds anything but one JSON object, a documented field is missing, or the report file differs
-    from stdout."""
+    """Checks that stdout holds one JSON object with the documented fields, and that the report file holds the same
+    object."""
     out = tmp_path / "report.json"
     ran = cli("bench", *two, *QUICK, "--sizes", "batch=3", "--threads", "1", "--json", "-o", out)
     assert ran.code == 0
@@ -95,8 +95,8 @@ def test_json_is_one_object_and_progress_goes_to_stderr(
 
 
 def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if the table lacks a candidate, a verdict or the noise floor, or if ``--quiet`` prints more than the
-    table."""
+    """Checks that the table shows every candidate, the verdicts and the noise floor, and that ``--quiet`` prints only
+    the table."""
     ran = cli("bench", two[1], "--against", two[0], *QUICK, "--quiet")
     assert ran.code == 0
     assert ran.stderr == ""
@@ -105,8 +105,8 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test runs twice: with a limit
-    below every noise floor, and with a limit above every noise floor."""
+    """Checks that only a noisy benchmark gives a warning. The benchmark runs with a limit below every noise floor, and
+    with a limit above every noise floor."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
         monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")
@@ -119,8 +119,8 @@ def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any]
 
 @pytest.mark.slow
 def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a source can't be the baseline, if the user can't declare the source's inputs, or if torch.compile can't
-    be a candidate."""
+    """Checks that a source can be the baseline, that the user can declare the source's inputs, and that torch.compile
+    can be a candidate."""
     source = tmp_path / "my_bench_model.py"
     source.write_text(FACTORY)
     report = accel.bench(
@@ -134,9 +134,8 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Fails if, in a folder of accel optimize, bench times another model than the chosen one. In any other folder,
-    bench must time every artifact. Also fails if bench times a file without a manifest, such as a rejected
-    candidate."""
+    """Checks that bench times only the chosen model in a folder of accel optimize. In any other folder, bench must time
+    every artifact. Bench must not time a file without a manifest, such as a rejected candidate."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
@@ -148,13 +147,13 @@ def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
-    """Fails if a model can't be compared with itself, or if two candidates of one file share a name."""
+    """Checks that a model can be compared with itself, and that two candidates from one file get different names."""
     report = accel.bench([two[0], two[0], Source(two[0]).open()], **FAST)
     assert len({row.name for row in report.rows}) == 3
 
 
 def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bench can't time the float16 version of a model against the float32 version."""
+    """Checks that bench can compare the float16 version of a model with the float32 version."""
     half = save(tmp_path / "half.onnx", kind=TensorProto.FLOAT16)
     row = accel.bench([two[0], half], **FAST).rows[1]
     assert row.error is None
@@ -164,7 +163,7 @@ def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path
 def test_exit_code_is_1_where_nothing_could_be_compared(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if the exit code is 0 although no candidate can be compared, or 1 although a candidate can be compared."""
+    """Checks that the exit code is 0 if at least one candidate can be compared, and otherwise 1."""
     other = save(tmp_path / "other.onnx", output="logits")
     ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
     assert ran.code == 1
@@ -173,8 +172,8 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
 
 
 def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bench runs random inputs instead of the data, or if a shorter last batch changes the batch size. The
-    data are numbers from 100 to 101."""
+    """Checks that bench runs the user's data instead of random inputs, and that a shorter last batch doesn't change the
+    batch size. The data are numbers from 100 to 101."""
     data = tmp_path / "data.npz"
     np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
     far = save(tmp_path / "far.onnx", offset=1000.0)
@@ -213,7 +212,7 @@ def _few(folder: Path) -> Path:
 def test_wrong_words_end_in_one_line(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any], words: tuple[str, ...], message: str
 ) -> None:
-    """Fails if a wrong argument ends in a traceback, another exit code, or a message that doesn't name the mistake."""
+    """Checks that a wrong argument gives exit code 2 and a message that names the mistake, without a traceback."""
     assert two[0].is_file()
     (tmp_path / "empty").mkdir()
     _few(tmp_path)
@@ -225,7 +224,7 @@ def test_wrong_words_end_in_one_line(
 
 
 def test_python_raises_what_the_command_prints(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the Python API doesn't find the mistakes that the command finds."""
+    """Checks that the Python API finds the same mistakes as the command."""
     with pytest.raises(UsageError, match="nothing to time"):
         accel.bench([])
     with pytest.raises(UnknownName):
@@ -235,7 +234,7 @@ def test_python_raises_what_the_command_prints(two: tuple[Path, Path], tmp_path:
 
 
 def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if bench starts to time before it refuses a wrong ``-o``."""
+    """Checks that bench refuses a wrong ``-o`` before it starts to time."""
     ran = cli("bench", *two, *QUICK, "-o", two[0].parent)
     assert ran.code == 1
     assert "round" not in ran.stderr
@@ -244,7 +243,8 @@ def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path]
 def test_ctrl_c_promises_nothing_to_go_on_with(
     cli: Any, digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if Ctrl-C during a benchmark promises that the next run continues the benchmark, or writes a report."""
+    """Checks that Ctrl-C during a benchmark writes no report. The message must not promise that the next run continues
+    the benchmark."""
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

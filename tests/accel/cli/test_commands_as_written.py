@@ -1,4 +1,5 @@
-"""Proves that the documented commands work word for word and in order, on a real text model and on a user's factory."""
+"""Proves that the documented commands work exactly as written and in order, on a real text model and on a user's
+factory."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PYTHON = (
 @pytest.mark.proof
 @pytest.mark.timeout(2400)
 def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a documented command doesn't work as written, or if its JSON isn't one object with the documented
+    """Checks that each documented command works as written, and that its JSON is one object with the documented
     fields."""
     monkeypatch.chdir(tmp_path)
     Path("my_model.py").write_text(MY_MODEL)
@@ -77,8 +78,8 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command of the demo passes an unknown argument, doesn't time a net against PyTorch, or optimizes
-    without a task metric."""
+    """Checks that the demo's commands pass only known arguments, time each net against PyTorch, and optimize with a
+    task metric."""
     lines: list[tuple[str, ...]] = []
 
     def listed(*words: str, folder: Path) -> None:

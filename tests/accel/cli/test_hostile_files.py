@@ -33,9 +33,9 @@ INPUT = ("--input", "x:float32[batch,4]")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A command on a damaged file. ``make`` writes the files, and ``words`` are the arguments (``{d}`` is the folder).
-    ``code`` is the exit code, or None if the damage decides whether it is 0, 1 or 2. ``says`` matches the only line on
-    stderr."""
+    """A command on a damaged file. ``make`` writes the files. ``words`` are the command's arguments, in which ``{d}``
+    means the folder. ``code`` is the exit code, or None if the damage decides whether it is 0, 1 or 2. ``says`` is a
+    pattern for the only line on stderr."""
 
     make: make.Make
     words: tuple[str, ...]
@@ -374,8 +374,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
-    """Fails if a hostile file gives a traceback, more than one line, no fix or the wrong exit code. Also fails if
-    code in the file runs, or if the command leaves a file or changes a file of an earlier command."""
+    """Checks that a hostile file gives the right exit code and one line with a fix. Code in the file must not run, and
+    the command must not make files or change the files of earlier commands."""
     here = tmp_path / "here"
     shutil.copytree(good / "out", here / "out")
     case.make(good, here)
@@ -395,5 +395,5 @@ def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    """Fails if a case is lost, for example because two cases of a table have the same name."""
+    """Checks that no case is lost, for example because two cases of a table have the same name."""
     assert len(CASES) >= 120, len(CASES)

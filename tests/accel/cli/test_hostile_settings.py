@@ -1,5 +1,5 @@
-"""Proves that contradictory or nonsensical settings give a one-line error. Unusual paths and misbehaving user code must
-do no harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
+"""Proves that contradictory or nonsensical settings give a one-line error, and that unusual paths and misbehaving user
+code do no harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LEAVES = "import sys\nsys.exit(0)\n"
 
 
 def two_inputs() -> onnx.ModelProto:
-    """Makes ``y = a @ w + b``, with a and b float32[batch, 4]."""
+    """Makes the model ``y = a @ w + b``, where a and b are float32[batch, 4]."""
     value = helper.make_tensor_value_info
     names = ("a", "b")
     return make.small(
@@ -183,13 +183,13 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )
 def test_hostile_setting(cli: Any, folder: Path, words: tuple[str, ...], code: int, says: str) -> None:
-    """Fails if a bad setting gives a traceback, the wrong exit code or a message without a fix. Also fails if the
-    command leaves or changes a file."""
+    """Checks that a bad setting gives the right exit code and a one-line message with a fix. Also checks that the
+    command makes and changes no files."""
     before = _snapshot(folder)
     ran = cli(*(word.format(d=folder) for word in words), "-q")
     assert ran.code == code, ran.stderr
     lines = ran.stderr.strip().splitlines()
-    if lines[0].startswith("Usage: "):  # click prints three lines: usage, help, mistake
+    if lines[0].startswith("Usage: "):  # click prints three lines: the usage, a hint to use --help, and the mistake
         lines = [line for line in lines if line.startswith("Error: ")]
     else:
         assert lines[0].startswith("accel: error: "), ran.stderr
@@ -220,7 +220,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_names_as_people_give_them(cli: Any, folder: Path, tmp_path: Path, name: str) -> None:
-    """Fails if accel can't read, make, record or show a model because of the unusual name of a file or a folder."""
+    """Checks that accel can read, make, record and show a model if a file or folder has an unusual name."""
     (tmp_path / name).write_bytes((folder / "m.onnx").read_bytes())
     out = tmp_path / f"out {name}"
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", out, "-q"]
@@ -244,7 +244,8 @@ def metric(outputs, data):
 
 
 def test_a_metric_that_writes(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Fails if a metric that prints and writes into its arrays changes the output of accel or the published model."""
+    """Checks that a metric that prints and overwrites its arrays changes neither accel's output nor the published
+    model."""
     (tmp_path / "m.py").write_text(WRITES)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--data", folder / "d.npz", "--rounds", "5"]
     out = tmp_path / "out"

@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def published(here: Path) -> dict[str, bytes]:
-    """Returns the user's files: all files except the cache."""
+    """Returns all of the user's files, without the cache."""
     files = (p for p in here.rglob("*") if p.is_file() and not {"cache", "__pycache__"} & set(p.parts))
     return {str(p.relative_to(here)): p.read_bytes() for p in files}
 
@@ -73,13 +73,12 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Simulates a full disk: limits the size of every file that this process and its child processes write."""
+    """Simulates a full disk by limiting the size of every file that this process and its child processes write."""
     processes = [os.getpid()]
     if tensorflow_process._process is not None:  # a running process doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # By default, Python ignores SIGXFSZ. LLVM makes SIGXFSZ end the process, and another test may have loaded LLVM into
-    # this process.
+    # By default, Python ignores SIGXFSZ. If another test has loaded LLVM into this process, SIGXFSZ ends the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT, before[1]))
@@ -97,7 +96,7 @@ INT8 = (*OPTIMIZE, "--target", "openvino", "--precision", "int8")
 ENGINE = (*OPTIMIZE, "--target", "tensorrt-rtx", "--precision", "fp16")
 SAVED_MODEL = ("export", "m.onnx", "--to", "saved_model", "-o", "saved")
 TFLITE = ("export", "m.onnx", "--to", "tflite", "-o", "lite")
-# Maps each stage to a list of commands, the last of which runs the stage.
+# Maps each stage to a list of commands. The last command runs the stage.
 COMMANDS = {
     "onnx_from_torch": (EXPORT,),
     "onnx_from_tensorflow": (EXPORT, SAVED_MODEL, ("export", "saved", "-o", "back.onnx")),
@@ -122,8 +121,8 @@ OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_o
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if no test runs a stage on a full disk. Also fails if no test kills a stage that ``NOT_KILLED_IN`` doesn't
-    name."""
+    """Checks that every stage is tested on a full disk. Also checks that a test kills every stage that is not in
+    ``NOT_KILLED_IN``."""
     stages = {stage.name for stage in STAGES}
     assert set(COMMANDS) == stages
     assert set(KILLED_IN) & stages | set(NOT_KILLED_IN) == stages
@@ -141,9 +140,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "stage", [pytest.param(stage, marks=pytest.mark.proof) if stage in OF_TENSORFLOW else stage for stage in COMMANDS]
 )
 def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """Fails if a stage that can't write gives a traceback or exit code 0. Also fails if the stage leaves a half-written
-    file under a final name or in the cache, or removes files of an earlier run. Also fails if the same command fails
-    after the disk has room again."""
+    """Checks that a stage that can't write gives exit code 1 and no traceback. The stage must leave no half-written
+    file under a final name or in the cache, and must not remove files of an earlier run. The same command must work
+    once the disk has room again."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
@@ -202,8 +201,8 @@ NOT_KILLED_IN = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
-    """Fails if SIGKILL in a stage leaves a process, a half-written result or garbage in the cache. Also fails if
-    SIGKILL removes published files, or makes the next run start from the beginning."""
+    """Checks that SIGKILL in a stage leaves no process, no half-written result and no garbage in the cache. Published
+    files must stay, and the next run must continue after the complete stages."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr
@@ -226,7 +225,7 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
-    """Fails if SIGKILL in the stage leaves a process or a half-written file, or if the same command fails
+    """Checks that SIGKILL in the stage leaves no process and no half-written file, and that the same command works
     afterwards."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
     before = published(here)
@@ -240,8 +239,8 @@ def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> N
 
 
 def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
-    """Runs the command until a line names ``stage``, then kills it. Returns the output lines, and asserts that no
-    process of the command is left."""
+    """Runs the command until an output line names ``stage``, and then kills the command. Returns the output lines, and
+    asserts that no process of the command is left."""
     command = [sys.executable, "-m", "accel", *words]
     process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
