@@ -233,7 +233,7 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Judges a candidate by the ONNX dtypes of its MatMul weights. The dtype 0 stands for int8."""
+    """Judges a candidate by the ONNX dtypes of its MatMul weights. The judge uses dtype 0 for int8 weights."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -275,9 +275,9 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
-    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
-    the layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel. The outputs depend on
-    the sum of two such weights, and this sum is too small for fp16."""
+    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast stage doesn't
+    get the list of layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel each other.
+    The outputs of layer_2 depend on the tiny sum of two weights, which fp16 can't represent."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -315,8 +315,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 def test_the_order_of_the_steps() -> None:
     """Each step raises one layer to a higher precision. Fails if the order of the steps ignores their costs or
-    mishandles an infinite error. Also fails if a layer skips fp16 although fp16 lowers the layer's error, or tries fp16
-    although fp16 doesn't lower the error."""
+    mishandles an infinite error. Also fails if fp16 isn't tried for a layer whose error fp16 lowers, or if fp16 is
+    tried for any other layer."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
