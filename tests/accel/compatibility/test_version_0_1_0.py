@@ -1,9 +1,9 @@
 """Proves that files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, and the
 cache of stages.
 
-Version 0.1.0 wrote the files of ``v0_1_0/``. The commands ran in a folder ``/model``: ``accel export net.py:make
---input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train
-train.toml``.
+Four commands of version 0.1.0 wrote the files of ``v0_1_0/`` in a folder ``/model``. The commands were ``accel export
+net.py:make --input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and
+``accel train train.toml``.
 """
 
 from __future__ import annotations

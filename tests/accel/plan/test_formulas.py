@@ -213,8 +213,8 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
     """Fails if c context-parallel ranks hold other model states than c data-parallel ranks. Also fails if each rank
-    doesn't hold 1 / c of a sequence's activations. A rank's traffic per layer and pass must follow Ulysses (Jacobs et
-    al. 2023, section 3.2): (c - 1) / c times 4 s b h / c."""
+    doesn't hold 1 / c of a sequence's activations. A rank's traffic per layer and pass must be (c - 1) / c times 4 s b
+    h / c, as in Ulysses (Jacobs 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -242,8 +242,8 @@ def test_replicas_shard_less_and_reduce_among_themselves() -> None:
 
 
 def test_flops_equal_the_published_form() -> None:
-    """Fails if the planned FLOPs with full recomputation differ by over 1% from the formula of Narayanan et al. (2021).
-    The formula is ``96 B s l h^2 (1 + s/6h + V/16lh)``."""
+    """Fails if the planned FLOPs with full recomputation differ by over 1% from the formula of Narayanan (2021). The
+    formula is ``96 B s l h^2 (1 + s/6h + V/16lh)``."""
     layers, hidden, vocab, seq, batch = 24, 2304, 51200, 2048, 512
     spec = ModelSpec(params=12 * layers * hidden**2 + vocab * hidden, layers=layers, hidden=hidden, heads=24, seq=seq)
     layout = Layout(world=32, micro_batch=16, recompute="full")
