@@ -77,7 +77,7 @@ def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.
     ids=["nothing is made", "twice", "SIGTERM"],
 )
 def test_it_ends(tmp_path: Path, watcher: Callable[[str, float | None], None], error: type[BaseException]) -> None:
-    """Checks that a run ends without a result in three cases: Ctrl-C before any candidate is made, a second Ctrl-C, and
+    """Checks that a run ends without a result after Ctrl-C before the first candidate, after a second Ctrl-C, and after
     SIGTERM."""
     with watched_by(watcher), pytest.raises(error):
         optimized(tmp_path / "out")
