@@ -1,9 +1,9 @@
 """Proves that files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, and the
 cache of stages.
 
-Version 0.1.0 wrote the files of ``v0_1_0/`` in a folder ``/model`` by four commands: ``accel export net.py:make --input
-x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train
-train.toml``.
+Four commands of version 0.1.0 wrote the files of ``v0_1_0/`` in a folder ``/model``. The commands were ``accel export
+net.py:make --input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and
+``accel train train.toml``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def outputs(model: str) -> np.ndarray:
 
 
 def test_artifacts_are_opened(old: Path) -> None:
-    """Fails if an ONNX file, an IR or a folder of accel optimize with a manifest of 0.1.0 is refused, or gives other
-    outputs."""
+    """Fails if accel can't load the ONNX file, the OpenVINO IR or the optimized folder of 0.1.0, or if their outputs
+    differ."""
     wanted = outputs("net.onnx")
     assert np.allclose(outputs("ir"), wanted, atol=1e-6)
     assert np.allclose(outputs("optimized"), wanted, atol=1e-6)
@@ -49,7 +49,7 @@ def test_artifacts_are_opened(old: Path) -> None:
 
 
 def test_the_chain_is_followed(old: Path) -> None:
-    """Fails if hashes that 0.1.0 recorded don't match the files, or if a changed file passes."""
+    """Fails if the hashes recorded by 0.1.0 don't match the files, or if the hash check passes for a changed file."""
     hold = {link.path: link.status for link in accel.inspect("net.onnx", check=True).chain}
     assert hold["net.onnx"] == "ok"
     (old / "net.onnx").write_bytes((old / "net.onnx").read_bytes()[:-1] + b"x")
@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Fails if accel opens a file other than the chosen file in 0.1.0's optimize.json."""
+    """Fails if accel doesn't open the file that optimize.json of 0.1.0 names as chosen."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -65,8 +65,8 @@ def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
 
 
 def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
-    """Fails if a run folder of 0.1.0 can't be exported, or if training can't continue from its checkpoint with the same
-    config."""
+    """Fails if accel can't export a run folder of 0.1.0, or can't continue the training from the folder's
+    checkpoint."""
     ran = cli("export", "run", "--input", "x:float32[batch,4]", "-o", "trained.onnx", "-q")
     assert ran.code == 0, ran.stderr
     ran = cli("train", "train.toml", "--steps", "6", "--out", "run", "-q", "--json")
@@ -75,7 +75,7 @@ def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
 
 
 def test_an_entry_of_the_cache_is_found(old: Path) -> None:
-    """Fails if accel can't read a stage's result that 0.1.0 cached."""
+    """Fails if accel can't read a stage result from the cache of 0.1.0."""
     (entry,) = (old / "cache" / "stages").iterdir()
     found = StageCache(old / "cache").find(entry.name)
     assert found is not None

@@ -15,8 +15,8 @@ from accel.errors import BadSource, UnsupportedHere
 from accel.graph.ncnn_param import read_net
 from accel.graph.openvino_ir import read_ir
 
-# The small net of make_models.py: the FLOPs of its convolution for one image, and its number of weights. A batch norm
-# has four weights per channel.
+# The small net of make_models.py has one convolution. CONV is the convolution's FLOPs for one image. WEIGHTS is the
+# net's number of weights. A batch norm has four weights per channel.
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
 # The number of weights in the kernels. TFLite folds the batch norm and keeps only the weights of the kernels.
 KERNELS = 108 + 20
@@ -72,8 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if inspect reports other weights, FLOPs or operators than the net has, or a wrong share of int8 weights.
-    The net is inspected in each file format."""
+    """Fails if inspect reports wrong weights, FLOPs or operators, or a wrong share of int8 weights. The same net is
+    inspected in each file format."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]
@@ -95,8 +95,8 @@ def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator
     ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
 )
 def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
-    """Fails if, in a graph without a signature, inspect leaves out a node between the placeholder and the result. Also
-    fails if inspect counts the nodes that save and restore weights, or ignores --inputs and --outputs."""
+    """Fails if inspect leaves out a node between the input and the output of a graph without a signature. Also fails if
+    inspect counts the nodes that save and restore weights, or ignores --inputs and --outputs."""
     body = looked_at(cli, tensorflow_models / name)
     assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
@@ -117,8 +117,8 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if, for a model with an operator that ONNX lacks, inspect shows nothing, counts FLOPs or draws the
-    model."""
+    """The model has an operator that ONNX lacks. Checks that inspect lists the operators, but neither counts FLOPs nor
+    draws the model."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph
@@ -129,7 +129,7 @@ def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_one_signature_of_several(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if --signature doesn't choose the signature that inspect reports."""
+    """Fails if inspect doesn't report the signature that --signature names."""
     body = looked_at(cli, tensorflow_models / "two_signatures", "--signature", "square")
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ["squared"]
 
@@ -184,7 +184,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
 @pytest.mark.parametrize("name", ["m.param", "m.xml"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that isn't a net or an IR gives anything but a one-line error."""
+    """Checks that a file that is neither an ncnn net nor an OpenVINO IR gives a one-line error."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(BadSource) as caught:
@@ -193,14 +193,14 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if inspect promises a page for an engine, which has kernels but no graph."""
+    """Fails if inspect doesn't refuse to draw an engine, which has kernels but no graph."""
     engine = Artifact(tmp_path / "model.engine", "engine", digits.signature)
     with pytest.raises(UnsupportedHere, match="give its ONNX file"):
         accel.inspect(engine, page=tmp_path / "g.html")
 
 
 def test_netron(cli: Any, digits: Artifact, tensorflow_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if inspect doesn't offer an installed netron, or offers a netron that isn't installed."""
+    """Checks that inspect suggests netron exactly when netron is installed."""
     import importlib.util
 
     from accel.cli import inspect as command

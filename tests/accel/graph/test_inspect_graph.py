@@ -1,4 +1,5 @@
-"""Proves that accel inspect counts a graph's FLOPs correctly. A real browser shows that the page draws the graph."""
+"""Proves that accel inspect counts a graph's FLOPs correctly. Also proves, in a real browser, that the page draws the
+graph."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from tests.support.browser import browser, document, opened, screenshot
 
 
 def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> None:
-    """Fails if the FLOPs of products and convolutions differ from those of torch's own counter, at batch 1 or batch
-    5."""
+    """Fails if the FLOPs of products and convolutions differ from the result of torch's own counter, at batch 1 or
+    batch 5."""
     from torch.utils.flop_counter import FlopCounterMode
 
     accel.export(f"{my_model}:make", inputs=["x:float32[batch,3,32,32]"], out=tmp_path / "m.onnx")
@@ -83,7 +84,7 @@ def test_formulas_by_hand() -> None:
 
 
 def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --graph with --json doesn't write both the page and the numbers."""
+    """Fails if --graph and --json together don't write both the page and the numbers."""
     ran = cli("inspect", digits.path, "--graph", tmp_path / "graph.html", "--json")
     assert ran.code == 0, ran.stderr
     graph = json.loads(ran.stdout)["graph"]
@@ -103,7 +104,7 @@ def test_a_second_model_without_a_page(cli: Any, digits: Artifact) -> None:
 
 
 def test_layers_go_down() -> None:
-    """Fails if an edge points upwards, or if two nodes overlap."""
+    """Fails if an edge in the drawn graph points upwards, or if two nodes overlap."""
     edges = [(0, 2), (1, 2), (2, 3), (0, 3), (3, 4), (2, 5), (5, 4)]
     places, width, height = layout(6, edges)
     assert all(places[a][1] < places[b][1] for a, b in edges)
@@ -203,7 +204,7 @@ def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if CI passes without a browser, or if tests on a developer's machine fail without a browser."""
+    """Checks that browser tests without a browser fail in CI, but are skipped on a developer's machine."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     spec = importlib.util.spec_from_file_location("browser_of_nobody", ROOT / "tests" / "support" / "browser.py")
     assert spec is not None
@@ -219,7 +220,7 @@ def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @browser
 def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of two models doesn't show both, or marks nothing or everything as changed."""
+    """Fails if the page of two models doesn't show both models, or doesn't mark exactly the one changed node."""
     model = onnx.load(str(digits.path))
     changed = next(node for node in model.graph.node if node.op_type == "Relu")
     changed.op_type = "Sigmoid"
@@ -261,7 +262,7 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error doesn't name the missing extra."""
+    """Fails if the error about a missing jinja2 doesn't name the extra to install."""
     from accel.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "jinja2", None)

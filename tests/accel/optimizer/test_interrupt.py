@@ -16,8 +16,8 @@ from accel.progress import watched_by
 
 
 def pressing(*moments: str, error: type[BaseException] = KeyboardInterrupt) -> Callable[[str, float | None], None]:
-    """Returns a watcher of progress messages that raises ``error`` once for each of the ``moments``, in their order. A
-    moment is a part of a message."""
+    """Returns a watcher of progress messages. The watcher raises ``error`` when a message contains the first string of
+    ``moments``, then the second, and so on."""
     left = list(moments)
 
     def watch(message: str, _: float | None) -> None:
@@ -49,7 +49,7 @@ def test_while_candidates_are_made(tmp_path: Path) -> None:
 
 
 def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if Ctrl-C during the last measurement loses the figures of the first measurement."""
+    """Fails if Ctrl-C during the last measurement loses the results of the first measurement."""
     import accel.optimizer.search as search
 
     calls: list[int] = []
@@ -77,8 +77,8 @@ def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.
     ids=["nothing is made", "twice", "SIGTERM"],
 )
 def test_it_ends(tmp_path: Path, watcher: Callable[[str, float | None], None], error: type[BaseException]) -> None:
-    """Fails if a run continues in one of three cases: no candidate is made yet, Ctrl-C comes twice, or SIGTERM
-    comes."""
+    """Checks that a run ends without a result after Ctrl-C before the first candidate, after a second Ctrl-C, and after
+    SIGTERM."""
     with watched_by(watcher), pytest.raises(error):
         optimized(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Proves that a note on an int8 candidate says so if most of its bytes are float."""
+"""Proves that accel adds a note when an int8 candidate computes its products in float."""
 
 from __future__ import annotations
 

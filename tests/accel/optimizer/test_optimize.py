@@ -65,8 +65,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Keeps the candidates of the last measurement, without session options that aren't faster than the default
-        # options.
+        # Only candidates of the last measurement count. Session options that aren't faster than the default options
+        # don't count.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
         faster = [r for r in faster if not r.reason.startswith("not measurably faster than")]
@@ -88,8 +88,8 @@ def test_what_is_published(result: Any) -> None:
 
 
 def test_the_page_of_a_real_run(result: Any) -> None:
-    """Fails if the page lacks a candidate, a stage of the choice, the hashes or the command. Also fails if the page
-    loads a file."""
+    """Fails if the page lacks a candidate, the command, or the hash of a stage of the chosen model. Also fails if the
+    page loads a file."""
     page = (result.artifact.path.parent / "report.html").read_text(encoding="utf-8")
     for row in result.candidates:
         assert html.escape(row.name) in page
@@ -134,7 +134,7 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if no engine is published, if the engine's chain doesn't lead back to the weights, or if the report
+    """Fails if no engine is published, if the engine's provenance chain doesn't include the weights, or if the report
     claims that the engine ran."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
@@ -192,7 +192,8 @@ def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) ->
 
 
 def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the choice of an earlier run stays beside the new choice, so that loading the folder is ambiguous."""
+    """Fails if the chosen model of an earlier run stays beside the new model, because loading the folder would be
+    ambiguous."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
@@ -221,7 +222,7 @@ def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path
 
 
 def test_a_judgement_survives_json() -> None:
-    """Fails if an infinite drop isn't written as null, since JSON has no infinity."""
+    """JSON has no infinity. Fails if an infinite drop isn't written as null."""
     bad = Judgement(drop=float("inf"), metric=None, reference_metric=None, max_abs_diff=1.0, judged_on="x")
     assert bad.to_json()["drop"] is None
 
@@ -297,7 +298,7 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
     """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the user's
-    data. In torch's export of a cumulative logsumexp, the terms of large numbers become 0."""
+    data. Torch's ONNX export of logcumsumexp is wrong for large inputs."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
@@ -306,8 +307,9 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data lead to an error or to no warning. For example, an
-    integer output is the index of one of two equal scores. The second run takes its results from the cache."""
+    """On the user's data, an integer output of the ONNX export differs from the source. Fails if accel raises an error
+    or gives no warning. Rounding can change an integer output, such as the index of one of two equal scores. The second
+    run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(

@@ -1,5 +1,5 @@
-"""Proves that the request of accel optimize holds the arguments, defaults and checks, and writes the command line that
-repeats the request."""
+"""Proves that a request of accel optimize has the defaults of the public function, checks its arguments, and writes the
+command line that repeats the request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def src(tmp_path: Path) -> Artifact:
 
 
 def test_defaults_are_those_of_the_function() -> None:
-    """Fails if the public function and the request have different arguments or defaults, because the report's command
-    would leave out an option."""
+    """Fails if the public function and the request have different arguments or defaults. A difference would make the
+    report's command leave out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     assert parameters.pop("about").annotation == "Unpack[SourceOptions]"
     assert parameters.pop("out").default is None  # the folder that the request names is in the cache
@@ -112,8 +112,8 @@ def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: A
 
 
 def test_a_function_and_mixed_options_in_the_command() -> None:
-    """Fails if the command line contains an argument that exists only in Python, or writes an argument in a form that
-    it can't read."""
+    """Fails if the written command line contains an argument that exists only in Python, or an argument in a form that
+    the command can't read."""
     request = OptimizeRequest(
         source=Source("m.onnx", graph_inputs=("a", "b"), placeholders={"keep": 1.0, "on": False}),
         out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},

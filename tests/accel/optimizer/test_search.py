@@ -40,8 +40,8 @@ class Clock:
 
 
 class Timed:
-    """Replaces ``measured``. Gives each candidate its time from ``ms`` with a jitter of ``noise``. Records the
-    candidates' names and the effort of each call."""
+    """Replaces ``measured``. Reports for each candidate its time from ``ms`` with a relative jitter of ``noise``.
+    Records the candidates' names and the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -67,7 +67,7 @@ class Timed:
 
 
 class Judging:
-    """Replaces the judge. Options that contain a key of ``drops`` get this key's accuracy drop, and all other
+    """Replaces the judge. Session options that contain a key of ``drops`` get the accuracy drop of that key. All other
     options get no drop."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
@@ -104,8 +104,8 @@ def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_have_to_be_measurably_faster(searching: Any) -> None:
-    """Fails if the search chooses options that only look faster, or doesn't choose options that are measurably
-    faster."""
+    """Fails if the search chooses session options that only seem faster, or doesn't choose measurably faster
+    options."""
     for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
         search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
         rows = [row("a")]
@@ -133,7 +133,7 @@ def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -
 
 
 def test_options_are_judged_like_candidates(searching: Any) -> None:
-    """Fails if options that change the outputs beyond the accuracy budget are chosen because they are fast."""
+    """Fails if the search chooses fast session options whose outputs exceed the accuracy budget."""
     ms = {"source": 10, "a": 6, "a, 1 thread": 5, "a, extended graph level": 1, "a, no spinning": 5.5}
     search = searching(Timed(ms))
     rows = [row("a", "onnxruntime")]

@@ -38,7 +38,7 @@ QUANTIZE = [
 
 def test_every_option_is_read() -> None:
     """Fails if an option is parsed as another option, or if the items of a repeated list option aren't joined. Also
-    fails if an option with an underscore means something else than with a hyphen."""
+    fails if an option's name with underscores doesn't mean the same as with hyphens."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -56,7 +56,8 @@ def test_every_option_is_read() -> None:
 
 
 def test_every_mode_says_which_options_it_reads() -> None:
-    """Fails if a quantization mode has no row in the table of options, or if a row names a field that no config has."""
+    """Fails if a quantization mode has no row in the table of options, or if a row names a field that QuantizeConfig
+    lacks."""
     assert set(OPTIONS_BY_MODE) == {mode for form in FORMS.values() for mode in form.runs}
     known = {field.name for field in fields(QuantizeConfig)}
     assert all(known.issuperset(names) for names in OPTIONS_BY_MODE.values())
@@ -70,7 +71,7 @@ def test_every_mode_says_which_options_it_reads() -> None:
     ],
 )  # fmt: skip
 def test_options_that_are_none(text: str) -> None:
-    """Fails if an unreadable option is silently ignored, or if the error doesn't say how to write it."""
+    """Fails if an unreadable option is silently ignored, or if the error doesn't show the right form."""
     with pytest.raises(BadInputSpec, match=r"can't read quantize .*; write"):
         parse_quantize_options([text])
     with pytest.raises(BadInputSpec, match=r"can't read cast .*; write"):
@@ -131,8 +132,8 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
     """Fails if the command refuses the options, or if the manifest or the report's command leaves out the options. Also
-    fails if a kept node isn't float. Also fails if no warning says that more samples are requested than the data has,
-    or that SmoothQuant is meant for transformers."""
+    fails if accel doesn't say how many samples it used instead of the requested number, or that the option smooth has
+    no effect."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]
@@ -152,7 +153,7 @@ def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path:
 
 
 def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if an unknown node is silently ignored, or if the error doesn't say how to list the names."""
+    """Fails if an unknown node name is silently ignored, or if the error doesn't say how to list the node names."""
     words = ["--target", "ort-cpu", "--precision", "int8", "--data", data]
     done = cli("optimize", src.path, "-o", tmp_path / "out", *words, "--quantize", "keep=nowhere")
     assert done.code == 2
@@ -171,9 +172,9 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if calibration doesn't read the requested number of samples (128 by default). If this number is too large,
-    calibration must read the largest allowed number. Calibration may read half of the samples, but at least one. If a
-    number is requested and the judge has other data, calibration may read all samples."""
+    """Fails if calibration reads the wrong number of samples. Calibration reads 128 samples by default, and at most
+    half of the data, but at least one sample. If a number is requested and the judge has other data, calibration may
+    read all samples."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
 
 
@@ -181,8 +182,8 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a candidate that needs calibration is missing and the report gives no reason that names the option. Also
-    fails if a candidate is listed as left out although there is data."""
+    """Fails if a candidate is left out for lack of calibration data, but the reason doesn't name the option for data.
+    Also fails if a candidate is left out although there is data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

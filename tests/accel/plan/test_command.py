@@ -16,8 +16,8 @@ SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
 
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command line or the keys of its JSON change. Also fails if 7.5 B parameters at ZeRO 3
-    don't take 1.9 GB."""
+    """Fails if the documented command line or the keys of its JSON change. Also fails if the model states of 7.5 B
+    parameters at ZeRO 3 don't take 1.9 GB on each of 64 ranks."""
     line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
     assert run(group, line.split()) == 0
     body = json.loads(capsys.readouterr().out)
@@ -27,8 +27,7 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a listed layout can't run as a training config on the given number of ranks, or if the written config
-    has another layout than the chosen one."""
+    """Fails if the written config can't run on the given number of ranks, or doesn't have the chosen layout."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     assert run(group, ["plan", str(config), "--world", "64", "--hbm", "80G", "-o", str(out), "--json"]) == 0
@@ -110,7 +109,7 @@ def test_the_search_keeps_to_what_is_asked_for(
 
 
 def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan or the written config ignores the replicas or the ZeRO++ that the given config sets."""
+    """Fails if the plan or the written config ignores the replicas or the ZeRO++ settings of the given config."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     parallel = "[parallel]\nzero = 3\nreplicate = 2\nhpz = 4\nqwz = true\n"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n{parallel}[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
@@ -122,7 +121,7 @@ def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.C
 
 def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if the plan doesn't use context parallel for a sequence that no other layout can hold. Also fails if the
-    written config can't run, or if a plan of the written config gives other bytes."""
+    written config can't run, or if a plan of the written config gives other byte counts."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     shape = SHAPE.replace("seq = 2048", "seq = 131072").replace("vocab = 32000", "vocab = 32003")
     config.write_text(f"global_batch = 8\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{shape}")
@@ -145,8 +144,8 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan of a factory without a declared shape doesn't count its parameters and measure its
-    activations."""
+    """The config names a model factory and no shape. Fails if the plan doesn't count the model's parameters and measure
+    its activations."""
     source = tmp_path / "made.py"
     source.write_text(
         "import torch\n"
@@ -191,8 +190,8 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 
 
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the KV cache doesn't have 2 L h s b elements of 2 bytes each. In this test, 2 L h s b is 2 x 32 x 4096 x
-    2048 x 4."""
+    """Fails if the KV cache doesn't have one key and one value for each layer, channel, position and sequence, in 2
+    bytes each."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
@@ -200,9 +199,9 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
-    """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned count has to equal
-    that of Starcoder2 without the last norm, because the formula is for Starcoder2's layers. The planned count may
-    differ by at most half a percent from that of Llama, which has no biases."""
+    """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned parameter count
+    must equal the count of Starcoder2 without its last norm. Llama has no biases, so its parameter count may differ
+    from the planned count by half a percent."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}

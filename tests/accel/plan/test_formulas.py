@@ -49,7 +49,8 @@ def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
 
 @pytest.mark.parametrize(("params", "gigabytes"), [(1.5e9, 24), (7e9, 112)])
 def test_sixteen_bytes_a_parameter(params: float, gigabytes: float) -> None:
-    """Fails if mixed-precision Adam doesn't take 2 + 2 + 12 bytes per parameter on one rank."""
+    """Fails if mixed-precision Adam on one rank doesn't take 16 bytes per parameter (2 for the weight, 2 for the
+    gradient and 12 for the optimizer)."""
     memory = training_memory(ModelSpec(params=int(params)), Layout(world=1, precision="fp16", optimizer="adam"))
     assert memory.model_states / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
@@ -77,9 +78,9 @@ def _spec() -> ModelSpec:
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends differ from the closed form by more than the padding to the world
-    size. Also fails if ``train.zero`` gathers or reduces more often than documented. The bytes are counted per tensor
-    and per collective."""
+    """Fails if the bytes that FSDP2 keeps and sends differ from the plan's formula by more than padding. Also fails if
+    ``train.zero`` gathers or reduces more often than documented. The bytes are counted per tensor and per
+    collective."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     spec = _spec()
@@ -87,7 +88,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
     parameters, gradients, optimizer = model_states(spec, layout)
     pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads a dim that the world size doesn't divide
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
-    # With one micro-batch, stage 1 reduces each gradient at once, so it keeps fewer bytes than the closed form.
+    # With one micro-batch, ZeRO 1 reduces each gradient at once, so ZeRO 1 keeps fewer bytes than the formula gives.
     if zero != 1 or accumulation > 1:
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
     if zero < 3:
@@ -102,8 +103,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_equal_what_autograd_saves(precision: str) -> None:
-    """Fails if the formula for the elements that a layer saves is off by more than half a percent. The right number is
-    the number of elements that autograd keeps."""
+    """Fails if the formula for activations is off by more than half a percent from the bytes that autograd keeps."""
     layout = Layout(world=1, precision=precision, micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     assert found.activations == pytest.approx(activations(_spec(), layout), rel=0.005)
@@ -111,7 +111,7 @@ def test_activations_equal_what_autograd_saves(precision: str) -> None:
 
 @pytest.mark.slow
 def test_states_and_traffic_at_1024_ranks() -> None:
-    """Fails if the shards or the traffic of 1,024 ranks differ from the closed form. All dims of the model are
+    """Fails if the shards or the traffic of 1,024 ranks differ from the plan's formula. All dims of the model are
     multiples of 1,024."""
     shape = GPTConfig(vocab=1024, layers=1, hidden=1024, heads=8, seq=1024)
     ids = torch.zeros(1, 1024, dtype=torch.long)
@@ -130,7 +130,8 @@ def test_states_and_traffic_at_1024_ranks() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_seven_billion_on_64_ranks_simulated() -> None:
-    """Fails if the engine's ZeRO 3 shards of a 7.5 B model on 64 ranks differ from 1.9 GB by more than 2 %."""
+    """Fails if the simulated model states of a 7.5 B model at ZeRO 3 on 64 ranks don't take 1.9 GB per rank, within 2
+    %."""
     shape = GPTConfig(vocab=50304, layers=36, hidden=4096, heads=32, seq=64)
     ids = torch.zeros(1, 64, dtype=torch.long)
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), Layout(world=64, zero=3, precision="bf16"))
@@ -141,9 +142,9 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 
 def test_traffic_of_one_micro_batch() -> None:
-    """Fails if the planned traffic isn't 2 Psi for a ring all-reduce or 3 Psi for ZeRO 3 (table 1 of ZeRO++). Also
-    fails if the planned traffic of ZeRO++ differs from the engine's encoded bytes, including the scales of the
-    blocks."""
+    """Fails if the planned traffic isn't 2 Psi up to ZeRO 2 and 3 Psi for ZeRO 3 (table 1 of ZeRO++). Psi is the
+    traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the engine's encoded
+    bytes, including the scales of the blocks."""
     spec = ModelSpec(params=10**9)
     psi = ring(2e9, 64)
 
@@ -160,8 +161,8 @@ def test_traffic_of_one_micro_batch() -> None:
 
 
 def test_tensor_parallel_traffic_and_bubble() -> None:
-    """Fails if the plan miscounts Megatron's four all-reduces per layer, or doesn't compute the bubble as (p - 1) / (m
-    + p - 1)."""
+    """Fails if the plan miscounts Megatron's four all-reduces per layer. Also fails if the pipeline bubble of p stages
+    and m micro-batches isn't (p - 1) / (m + p - 1)."""
     spec = ModelSpec(params=10**9, layers=4, hidden=64, heads=4, seq=16)
     layout = Layout(world=4, tp=4, micro_batch=2, accumulation=3)
     assert tensor_parallel_bytes(spec, layout) == 3 * 4 * 4 * 2 * (16 * 2 * 64 * 2) * 3 / 4
@@ -198,8 +199,8 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     ],
 )
 def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) -> None:
-    """Fails if the planned traffic of a pipeline isn't its busiest rank's traffic. The stages of the busiest rank have
-    the most neighbors on other ranks. The stages are placed as in training."""
+    """Fails if the planned traffic of a pipeline isn't the traffic of the busiest rank. The stages of the busiest rank
+    have the most neighbors on other ranks. The stages are placed as in training."""
     spec = ModelSpec(params=10**9, layers=16, hidden=64, heads=4, seq=16)
     for pipeline, most in sends.items():
         layout = Layout(world=pp, pp=pp, pipeline=pipeline, micro_batch=2, accumulation=5)
@@ -211,9 +212,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if c ranks that share sequences hold other states than c data-parallel ranks, or if each rank doesn't hold
-    1 / c of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c times 4 s b h
-    / c. The expected traffic is that of Ulysses (Jacobs et al. 2023, section 3.2)."""
+    """Fails if c context-parallel ranks hold other model states than c data-parallel ranks. Also fails if each rank
+    doesn't hold 1 / c of a sequence's activations. A rank's traffic per layer and pass must be (c - 1) / c times 4 s b
+    h / c, as in Ulysses (Jacobs 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -232,7 +233,7 @@ def test_context_parallel_is_data_parallel_to_zero() -> None:
 
 
 def test_replicas_shard_less_and_reduce_among_themselves() -> None:
-    """Fails if the plan of hybrid sharding spreads one shard over all ranks, or leaves out the all-reduce between
+    """Fails if the plan of hybrid sharding shards the states over all ranks, or leaves out the all-reduce between
     replicas."""
     spec = ModelSpec(params=10**9)
     hybrid = Layout(world=64, zero=3, replicate=8)
@@ -241,21 +242,21 @@ def test_replicas_shard_less_and_reduce_among_themselves() -> None:
 
 
 def test_flops_equal_the_published_form() -> None:
-    """Fails if FLOPs with full recomputation differ by over 1% from 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan
-    2021)."""
+    """Fails if the planned FLOPs with full recomputation differ by over 1% from the formula of Narayanan (2021). The
+    formula is ``96 B s l h^2 (1 + s/6h + V/16lh)``."""
     layers, hidden, vocab, seq, batch = 24, 2304, 51200, 2048, 512
     spec = ModelSpec(params=12 * layers * hidden**2 + vocab * hidden, layers=layers, hidden=hidden, heads=24, seq=seq)
     layout = Layout(world=32, micro_batch=16, recompute="full")
     paper = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     assert layout.global_batch == batch
-    # The planned 8 P FLOPs recompute the logits and the paper's FLOPs don't, so a quarter of 8 V h per token is
-    # subtracted.
+    # The plan counts the recomputation of the logits, and the paper doesn't. The test therefore subtracts 2 V h FLOPs
+    # per token.
     assert flops(spec, layout) - 2 * vocab * hidden * batch * seq == pytest.approx(paper, rel=0.01)
 
 
 def test_pipeline_stage_is_the_fullest() -> None:
-    """Fails if the planned parameters of the largest pipeline stage differ by over 10% from those of the largest stage
-    in training."""
+    """Fails if the planned number of parameters in the largest pipeline stage differs by over 10% from the number in
+    training."""
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
@@ -282,7 +283,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     ("text", "value"), [("80G", 80e9), ("80GiB", 80 * 2**30), ("7.5e9", 7.5e9), ("7.5B", 7.5e9), ("400T", 4e14)]
 )
 def test_quantities(text: str, value: float) -> None:
-    """Fails if a unit is read as another unit, for example a decimal unit as a binary unit."""
+    """Fails if a unit is misread, for example a decimal unit as a binary unit."""
     assert quantity(text) == value
 
 
@@ -306,6 +307,6 @@ def test_bad_quantities_are_refused(text: str) -> None:
     ],
 )
 def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:
-    """Fails if an impossible layout is planned, or if its error doesn't name the fix."""
+    """Fails if the plan accepts an impossible layout, or if the error doesn't name the fix."""
     with pytest.raises(BadConfig, match=says):
         Layout(**kind)  # type: ignore[arg-type]

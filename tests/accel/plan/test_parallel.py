@@ -1,4 +1,5 @@
-"""Proves that the formulas for tensor parallel, its replicas and hpZ agree with a simulation on fake tensors."""
+"""Proves that the formulas for tensor parallel, replicas, pipelines and ZeRO++ agree with a simulation on fake
+tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def _simulated(layers: int, layout: Layout) -> Simulated:
 def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> None:
     """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. The
     layers are cut as in `accel train`, so autograd keeps the whole gathered inputs of column-parallel products. Also
-    fails if the planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of
-    positions and norms that see only a part of the sequence."""
+    fails if the planned traffic differs from the bytes that the ranks send. The plan doesn't count the traffic for the
+    gradients of positions and norms under sequence parallel."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     found = _simulated(3, layout)
     planned = activations(_spec(3), layout)
@@ -61,10 +62,10 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
     ("tp", "ranks", "replicate", "zero", "accumulation"), [(2, 4, 1, 1, 2), (4, 4, 1, 2, 2), (2, 8, 2, 3, 2)]
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
-    """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the closed form allows.
-    Ranks may exceed the closed form by padding, and by the norms, biases and positions that tensor parallel doesn't cut
-    (0.8 % of this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding,
-    which the plan counts as temporary."""
+    """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the formula allows. Ranks
+    may exceed the formula by padding, and by the norms, biases and positions that tensor parallel doesn't cut (0.8 % of
+    this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding, which the
+    plan counts as temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -82,8 +83,8 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes of the shards that hpZ keeps between forward and backward, or the bytes that hpZ gathers,
-    differ from the closed form by more than padding. Each rank holds all of the parameters outside the blocks, and
+    """Between forward and backward, hpZ keeps second shards. Fails if the bytes of the second shards or the gathered
+    bytes differ from the formula by more than padding. Each rank holds all of the parameters outside the blocks, and
     gathers them once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
@@ -91,8 +92,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
     # The plan also counts the first shards. The first shards take 2 bytes per parameter, a sixth of the optimizer's 12
-    # bytes. The plan counts all parameters as sharded, also the parameters outside the blocks. Ranks hold all of the
-    # parameters outside the blocks, so the test adds the difference.
+    # bytes. The plan counts all parameters as sharded. Ranks hold all of the parameters outside the blocks, so the test
+    # adds the difference.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -103,8 +104,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the closed form by more than padding and the
-    scales of short last blocks. Also fails if the bytes don't have the precision that the config sets. The bytes are
+    """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the formula by more than padding and the scales
+    of short last blocks. Also fails if the ranks don't send in the precision that the config sets. The bytes are
     counted per collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
@@ -129,8 +130,8 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
     """Fails if the planned activations of the fullest pipeline rank are off by more than half a percent. The expected
-    value is the bytes that autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank
-    is the first, or the last if the logits weigh more."""
+    value is the bytes that autograd saves for all micro-batches in flight in torch's schedule. The fullest rank is the
+    first rank, or the last rank if the logits take more memory."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
@@ -146,8 +147,8 @@ def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int
 @pytest.mark.parametrize("sequence", [True, False])
 def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     """Fails if the planned activations of tensor-parallel layers under selective recomputation are off by more than
-    half a percent. The expected value is the kept results of products and attention plus the tensors that autograd
-    keeps."""
+    half a percent. The expected value is the bytes of the kept results of products and attention, plus the bytes that
+    autograd keeps."""
     made: list[Any] = []
     kept: dict[int, int] = {}
     backward = torch.autograd.backward

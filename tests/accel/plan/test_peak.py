@@ -1,4 +1,4 @@
-"""Proves that the planned memory of a rank agrees with the peak of a training step over all live tensors."""
+"""Proves that the planned memory of a rank agrees with the peak memory of all live tensors in a training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
 
 def _peaks(layout: Layout) -> tuple[int, int]:
-    """Returns two peaks in bytes over all live storages. The first peak is that of two micro-batches. The second peak
+    """Returns two peaks of the bytes in all live storages. The first peak covers two micro-batches. The second peak
     also covers the optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
     with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
@@ -71,9 +71,9 @@ def _peaks(layout: Layout) -> tuple[int, int]:
     ],
 )
 def test_a_rank_holds_at_most_what_is_planned(kind: dict[str, object]) -> None:
-    """Fails if the peak of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over a quarter.
-    The peak includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in
-    the optimizer's step."""
+    """Fails if the peak memory of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over 25%. The
+    peak includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in the
+    optimizer's step."""
     layout = Layout(accumulation=2, **kind)  # type: ignore[arg-type]
     passes, whole = _peaks(layout)
     spec = replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq)

@@ -1,4 +1,4 @@
-"""Proves that training runs the layouts that ``accel plan`` lists: replicas, second shards, recomputation and
+"""Proves that training runs the layouts that ``accel plan`` lists, including replicas, second shards, recomputation and
 offload."""
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
 
 
 def test_a_group_inside_a_node_goes_at_its_speed() -> None:
-    """Fails if the gathers of replicas or second shards are planned at the speed between nodes. Replicas and second
-    shards exist to keep the gathers inside a node."""
+    """Fails if the plan uses the bandwidth between nodes for the gathers of replicas or second shards. Replicas and
+    second shards keep the gathers inside a node."""
     machine = Machine(node_size=8, node_bandwidth=300e9, bandwidth=3e9)
     wide = Layout(world=64, zero=3)
     seconds = {
@@ -132,8 +132,8 @@ def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
 
 
 def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the planned activations under selective recomputation are off by more than half a percent. The
-    expected value is the kept results of products and attention plus the tensors that autograd keeps."""
+    """Fails if the planned activations under selective recomputation are off by more than half a percent. The expected
+    value is the bytes of the kept results of products and attention, plus the bytes that autograd keeps."""
     made: list[Any] = []
 
     def recorded(policy: Any) -> Any:
@@ -164,7 +164,7 @@ def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.
 @pytest.mark.proof
 @pytest.mark.parametrize(("zero", "accumulation"), [(1, 3), (2, 2), (3, 1), (3, 2)])
 def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends in 2 replicas of 8 shards differ from the closed form by more than
+    """Fails if the bytes that FSDP2 keeps and sends in 2 replicas of 8 shards differ from the formula by more than
     padding. FSDP2 reduces gradients to shards within a replica, then all-reduces the shards among the replicas."""
     spec = spec_of(GPT(SHAPE))
     layout = Layout(world=16, zero=zero, replicate=2, micro_batch=2, accumulation=accumulation)
@@ -176,11 +176,11 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
 
 
 def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
-    """Of several layouts with the same estimated time, the plan must list the simplest layout first. Fails if the first
-    layout recomputes, sends more than another layout, takes smaller micro-batches than fit, or shards needlessly."""
+    """Among layouts with the same estimated time, the plan must list the simplest layout first. Fails if the first
+    layout needlessly recomputes, shards, sends more bytes or uses smaller micro-batches."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
-    assert first == Layout(world=8, micro_batch=8)  # plain data parallel: a rank's batch is one micro-batch
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallel with one micro-batch per rank
     for hbm in (40e9, 80e9, 300e9):
         found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
         best, *others = [one for one in found if one.time.step == found[0].time.step]

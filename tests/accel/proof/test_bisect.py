@@ -149,8 +149,8 @@ def test_a_planted_fault_is_found_by_name(
 def test_only_what_crosses_a_cut_is_held(
     encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run returns more tensors than cross one cut of the graph. At most five of the 52 tensors cross a
-    cut: a layer's input, query, key and value, and the mask."""
+    """Fails if a run returns more than the tensors that cross one cut of the graph. At most five of the 52 tensors
+    cross a cut: a layer's input, query, key and value, and the mask."""
     held: list[int] = []
     plain = RoundedModel.run
 
@@ -187,8 +187,8 @@ def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
 
 
 def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
-    """Fails if bisect doesn't report a difference that a Relu removes, or names this difference as the cause of a later
-    difference."""
+    """A Relu removes the first of two differences. Fails if bisect doesn't report the removed difference as harmless,
+    or doesn't name the cause of the second difference."""
 
     def build(path: Path, low: float, factor: float) -> Artifact:
         return artifact(
@@ -199,7 +199,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # removes the difference, after most of the cuts
+                node("Relu", "negative", "nothing"),  # removes the first difference after most of the cuts
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},
@@ -239,7 +239,8 @@ def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_pat
 
 
 def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) -> None:
-    """A cast turns a mask's -1e9 into float16's lowest number. Fails if bisect counts this as a difference."""
+    """A cast turns a mask's -1e9 into float16's lowest number. Fails if bisect counts the changed mask value as a
+    difference."""
     from accel.converters.cast.stage import CastConfig
 
     made = run_stage("cast", encoder, CastConfig(precision="fp16", data=samples))
@@ -304,8 +305,8 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
 
 
 def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
-    """Fails if bisect reports agreement because two ONNX files agree, although an IR converted from one of the files
-    has other outputs. In this test, the weights of the IR were changed."""
+    """An IR with changed weights no longer matches the ONNX file that it was converted from. Fails if bisect reports
+    agreement because it compares only ONNX files."""
     pytest.importorskip("openvino")
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}

@@ -32,8 +32,8 @@ def made(
     digits_weights: Path,
     caches: Callable[[str], Path],
 ) -> tuple[Path, list[Path]]:
-    """Makes an artifact three stages away from its weights (an IR, or an engine). Returns the artifact and every
-    file of its chain."""
+    """Makes an OpenVINO IR or an engine from weights in three stages. Returns the artifact and every file of its
+    chain."""
     kind = getattr(request, "param", "openvino")
     if caches(kind).is_dir():
         shutil.copytree(caches(kind), own_cache)
@@ -123,7 +123,7 @@ def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: 
 
 
 def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
-    """Fails if a manifest with a broken sequence of stages passes because its digest was recomputed."""
+    """Fails if the check accepts a manifest with a broken sequence of stages and a recomputed digest."""
     out, _ = made
     artifact = Artifact.open(out)
     assert artifact.manifest is not None

@@ -55,8 +55,8 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if accel can't run a chain through NNCF and OpenVINO, the usual chain for CPUs, again from the manifest.
-    Also fails if accel gets other bytes."""
+    """NNCF and OpenVINO are the usual stages for CPUs. Fails if accel can't repeat these stages from the manifest with
+    the same bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -122,7 +122,7 @@ def test_a_stage_that_gives_other_bytes(
 
 
 def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a file without a manifest, or without stages, gives anything but a one-line error."""
+    """Fails if accel doesn't refuse a file without a manifest."""
     plain = tmp_path / "plain.onnx"
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):
@@ -131,7 +131,7 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if a changed engine passes because its stages still give the bytes in the manifest."""
+    """Fails if accel reports a changed engine as reproduced because its stages still give the bytes in the manifest."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")
@@ -146,8 +146,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain runs again only in the folder of the original run. Also fails if a file of the same name in the
-    current folder passes for the recorded file."""
+    """Fails if accel can reproduce a chain only in the folder of the original run. Also fails if accel accepts a file
+    of the same name in the current folder instead of the recorded file."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

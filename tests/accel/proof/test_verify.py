@@ -80,9 +80,10 @@ def make():
 
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
-    """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate. Also fails if a net
-    with other weights than the file passes. The error must advise the user to pass the weights that the file was made
-    with. Without recorded weights or without a factory, the error must not advise the user to pass weights."""
+    """Fails if verify ignores --input or --weights when the reference or the candidate is a factory. Also fails if
+    verify accepts a net whose weights differ from the file's weights. The error must advise the user to pass the
+    weights that the file was made with. Without recorded weights or without a factory, the error must not advise the
+    user to pass weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -110,7 +111,7 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares them, or
+    """Fails if verify or bench asks for the inputs of a factory although the other model declares the inputs, or
     ignores the declared ranges. The net fails outside the ranges, for example at 12 positions or with token 20."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
@@ -200,8 +201,7 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Fails if a gate makes up numbers for a shape that the data doesn't have. The gate must use numbers of the
-    data."""
+    """Fails if a gate invents values for a shape that the data lacks, instead of repeating values from the data."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)
@@ -224,7 +224,7 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Path) -> None:
-    """Fails if data beyond the default range is refused for a file that declares no range, or accepted beyond a
+    """Fails if verify refuses data beyond the default range when the file declares no range, or accepts data beyond a
     declared range."""
     node = onnx.helper.make_node("ReduceMean", ["x"], ["y"], keepdims=1)
     ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["batch", "length"]), ("y", [1, 1]))]

@@ -80,7 +80,7 @@ def test_outputs_come_by_name(linear: Artifact) -> None:
 
 
 def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> None:
-    """Fails if a wrong name, dtype or shape reaches the runtime and the error shows the runtime's text."""
+    """Fails if an input with a wrong name, dtype or shape reaches ONNX Runtime instead of raising BadFeeds."""
     with open_session(linear, "onnxruntime") as session:
         for feeds in (
             {"q": np.ones((1, 3), np.float32)},
@@ -93,7 +93,7 @@ def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> Non
 
 
 def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
-    """Fails if an index beyond the table raises an exception of the runtime, which callers don't expect."""
+    """Fails if an index beyond the table raises ONNX Runtime's exception instead of accel's."""
     model = save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "ids"], ["y"])],
@@ -111,8 +111,8 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:
-    """Fails if the error blames the caller's inputs for an index that the graph computed. Here, the graph looks up ids
-    + 2 in an int8 table."""
+    """Fails if the error blames the caller's inputs for an index that the graph computed. In this test, the graph looks
+    up ids + 2 in an int8 table."""
     nodes = [
         helper.make_node("DequantizeLinear", ["table", "scale"], ["floats"]),
         helper.make_node("Add", ["ids", "two"], ["later"]),
@@ -154,8 +154,8 @@ def threads() -> set[str]:
 
 
 def ended(some: set[str]) -> bool:
-    """Tells whether the given threads end within 20 seconds. The kernel lists a thread for a moment after it was
-    joined."""
+    """Returns true if the given threads end within 20 seconds. After a join, the kernel still lists the thread for a
+    moment."""
     deadline = time.monotonic() + 20
     while some & threads() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -163,8 +163,8 @@ def ended(some: set[str]) -> bool:
 
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
-    """Fails if ``threads`` doesn't reach ONNX Runtime. With one thread, ONNX Runtime starts no pool. With three
-    threads, ONNX Runtime starts two, because the third is the caller's."""
+    """Fails if ``threads`` doesn't reach ONNX Runtime. With ``threads=1``, ONNX Runtime starts no thread. With
+    ``threads=3``, ONNX Runtime starts two threads, and the caller's thread is the third."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
         assert threads() <= before
@@ -288,7 +288,7 @@ def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
-    """Fails if the message cuts off the operator's name."""
+    """Fails if the error about an unknown operator doesn't contain the operator's full name."""
     kind = (FLOAT, [4])
     model = save(tmp_path / "u.onnx", [helper.make_node("Frobnicate", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(InvalidModel, match="Frobnicate"):
@@ -318,7 +318,7 @@ def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None
 
 
 class BoundOnCpu(OnnxRuntimeSession):
-    """Calls the runtime as the CUDA session does, on a device that every machine has."""
+    """Runs the code of the CUDA session on the CPU, so that the test needs no GPU."""
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         return self._run_bound(feeds, "cpu")

@@ -57,8 +57,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def mlp(make: Make) -> Artifact:
-    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's product is so wide
-    that its error shows the precision of the computation."""
+    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's matrix product is so
+    large that its rounding error shows the precision of the computation."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("MatMul", ["z", "w"], ["h"]),
@@ -157,8 +157,8 @@ KINDS = {
 
 
 def test_every_dtype_goes_through(make: Make) -> None:
-    """Fails if values or dtypes change between numpy and OpenVINO, or if a read-only array, such as a request's, is
-    refused. OpenVINO's Python API has no bfloat16."""
+    """Fails if values or dtypes change between numpy and OpenVINO, or if the session refuses a read-only array.
+    OpenVINO's Python API has no bfloat16."""
     nodes = [helper.make_node("Reshape", [dtype, "shape"], [f"{dtype}_out"]) for dtype in KINDS]
     inputs = [(dtype, kind, ["batch", 4]) for dtype, kind in KINDS.items()]
     outputs = [(f"{dtype}_out", kind, ["half", 2]) for dtype, kind in KINDS.items()]
@@ -176,8 +176,7 @@ def test_every_dtype_goes_through(make: Make) -> None:
 
 
 def test_scalars_and_empty_arrays(make: Make) -> None:
-    """Fails if an input without dims gets a dim, or if the session refuses an array without elements, which has no
-    address."""
+    """Fails if an input without dims gets a dim, or if the session refuses an empty array."""
     node = helper.make_node("Add", ["x", "s"], ["y"])
     artifact = make([node], [("x", FLOAT, ["n", 2]), ("s", FLOAT, [])], [("y", FLOAT, ["n", 2])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
@@ -189,7 +188,7 @@ def test_scalars_and_empty_arrays(make: Make) -> None:
 
 
 def test_wrong_feeds(mlp: Artifact) -> None:
-    """Fails if OpenVINO's own conversions hide a wrong dtype or name."""
+    """Fails if the session accepts an input with a wrong dtype, or accepts a missing input."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=2)
         with pytest.raises(BadFeeds, match="float64"):
@@ -222,9 +221,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if OpenVINO's own error reaches the user when only an inner node refuses a shape. Also fails if the run
-    returns the outputs of the earlier run, or if the session can't run again. Without accel's checks, infer() with one
-    thread returns the earlier outputs, and a bfloat16 session never runs again."""
+    """Fails if OpenVINO's own error reaches the user when only an inner node refuses a shape. Also fails if the failed
+    run returns the outputs of an earlier run, or if the session can't run again. Without accel's checks, infer() with
+    one thread returns the earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])

@@ -67,7 +67,7 @@ def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
     """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the next
-    run. The outputs include one whose size is known only after the run."""
+    run. The size of one output is known only after the run."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         kept = []
         for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
@@ -179,7 +179,7 @@ def test_sizes_off_every_profile_are_refused(
 
 
 def test_the_signature_is_as_wide_as_the_profiles(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if example inputs and gates use the source's ranges instead of the engine's."""
+    """Fails if the session's signature has the source's ranges of sizes instead of the engine's ranges."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         assert session.signature.dims == {"batch": DimRange(1, 2, 16), "width": DimRange(2, 4, 8)}
 
@@ -234,15 +234,16 @@ def test_engines_without_a_manifest(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if the session doesn't let the toolkit check the header, or raises no error when the toolkit returns
-    None."""
+    """Fails if the session doesn't refuse an engine of another toolkit version, a file that is no engine, or an
+    incomplete engine."""
     artifact.path.write_bytes(content)
     with pytest.raises(kind, match=message):
         TensorRTSession(replace(artifact, manifest=None), SessionOptions())
 
 
 def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
-    """Fails if an engine of another version or for another GPU is loaded, or if the command to rebuild it is wrong."""
+    """Fails if the session loads an engine of another toolkit version or for another GPU. Also fails if the error gives
+    a wrong command to rebuild the engine."""
     check_fit(artifact, "1.7.1", "8.9")
     said = r"built by tensorrt-rtx 1\.7\.1, but this machine has 1\.8\.0; build it again with: accel"
     with pytest.raises(UnsupportedHere, match=said):
@@ -270,7 +271,7 @@ PROFILES = [
 
 @given(st.integers(0, 20), st.integers(3, 5), st.integers(0, 20))
 def test_a_chosen_profile_holds_every_input(rows: int, columns: int, length: int) -> None:
-    """Fails if an input doesn't fit the chosen profile, or if no profile is chosen although one fits."""
+    """Fails if an input doesn't fit the chosen profile, or if no profile is chosen although a profile fits."""
     shapes = {"a": (rows, columns), "b": (length,)}
     fits = [columns == 4 and low <= rows <= high and low <= length <= high for low, high in ((1, 4), (4, 16))]
     assert choose_profile(PROFILES, shapes) == (fits.index(True) if any(fits) else None)
@@ -322,8 +323,8 @@ def test_a_failed_growth_loses_no_memory() -> None:
 
 
 def test_without_a_gpu_cuda_says_so() -> None:
-    """Fails if the CUDA layer calls functions or reads enums that cuda-bindings doesn't have, or if the error lacks the
-    reason."""
+    """Fails if accel uses CUDA functions or enums that cuda-bindings doesn't have. Also fails if the error on a machine
+    without a GPU lacks the reason."""
     pytest.importorskip("cuda.bindings.runtime")
     from accel.runtimes.base import has_nvidia_gpu
 
@@ -337,15 +338,15 @@ def test_without_a_gpu_cuda_says_so() -> None:
 
 
 def test_missing_toolkit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing toolkit ends in an ImportError."""
+    """Fails if the error about a missing toolkit doesn't name the extra to install."""
     monkeypatch.setitem(RUNTIMES, "tensorrt", replace(RUNTIMES["tensorrt"], module="not_installed_anywhere"))
     with pytest.raises(MissingExtra, match=r'pip install "accel-toolchain\[tensorrt\]"'):
         load_toolkit("tensorrt")
 
 
 def test_the_real_toolkit_has_what_the_session_calls() -> None:
-    """Fails if the installed toolkit lacks a name that the session uses. The tests over the fake engine wouldn't
-    notice a missing name."""
+    """Fails if the installed toolkit lacks a name that the session uses. The tests with the fake engine wouldn't notice
+    a missing name."""
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     assert {"set_input_shape", "set_tensor_address", "get_tensor_shape", "execute_async_v3", "set_output_allocator"} | {
         "set_optimization_profile_async"
@@ -361,8 +362,8 @@ def test_the_real_toolkit_has_what_the_session_calls() -> None:
 
 
 def test_a_compatible_engine_fits_later_versions_and_newer_gpus(artifact: Artifact) -> None:
-    """Fails if an engine that was built for compatibility is refused, or runs on a version or a GPU older than it
-    supports."""
+    """Fails if a compatible engine is refused on a later toolkit version or a newer GPU. Also fails if the engine is
+    accepted on a version or a GPU that is too old."""
     both = {"version_compatible": True, "hardware": "ampere-plus"}
     compatible = replace(artifact, properties={**artifact.properties, **both})
     for version, capability in (("1.7.1", "12.0"), ("1.8.0", "8.0"), ("1.10.0", "8.6")):

@@ -96,7 +96,7 @@ def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyP
 
 def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
     """Fails if a failed compilation falls back to eager, because bench would then report eager's time as
-    torch.compile's. If the user has set suppress_errors, torch itself falls back."""
+    torch.compile's. If the user has set suppress_errors, torch itself falls back to eager."""
     import torch._dynamo
     import torch._inductor
 
@@ -116,15 +116,14 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_does_not_compile_is_an_error(source: Any) -> None:
-    """Fails if bench reports eager's time as torch.compile's because torch skips the whole forward."""
+    """Fails if bench reports eager's time as torch.compile's time when torch doesn't compile the model at all."""
     with open_session(source("skipped"), "torch-compile") as session, pytest.raises(UnsupportedHere, match="nothing"):
         session.run(session.example_inputs())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused(tmp_path: Path) -> None:
-    """Fails if bench reports TorchScript's time as torch.compile's, because torch.compile doesn't compile
-    TorchScript."""
+    """Fails if the session accepts a TorchScript model, which torch.compile can't compile."""
     path = tmp_path / "scripted.pt"
     module = torch.nn.Linear(4, 3)
     torch.jit.save(torch.jit.trace(module, torch.zeros(1, 4)), str(path))

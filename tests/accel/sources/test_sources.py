@@ -64,8 +64,8 @@ def test_a_factory_in_a_module_declares_itself() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
 def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
-    """Fails if accel can't load a common file layout of a state dict, or doesn't record the file as the start of the
-    chain."""
+    """Fails if accel can't load a common file layout of a state dict, or doesn't record the weights file as part of the
+    source."""
     state = {k: v.clone() for k, v in net().state_dict().items()}
     path = tmp_path / "w.pt"
     if form == "safetensors":
@@ -163,7 +163,8 @@ def test_torchscript(tmp_path: Path) -> None:
 
 
 def test_a_transformers_folder(tmp_path: Path) -> None:
-    """Fails if the inputs aren't read from the config, or if the vocabulary size doesn't limit the token ids."""
+    """Fails if accel doesn't read the inputs of a transformers model from its config, or if the vocabulary size doesn't
+    limit the token ids."""
     import transformers
 
     config = transformers.BertConfig(
@@ -213,7 +214,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
-    """Fails if accel notices a wrong shape or an unknown dim only inside an exporter."""
+    """Fails if accel doesn't notice a wrong shape or an unknown dim before the export."""
     with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
@@ -291,7 +292,8 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
     """Makes two models of the same class and weights but with different settings. Fails if two models with different
-    settings count as one model. The cache would return the first model's result for the second."""
+    settings count as one model. If both models had the same hash, the cache would return the first model's result for
+    the second model."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"
@@ -306,8 +308,8 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Fails if no note on stderr and in the manifest says that --input renames the model's only input. Also fails if
-    the note appears although --input uses forward's own name."""
+    """Fails if stderr and the manifest have no note that --input renames the model's only input. Also fails if the note
+    appears although --input uses forward's own name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
@@ -318,8 +320,8 @@ def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: st
 
 
 def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
-    """Fails if accel silently feeds an input to another parameter because forward has no parameter with the input's
-    name. In this model, the fault would swap the inputs a and b."""
+    """The name of an input isn't a parameter of forward. Fails if accel silently feeds the input to another
+    parameter."""
     path = tmp_path / "two.py"
     path.write_text(
         "import torch\n\n\nclass Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a - 2 * b\n\n\n"
@@ -340,8 +342,7 @@ def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
     ],
 )
 def test_where_a_factory_raised(tmp_path: Path, name: str, said: str) -> None:
-    """Fails if the error names a line in accel or in a library, which the user can't fix, instead of the user's
-    line."""
+    """Fails if the error names a line in accel or in a library instead of the line in the user's file."""
     (tmp_path / "raises.py").write_text(
         "import torch\ndef takes(width): return width\ndef calls(): return torch.zeros(1, 4) @ torch.zeros(3, 2)\n"
         "def says(): raise ValueError('no weights')\n"

@@ -1,4 +1,4 @@
-"""Proves that ``fill`` rebuilds the arguments and results that ``describe`` took apart."""
+"""Proves that ``fill`` rebuilds arguments and results from the templates and tensors that ``describe`` returns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_structure_is_put_together_again(value: Any) -> None:
     ids=["named tuple", "dataclass", "mapping"],
 )
 def test_classes(value: Any) -> None:
-    """Fails if ``fill`` makes a dataclass, a named tuple or a mapping of another class."""
+    """Fails if ``fill`` makes a dataclass, a named tuple or a mapping of the wrong class."""
     template, tensors = describe(value)
     assert type(fill(template, tensors)) is type(value)
 
@@ -91,7 +91,7 @@ def test_a_class_of_a_stranger_is_not_imported() -> None:
     ],
 )
 def test_arguments_that_differ(given_value: dict[str, Any], message: str) -> None:
-    """Fails if accel silently accepts a call with another structure or another constant."""
+    """Fails if accel silently accepts a call whose structure or constants differ from the call at export."""
     templates = {"x": describe(np.ones(1), "x")[0], "mode": describe("fast")[0]}
     with pytest.raises(BadFeeds, match=message):
         tensors_in(templates, given_value)

@@ -108,8 +108,9 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """Fails if the error for a metric that reads a missing array leaves out the arrays in the data, or the option for
-    other data. Also fails if the error names the arrays although the metric failed for another reason."""
+    """The metric reads an array that the data lacks. Fails if the error doesn't list the arrays in the data, or doesn't
+    name the option for other data. Also fails if the error lists the arrays when the metric failed for another
+    reason."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:
@@ -131,7 +132,7 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
 def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
-    """Fails if the judge uses calibration samples although the data has other samples. Also fails if the judge reports
+    """Fails if the judge uses calibration samples although the data has other samples. Also fails if the judge claims
     that it used all samples."""
     judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
     rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
@@ -141,7 +142,7 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if the judge reuses the cached judgement of a batch of two samples for the second sample alone."""
+    """Fails if the judge reuses the cached judgement of two samples for only the second sample."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
@@ -149,7 +150,7 @@ def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
     """Fails if no warning says that int8 was calibrated and judged on the same single sample. Also fails if the warning
-    appears although the judge has other samples or no candidate is quantized."""
+    appears when the judge has other samples or when no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
@@ -162,8 +163,8 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
-    """Fails if the report doesn't give the number of samples for which the source's outputs are NaN, or reports NaN
-    for a source without NaN."""
+    """Fails if the report doesn't count the samples for which the source's outputs are NaN, or claims NaN for a source
+    without NaN."""
     source = twice(tmp_path)
     judge = Judge(source, samples(tmp_path, 20, negative=5), None)
     assert "the source itself gives NaN for 5 of 20 samples of" in judge.nan_note()

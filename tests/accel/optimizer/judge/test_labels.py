@@ -1,4 +1,5 @@
-"""Proves that accel optimize --labels computes the metrics that need only labels, and refuses labels that don't fit."""
+"""Proves that accel optimize --labels computes metrics from labels alone, and refuses labels that don't fit the
+outputs."""
 
 from __future__ import annotations
 
@@ -80,9 +81,9 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
-    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...]. Also fails if
-    the judge takes another axis of the same size for the axis of the classes, or takes features per pixel for a
-    segmentation."""
+    """Fails if scores of shape [samples, ..., classes], as in Keras, and of shape [samples, classes, ...] are judged
+    differently. Also fails if the judge mistakes another axis of the same size for the class axis, or mistakes features
+    per pixel for class scores."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -121,7 +122,7 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
     """Fails if the error for one-hot labels, float class numbers or class numbers that start at 1 doesn't say what to
-    save instead. Also fails if an error about any other labels says what to save."""
+    save instead. The error for other invalid labels must not say what to save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 
@@ -151,8 +152,8 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
 
 
 def test_any_top_k(tmp_path: Path) -> None:
-    """Fails if top-k accuracy uses another K than the requested number, or if accel accepts a K that includes every
-    class."""
+    """Fails if top-k accuracy doesn't use the requested k, or if accel accepts a k as large as the number of
+    classes."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
     assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5
@@ -164,8 +165,8 @@ def test_any_top_k(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:
-    """Fails if a label beyond the classes or below 0 counts as a wrong answer, or if the error doesn't name the value,
-    its sample and the number of classes."""
+    """Fails if a label outside the range of classes counts as a wrong answer instead of an error. Also fails if the
+    error doesn't name the label, its sample and the number of classes."""
     scores = {"logits": np.zeros((4, 10), np.float32), "pooled": np.zeros((4, 3, 2), np.float32)}
     for wrong, kind in ((10, "top1"), (-1, "top1"), (10, "top5")):
         path = save(tmp_path / "y.npz", label=np.array([0, 9, wrong, wrong]))
@@ -173,7 +174,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
             read_labels(path, kind)(scores, {})
         assert f"the label of sample 2 is {wrong}, and the output 'logits' has 10 classes, 0 to 9" in str(caught.value)
         assert "(2 labels are not a class)" in str(caught.value)
-        with pytest.raises((BadData, UsageError)):  # a wide embedding isn't taken for class scores
+        with pytest.raises((BadData, UsageError)):  # a wide embedding isn't mistaken for class scores
             read_labels(path, kind)({**scores, "embedding": np.zeros((4, 512), np.float32)}, {})
     places = np.zeros((2, 3, 3), np.int64)
     places[1, 2, 0], places[0, 0, 0] = 5, -1  # the label -1 excludes its pixel
@@ -185,8 +186,8 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_labels_judge_a_real_net(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if the judgement isn't the accuracy on these labels, or if a judgement on other labels reuses the cache
-    entry."""
+    """Fails if the judgement isn't the accuracy on the given labels, or if other labels get the same cached
+    judgement."""
     test = np.load(digits_data[1])
     inputs = save(tmp_path / "x.npz", image=test["image"])
     words = ["optimize", digits.path, "--target", "tensorrt-rtx", "--precision", "fp32", "--data", inputs, "--json"]
@@ -201,7 +202,7 @@ def test_labels_judge_a_real_net(
 
 
 def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a wrong file of labels ends in a traceback, or is used."""
+    """Fails if accel accepts an invalid labels file, or shows a traceback instead of an error."""
     words = ["optimize", digits.path, "--target", "ort-cpu", "--data", digits_data[0], "-o", tmp_path / "out"]
     short = save(tmp_path / "short.npz", label=np.arange(3))
     flat = save(tmp_path / "flat.npz", label=np.zeros((128, 2), np.int64))

@@ -1,5 +1,5 @@
-"""Proves that accel optimize reports the verdicts ("faster" or not) that noise decided, and measures their candidates
-again in the next run. Also proves that a run ends when its time budget is spent."""
+"""Proves that accel optimize reports when noise decided whether a candidate is faster. A candidate whose verdict noise
+decided is measured again in the next run. Also proves that a run ends when its time budget is spent."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 
 def test_a_row_that_noise_decided_says_so() -> None:
-    """Fails if the report of a verdict that noise decided lacks the noise floor, the interval or the advice. Also fails
-    if the report of a clear verdict has a noise floor, an interval or advice."""
+    """If noise decided a verdict, the report must give the noise floor, the confidence interval and advice. The report
+    of a clear verdict must not give a noise floor, an interval or advice."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -62,8 +62,7 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
-    """Fails if the reason in a row with the verdict "too noisy" gives a speedup, or if the candidate isn't measured
-    again."""
+    """Fails if a candidate with the verdict "too noisy" has a speedup in its reason, or isn't measured again."""
     source = row("source", 10.0, verdict="baseline")
     measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
     noisy = row("int8", 0.05, **measured_row)
@@ -78,7 +77,8 @@ def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
 
 
 def test_noise_below_the_choice_is_no_news() -> None:
-    """Fails if a note advises the user to measure again for a candidate that is slower than the chosen one anyway."""
+    """Fails if a note advises the user to measure a candidate again that is clearly slower than the chosen
+    candidate."""
     source, best = row("source", 10.0, verdict="baseline"), row("a", 3.0, verdict="faster", speedup=3.3)
     hidden = row("b", 6.7, **HIDDEN)
     assert fastest(source, [hidden, best]) is best
@@ -99,8 +99,8 @@ def test_options_that_noise_decided_say_so() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
-    """Replaces the benchmark with a function that reports this speedup and verdict for the only candidate. Returns the
-    list of candidates that the benchmark times."""
+    """Replaces the benchmark with a function that reports the given speedup and verdict for the only candidate. Returns
+    the list of candidates that the benchmark times."""
     called: list[str] = []
 
     def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
@@ -153,8 +153,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Fails if work that reports its progress continues beyond its share of the budget, or if the watcher doesn't get
-    the work's messages."""
+    """Fails if work that reports progress continues beyond its share of the time budget, or if the progress messages
+    don't reach the watcher."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -199,8 +199,8 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage continues into the time reserved for measuring, or if the candidate's row doesn't say so. Also
-    fails if the note leaves out the slow steps, the untried candidates or the advice."""
+    """Fails if a stage continues into the time reserved for measuring, or if the candidate's row doesn't say that time
+    ran out. Also fails if the note about the budget leaves out the slow steps, the untried candidates or the advice."""
     clock = Clock()
     budget = Budget(100.0, clock)
 
@@ -248,7 +248,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Replaces a candidate's process. A block of runs takes no time in this class."""
+    """Replaces a candidate's process with one whose runs take no time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None
@@ -267,8 +267,8 @@ def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_the_source_cannot_run_are_found_first(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    """Fails if a token id beyond the vocabulary is found only after candidates were made, or if the error doesn't name
-    the sample and the input."""
+    """Fails if accel makes candidates before it notices a token id beyond the vocabulary. Also fails if the error
+    doesn't name the sample and the input."""
     import accel
 
     build.artifact(

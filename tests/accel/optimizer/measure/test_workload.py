@@ -69,8 +69,8 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -> None:
-    """Fails if the options of the throughput objective are refused, or if the folder is loaded with other options than
-    the chosen ones. Also fails if the reported samples per second aren't the batch size divided by the mean time."""
+    """Fails if accel refuses the options of the throughput objective, or loads the folder without the chosen session
+    options. Also fails if the reported samples per second aren't the batch size divided by the mean time."""
     words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
     words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
     ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
@@ -96,8 +96,8 @@ def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -
 def test_what_is_recorded_is_what_is_loaded(
     text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel.load or accel bench loses the fastest session options, or ignores the threads or streams that the
-    caller passes."""
+    """Fails if accel.load or accel bench doesn't use the session options that accel optimize chose. Also fails if accel
+    bench ignores the threads or streams that the caller passes."""
 
     def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
         for row in (source, *rows):
@@ -133,9 +133,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session. This is how
-    accel optimize and accel serve run the artifact. Also fails if accel bench uses the two recorded streams although
-    the caller asks for one thread."""
+    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session. Like accel
+    bench, accel optimize and accel serve use concurrent runs in one session. Also fails if accel bench uses the two
+    recorded streams when the caller asks for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
@@ -223,7 +223,7 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """A timed pass repeats a list of requests, one of each length. Fails if the pass leaves out a length, or doesn't
+    """A timed pass repeats a list with one request of each length. Fails if the pass leaves out a length, or doesn't
     return every request's outputs."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
@@ -243,8 +243,9 @@ def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
 
 
 def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None:
-    """Fails if the report gives a whole pass's energy, phases or samples per second as those of one request. Also fails
-    if the report loses the phases, or computes the samples per second from the median time."""
+    """A pass consists of several requests. Fails if the report gives the energy or the phases of the whole pass instead
+    of one request. Also fails if the samples per second count a pass as one request, or are computed from the median
+    time."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     work = Workload(objective="throughput", mix=mix, repeats=2, note="")
     candidate = work.candidate(Candidate(name="x", artifact=text_model, options={"threads": 1}))
@@ -312,8 +313,8 @@ def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300))
 def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
     """Fails if accel chooses more than eight lengths or a length that the data doesn't have. Also fails if the mean of
-    the chosen lengths is off by more than an eighth of the spread. The mean matters because the cost of a request grows
-    with its length."""
+    the chosen lengths differs from the mean of the data's lengths by more than an eighth of their range. The mean
+    matters because the cost of a request grows with its length."""
     found = _few(lengths)
     assert len(found) == min(8, len(lengths))
     assert set(found) <= set(lengths)
@@ -369,7 +370,7 @@ def test_a_workload_that_cannot_be() -> None:
 
 
 def test_session_options_that_are_none() -> None:
-    """Fails if an unknown or nonsensical session option ends in a traceback or is accepted."""
+    """Fails if accel accepts an unknown or nonsensical session option."""
     with pytest.raises(UnknownName, match="unknown session option 'thread'"):
         SessionOptions.of({"thread": 2})
     with pytest.raises(UnknownName, match="graph level"):
@@ -379,8 +380,8 @@ def test_session_options_that_are_none() -> None:
 
 
 def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
-    """Fails if the note leaves out the batch when there are several lengths. Also fails if the note doesn't say that
-    the measured lengths are quantiles of a longer list."""
+    """Fails if the note about the measured sizes leaves out the batch when there are several lengths. Also fails if the
+    note doesn't say that the measured lengths are quantiles of a longer list."""
 
     def note(lengths: list[int], batch: int | None) -> str:
         return workload(

@@ -1,4 +1,4 @@
-"""Proves that the search for the layers that have to stay float finds the planted layers, and no others."""
+"""Proves that the mixed-precision search keeps in float exactly the layers that int8 would break."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ 
 
 
 def planted(path: Path) -> Artifact:
-    """Makes the sum of six layers. The input of each layer in ``PLANTED`` has one channel that is 3000 times as
-    large as the other channels, with weights 3000 times as small. Float32 computes the layers in ``PLANTED`` as
-    exactly as the other layers, but int8 rounds their small channels to 0."""
+    """Makes a model that sums the outputs of six layers. In each layer in ``PLANTED``, one input channel is 3000 times
+    as large as the other channels, and its weights are 3000 times as small. Float32 computes the layers in ``PLANTED``
+    as exactly as the other layers, but int8 rounds their small channels to 0."""
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
@@ -93,7 +93,7 @@ def data(folder: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["ort-cpu", "tensorrt"])
 def test_outlier_layers_are_the_most_sensitive(form: str, src: Artifact, data: Path) -> None:
-    """Fails if a layer is blamed for another layer's error, or isn't measured at all."""
+    """Fails if the measured error of a layer includes another layer's error, or if a layer isn't measured."""
     found = sensitivities(src, QuantizeConfig(form=form, data=data, samples=32))
     assert {row.node for row in found[:2]} == PLANTED
     assert {row.node for row in found} == {f"layer_{i}" for i in range(LAYERS)}
@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, or publishes another model than
-    the one that it chose. Also fails if the report lacks a layer's error or the list of float layers."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, or doesn't publish the model that
+    it chose. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -176,7 +176,7 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
     """Fails if the search ignores the held-out half of the data. In this test, only the held-out half has large values,
-    which calibration doesn't see."""
+    so calibration doesn't see any."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
@@ -233,7 +233,7 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Judges a candidate by the ONNX dtypes of its MatMul weights. The dtype 0 stands for int8."""
+    """Judges a candidate by the ONNX dtypes of its MatMul weights. The judge uses dtype 0 for int8 weights."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -275,9 +275,9 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
-    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
-    the layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel. The outputs depend on
-    the sum of two such weights, and this sum is too small for fp16."""
+    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast stage doesn't
+    get the list of layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel each other.
+    The outputs of layer_2 depend on the tiny sum of two weights, which fp16 can't represent."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -315,8 +315,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 def test_the_order_of_the_steps() -> None:
     """Each step raises one layer to a higher precision. Fails if the order of the steps ignores their costs or
-    mishandles an infinite error. Also fails if a layer skips fp16 although fp16 lowers the layer's error, or tries fp16
-    although fp16 doesn't lower the error."""
+    mishandles an infinite error. Also fails if fp16 isn't tried for a layer whose error fp16 lowers, or if fp16 is
+    tried for any other layer."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),

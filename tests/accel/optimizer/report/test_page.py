@@ -28,8 +28,8 @@ HOSTILE = "</title></script><script>document.title='owned'</script><img src=x on
 
 
 def looked_at(page: Path, *words: str) -> str:
-    """Runs Chromium with these arguments and returns its output. Chromium opens the page from the disk, without a
-    network."""
+    """Runs Chromium with the given arguments and returns Chromium's output. Chromium opens the page from the disk,
+    without a network."""
     command = chromium(page.parent, "--window-size=1100,1700", "--virtual-time-budget=2000", *words, f"file://{page}")
     for _ in range(2):  # tries again if the browser itself crashes, because a crash says nothing about the page
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -120,8 +120,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_everything_measured_is_in_the_table() -> None:
-    """Fails if the table leaves out a figure of the measurement, shows a figure under another title, or has an empty
-    column."""
+    """Fails if the table leaves out a measured value, shows a value under the wrong title, or has an empty column."""
     rows = [candidate("source", 10.0, None), candidate("best", 2.5, 0.004, "chosen", megabytes=3.25)]
     more = {"load_ms": 12.5, "first_run_ms": 3.0, "peak_rss_mb": 345.6, "joules_per_run": 0.25}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
@@ -149,7 +148,7 @@ def test_names_in_the_plot_are_apart() -> None:
 
 @browser
 def test_light_and_dark(tmp_path: Path) -> None:
-    """Fails if the page is empty, or doesn't have a dark background although the reader's system is dark."""
+    """Fails if the page is empty, or if the background isn't dark when the system's theme is dark."""
     page = tmp_path / "report.html"
     look = """
     <script>
@@ -258,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Labels that are
-    rounded from other numbers would stand at uneven distances."""
+    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Rounded labels at
+    inexact positions would be unevenly spaced."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts
@@ -269,7 +268,8 @@ def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
 def test_an_axis_of_any_numbers_has_its_ticks(values: list[float], log: bool) -> None:
-    """Fails if, for any spread of numbers, an axis has no ticks, too many ticks, or ticks beyond its ends."""
+    """Fails if an axis has no ticks, more than seven ticks, or ticks beyond its ends. Hypothesis draws the axis's
+    numbers."""
     ticks = Axis(values, 0.0, 100.0, log=log).ticks()
     assert 1 <= len(ticks) <= 7
     assert all(0 <= tick["at"] <= 100 for tick in ticks)

@@ -1,4 +1,5 @@
-"""The small net of the recorded checkpoints: odd sizes, tied weights, buffers and a frozen parameter."""
+"""Defines the small net of the recorded checkpoints. The net has odd sizes, tied weights, buffers and a frozen
+parameter."""
 
 from __future__ import annotations
 

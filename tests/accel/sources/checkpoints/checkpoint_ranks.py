@@ -1,4 +1,4 @@
-"""The tests start this script by torchrun. Two ranks shard the net with FSDP2, train it for a step, and save it as
+"""The tests start this script with torchrun. Two ranks shard the net with FSDP2, train it for a step, and save it as
 torchtitan does."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from checkpoint_net import Net
 
 
 def main(folder: Path) -> None:
-    """Writes three things: ``folder/step-1`` with the model's own names, ``folder/nested`` with the names under
-    ``model``, and the unsharded weights in ``folder/whole.pt``."""
+    """Saves ``folder/step-1`` with the model's own names, ``folder/nested`` with the names under ``model``, and
+    ``folder/whole.pt`` with the unsharded weights."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(3)

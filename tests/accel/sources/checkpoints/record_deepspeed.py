@@ -4,7 +4,8 @@ The suite doesn't run this script. ``make record`` makes an environment with dee
 an existing environment, run this script with ``DS_ACCELERATOR=cpu``.
 
 Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. Each case also writes
-``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. The reader of accel has to give the same bits.
+``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. The weights that accel reads must equal
+``expected.safetensors`` bit for bit.
 
 Running the script again writes the same bytes, except for padding that DeepSpeed doesn't initialize. The padding is in
 ``fp32_flat_groups`` and ``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits of
@@ -22,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 OUT = HERE / "recorded" / "deepspeed"
 
-# The ZeRO stage and the precision of the parameters.
+# Each case has a ZeRO stage and a precision of the parameters.
 CASES = {"zero1_bf16": (1, "bf16"), "zero2_fp32": (2, "fp32"), "zero3_bf16": (3, "bf16"), "zero0_fp32": (0, "fp32")}
 
 

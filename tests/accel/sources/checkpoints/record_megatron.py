@@ -3,8 +3,8 @@ script, which needs megatron-core 0.16.1 and torch, but no GPU.
 
 Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice.
 ``dist_checkpointing`` (torch_dist) writes the first copy. The second copy is in the older layout, with a folder for
-each rank. In the older layout, a file holds megatron-core's ``state_dict``, as the training script writes it.
-``expected.safetensors`` holds the weights that the library itself loads on one rank.
+each rank. A file of the older layout holds megatron-core's ``state_dict``, in the form that Megatron's training script
+writes. ``expected.safetensors`` holds the weights that the library itself loads on one rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(rank: int, ranks: int, port: int) -> None:
         return
     with torch.no_grad():
         for name, tensor in gpt.named_parameters():
-            if tensor.ndim == 1:  # norm weights start as ones on every rank; random values tell them apart
+            if tensor.ndim == 1:  # norm weights start as ones, so random values make the tensors distinguishable
                 mark = 0 if "layernorm" in name else rank
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
     if rank == 0:

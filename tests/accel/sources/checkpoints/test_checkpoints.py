@@ -2,8 +2,8 @@
 
 The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
 ``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. The tests save the
-checkpoints of torch.distributed.checkpoint with torch itself. The tests write Megatron's pipeline stages and its
-layouts before version 2 by hand, as Megatron's training script does.
+checkpoints of torch.distributed.checkpoint with torch itself. The tests themselves write checkpoints with Megatron's
+pipeline stages and with the layouts before version 2.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_deepspeed_without_zero() -> None:
 
 
 def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
-    """Fails if the command doesn't work as documented, or if the ONNX file has other weights. Also fails if the
-    manifest lacks the format, the chosen step, or the sha256 of a file that was read."""
+    """Fails if the documented export command fails, or if the ONNX file has other weights. Also fails if the manifest
+    lacks the format, the chosen step, or the sha256 of a file that was read."""
     folder, out = RECORDED / "deepspeed" / "zero3_bf16", tmp_path / "my.onnx"
     ran = cli("export", NET, "--weights", folder, "--input", IDS, "-o", out, "-q")
     assert ran.code == 0, ran.stderr
@@ -115,7 +115,7 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if accel doesn't join the parts of a tensor as Megatron does. The split tensors are grouped
+    """Fails if accel doesn't join the parts of a tensor in the same way as Megatron. The split tensors are grouped
     query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also fails
     if accel doesn't find a norm under both of its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
@@ -229,10 +229,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "step-1", "nested", "accelerate"])
 def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> None:
-    """Fails if a rank's shard is read to the wrong offset, or if the optimizer's states count as unexpected. Also fails
-    if a weight differs from the result of torch's own dcp.load."""
+    """Fails if a rank's shard is copied to the wrong offset, or if the optimizer's states count as unexpected. Also
+    fails if a weight differs from the result of torch's own dcp.load."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate names its FSDP folders pytorch_model_fsdp_0, with the same files
+    if place == "accelerate":  # Accelerate's FSDP folder pytorch_model_fsdp_0 holds the same files
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()
@@ -292,7 +292,7 @@ def test_names_that_do_not_fit() -> None:
 
 
 def test_a_tensor_is_in_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if loading reads all tensors of a checkpoint before copying the first."""
+    """Fails if loading reads all tensors of a checkpoint before copying the first tensor."""
     state = dict(net().state_dict())
     alive: list[str] = []
     most = 0

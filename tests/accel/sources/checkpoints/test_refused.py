@@ -1,5 +1,5 @@
-"""Proves that checkpoints that are damaged, hostile, mixed or of another model give a one-line error. No code in them
-may run."""
+"""Proves that damaged, hostile and mixed checkpoints, and checkpoints of other models, give a one-line error. No code
+in them may run."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
     """Fails if accel makes an object of a class that a pickle names, even if the class is on the list of allowed names.
-    Such an object would run the code of its class."""
+    Making the object would run the code of the class."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}
@@ -254,7 +254,7 @@ def read_all(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
-    """Fails if a file that is cut off anywhere gives anything but an accel error."""
+    """Fails if an empty or truncated file doesn't raise an accel error."""
     checkpoint = recorded / Path(*file.parts[:2])
     data = (RECORDED / file).read_bytes()
     unread = ("common.pt", "latest_checkpointed_iteration.txt", "latest")
@@ -269,7 +269,7 @@ def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_metadata_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Fails if random changes in the pickle's bytes give anything but an accel error or a checkpoint."""
+    """After random changes in the bytes of the metadata, accel must open the checkpoint or raise an accel error."""
     good = (RECORDED / TORCH_DIST / ".metadata").read_bytes()
     folder = tmp_path_factory.getbasetemp() / "flipped"
     if not folder.is_dir():
@@ -288,8 +288,8 @@ def test_metadata_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, d
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Fails if changed bytes in a rank's file give anything but an accel error or a checkpoint. Only the pickle in the
-    file changes, because no reader can check the numbers in the tensors."""
+    """After random changes in the bytes of a rank's file, accel must open the checkpoint or raise an accel error. The
+    test changes only the pickle in the file, because no reader can check the numbers in the tensors."""
     place, file = data.draw(
         st.sampled_from(
             [
@@ -353,8 +353,8 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
 
 
 def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if a folder without a checkpoint, one rank's file, or a checkpoint without code gives a traceback or an
-    error without a fix."""
+    """The user passes a folder without a checkpoint, the file of one rank, or a checkpoint without the model's code.
+    Fails if the result is a traceback or an error without a fix."""
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(BadSource, match="is no checkpoint that accel reads"):

@@ -55,7 +55,7 @@ def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
 
 
 def test_weights_of_other_formats_are_not_read(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if a file in the cache changes the source although accel would not download this file."""
+    """Fails if cached files that accel doesn't read change the hash of the source."""
     into_cache(cache, "org/bert", bert)
     into_cache(cache, "org/more", {**bert, "model.onnx": b"", "x.safetensors": b"", "pytorch_model.bin": b""})
     assert Source("org/more").open().source["sha256"] == Source("org/bert").open().source["sha256"]
@@ -127,7 +127,7 @@ def test_a_model_of_sentence_transformers(cache: Path, bert: dict[str, bytes], t
     feeds = {name: value.numpy() for name, value in model.preprocess(["a b", "c b a c"]).items() if name != "modality"}
     assert np.allclose(session.run(feeds)["sentence_embedding"], model.encode(["a b", "c b a c"]), atol=1e-6)
     other = [path["path"].rpartition("/")[2] for path in Source("org/sentences").open().source["files"]]
-    assert other.count("model.safetensors") == 2  # one file is of the encoder, one of the dense layer
+    assert other.count("model.safetensors") == 2  # one file belongs to the encoder and one to the dense layer
 
 
 TIMM = """

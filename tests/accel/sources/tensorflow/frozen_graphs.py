@@ -120,7 +120,7 @@ def keep_prob_default_of_inference(x: Any) -> Any:
 
 
 def conditional(predicate: Any, yes: Callable[[], Any], no: Callable[[], Any], *, old: bool) -> Any:
-    """Makes a tf.cond, as Switch and Merge if ``old`` is true, and as an If otherwise."""
+    """Makes a tf.cond from Switch and Merge if ``old`` is true, and from an If otherwise."""
     (v1.disable_control_flow_v2 if old else v1.enable_control_flow_v2)()
     try:
         return v1.cond(predicate, yes, no)
@@ -342,7 +342,7 @@ def labels(x: Any) -> Any:
 
 @graph
 def constant_dropout_too(x: Any) -> Any:
-    """Returns a net that draws random numbers with any keep probability."""
+    """Returns a net with a second dropout, which is random for every keep probability."""
     keep = named()
     y = old_dropout(dense(x, "w"), keep)
     return tf.nn.dropout(y, 0.3), {keep: 1.0}, y

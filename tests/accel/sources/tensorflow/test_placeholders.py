@@ -1,5 +1,6 @@
-"""Proves that accel sets those placeholders of a frozen graph that only training needs, and asks for unknown values.
-Examples are keep probabilities, training switches and standard deviations of noise."""
+"""Proves that accel sets the placeholders of a frozen graph that only training needs. Also proves that accel asks the
+user for the values of other placeholders. Keep probabilities, training switches and standard deviations of noise are
+placeholders that only training needs."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
-    """Fails if a placeholder for training isn't set to its value at inference, or if a placeholder that only scales is
-    set. Also fails if the reference isn't the graph with the values that accel set."""
+    """Fails if accel doesn't set a training placeholder to its value at inference, or sets a placeholder whose right
+    value is unknown. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -157,8 +158,8 @@ def test_inspect(graphs: Path) -> None:
 
 
 def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if a TF1 SavedModel whose signature leaves out a keep probability is called unreadable, or can't be
-    exported with the advice of the error."""
+    """The signature of a TF1 SavedModel leaves out a keep probability. Fails if the error's advice doesn't make the
+    export succeed."""
     words = ["export", graphs / "omits", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert "placeholder keep_prob, left out of the signature; pass --placeholder keep_prob=1.0 for" in ran.stderr

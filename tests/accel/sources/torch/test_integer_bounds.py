@@ -1,5 +1,4 @@
-"""Proves that integers that another dim bounds, such as lengths of sequences, stay within their bounds in every
-step."""
+"""Proves that integers bounded by a dim, such as lengths of sequences, stay within their bounds in every step."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ def live(net: str) -> torch.nn.Module:
 
 
 def test_declared_bounds(net: str, tmp_path: Path) -> None:
-    """Fails if a gate, a benchmark or a check of the data feeds a length beyond the sequence, because the model refuses
-    this length. Also fails if the artifact loses the bounds."""
+    """Fails if verify feeds the model a length that is larger than the sequence, or if the check of the data accepts
+    such a length. Also fails if the artifact loses the bounds."""
     out = tmp_path / "net.onnx"
     made = accel.export(net, inputs=INPUTS, out=out)
     assert list(map(str, made.signature.inputs)) == INPUTS
@@ -70,8 +69,8 @@ def test_declared_bounds(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
-    """Fails if OpenVINO gets a length beyond the sequence, because OpenVINO would read past the end without an
-    error."""
+    """Fails if OpenVINO gets a length that is larger than the sequence. OpenVINO would read past the end of the
+    sequence without an error."""
     made = accel.export(net, inputs=INPUTS, to="openvino", out=tmp_path / "net")
     with accel.load(made.path) as session:
         session.run({"ids": np.zeros((2, 5), np.int64), "lengths": np.array([1, 5])})
@@ -90,7 +89,7 @@ def test_bounds_of_a_live_model_are_found(net: str) -> None:
 
 
 def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
-    """Fails if an index into a sequence gets a bound that is one too large."""
+    """Fails if the upper bound of an index into a sequence is one too large."""
 
     class Pick(torch.nn.Module):
         def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -102,8 +101,9 @@ def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
 
 
 def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
-    """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts samples to other
-    lengths, and so makes the undeclared lengths too large. Also fails if a gate passes without any comparison."""
+    """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts sequences to other
+    lengths, so that integers without a declared bound become too large. Also fails if a gate passes without any
+    comparison."""
     made = accel.export(net, inputs=INPUTS, out=tmp_path / "net.onnx")
     bare = accel.Source(made.path, inputs=["lengths:int64[batch]{1..20}"]).open()
     np.savez(tmp_path / "long.npz", ids=np.ones((8, 20), np.int64), lengths=np.arange(13, 21))
@@ -116,7 +116,7 @@ def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Pat
 
 
 def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
-    """Fails if samples that are cut to a shape keep integers out of this shape's bounds."""
+    """Fails if samples that are cut to a smaller shape still hold integers outside the smaller bounds."""
     signature = Signature(tuple(map(TensorSpec.parse, INPUTS)), (), {"length": DimRange(2, 4, 8)})
     part = {"ids": np.zeros((2, 8), np.int64), "lengths": np.array([8, 1])}
     assert at_sizes(signature, part, {"batch": 3, "length": 2}, 0)["lengths"].tolist() == [2, 1, 2]
@@ -141,7 +141,7 @@ def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pyte
 
 
 def test_no_valid_integer_at_a_size() -> None:
-    """Fails if a range without any integer at a size of the dims raises no error, or if the error doesn't name the
+    """Fails if a range that holds no integer at the requested sizes raises no error, or if the error doesn't name the
     size."""
     spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
     signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})

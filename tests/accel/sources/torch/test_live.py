@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """A module that returns one of its inputs under the same name, beside its result."""
+    """A module that returns its result together with one of its inputs under the input's name."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
@@ -87,7 +87,7 @@ class Fixed(nn.Module):
 
 
 class Act(nn.Module):
-    """A module with an attribute that is a function of this file."""
+    """A module with an attribute that is a function from this file."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_session_is_called_like_the_module(name: str) -> None:
 
 
 def test_the_module_is_not_changed() -> None:
-    """Fails if the capture of a module sets the module's mode, calls a hook, changes a buffer or leaves a gradient."""
+    """Fails if the capture of a module changes the module's mode, calls a hook, or changes a buffer or a gradient."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
     seen: list[int] = []
     module[0].register_forward_hook(lambda *_: seen.append(1))
@@ -180,7 +180,7 @@ def test_the_module_is_not_changed() -> None:
     ids=["the batch is found", "a fixed batch is found", "named axes", "torch's Dim"],
 )
 def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: list[Any]) -> None:
-    """Fails if accel treats a fixed axis as dynamic, or an axis that the user named as fixed."""
+    """Fails if accel treats a fixed axis as dynamic, or ignores the dynamic axes that the user declared."""
     artifact = accel.Source(module, example=example, dynamic=dynamic).open()
     assert [spec.shape for spec in artifact.signature.inputs] == shapes
     if dynamic is None:
@@ -188,14 +188,15 @@ def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: lis
 
 
 def test_the_range_of_ids_is_that_of_the_table() -> None:
-    """Fails if the gates draw their inputs only from the few ids of the example, or from beyond the table."""
+    """Fails if the declared range of ids isn't the range of the embedding table."""
     ids = {"ids": torch.tensor([[7, 2], [3, 4]]), "weight": torch.rand(2, 2)}
     artifact = accel.Source(Features(), example=(ids,)).open()
     assert artifact.signature.input("ids").values == (0, 49)
 
 
 def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Path) -> None:
-    """Fails if another process can't open a class of ``__main__``, or if two runs of a script give two provenances."""
+    """Fails if another process can't open a model whose class is in ``__main__``, or if two runs of a script give the
+    model two paths."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -304,7 +305,7 @@ def test_scalars_keep_their_shape(tmp_path: Path) -> None:
 
 
 def test_random_numbers_are_the_reason() -> None:
-    """Fails if the error for a model that draws random numbers gives useless advice, such as to restart."""
+    """Fails if the error for a model that draws random numbers doesn't name the random numbers as the reason."""
     with pytest.raises(BadSource, match="draws random numbers"):
         accel.Source(lambda x: x + torch.rand_like(x), example=(X,)).open()
 
@@ -317,13 +318,13 @@ class Best(nn.Module):
 
 
 def test_a_first_dim_gets_the_sizes_that_run() -> None:
-    """Fails if a dynamic first dim that isn't called batch gets a range in which the module fails."""
+    """Fails if a dynamic first dim that isn't called batch gets a range with sizes at which the module fails."""
     source = accel.Source(Best(), example=(torch.randn(5, 2),), dynamic={"rows": {0: "rows"}})
     assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 
 
 def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
-    """Fails if a path that a manifest names makes accel unpickle a file outside the user's cache."""
+    """Fails if accel unpickles a model file outside the user's cache."""
     source = accel.Source(nn.Linear(4, 3), example=(X,))
     copied = tmp_path / "Linear.module"
     copied.write_bytes(Path(source.text).read_bytes())
@@ -334,8 +335,8 @@ def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
-    """Fails if a user can't pass an ONNX ModelProto or an exported program, or if accel accepts an example that it
-    ignores."""
+    """Fails if a user can't pass an ONNX ModelProto or an exported program. Also fails if accel accepts an example that
+    these models don't need."""
     program = torch.export.export(nn.Linear(4, 3).eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     made = accel.export(program, out=tmp_path / "a.onnx")
     proto = onnx.load(made.path)
