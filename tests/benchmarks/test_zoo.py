@@ -112,8 +112,7 @@ def child(kind: str, out: str) -> None:
 
 
 def test_the_limits_of_a_child(zoo: ModuleType) -> None:
-    """Fails if the run ends because a child process hangs, fills the memory or dies, or if such a process isn't
-    recorded as a crash."""
+    """Fails if a child process that hangs, fills the memory or dies ends the run or isn't recorded as a crash."""
     context = multiprocessing.get_context("fork")  # a spawned child process would import torch
     limits = zoo.Limits(seconds=20.0, memory=4000.0)
     found = zoo.in_child(context, child, ("works",), limits)

@@ -32,8 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
     """A run has no valid best checkpoint if it was killed before writing the checkpoint, if the checkpoint is damaged,
-    or if the config now names another metric. Fails if such a run never marks a best checkpoint again, or still names
-    the invalid checkpoint."""
+    or if the config now names another metric. Fails if a run without a valid best checkpoint never marks a new one, or
+    still names the invalid checkpoint."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})

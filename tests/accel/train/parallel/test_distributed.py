@@ -147,7 +147,7 @@ def test_gradients_equal_under_uneven_targets(
     name: str,
 ) -> None:
     """Fails if the gradient of a rank with few counted targets has the same weight as the gradient of a rank with many.
-    The weights after one plain SGD step at rate 1 must equal those of one process within 1e-6."""
+    The weights after one plain SGD step at rate 1 must equal the weights of one process within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
@@ -190,8 +190,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if a run doesn't use exactly those techniques that its config names: CPU offload, hpZ's second shards and
-    compiled blocks. The losses would not show that a technique is missing."""
+    """Fails if a run doesn't use exactly the techniques that its config names. The techniques are CPU offload, hpZ's
+    second shards and compiled blocks. The losses would not show that a technique is missing."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:

@@ -54,9 +54,9 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """A plan with only column and row styles has no module that splits the sequence. Fails if accel doesn't refuse such
-    a plan with sequence parallel before torch raises an error about shapes. Also fails if a plan whose embedding splits
-    the sequence is refused."""
+    """A plan with only column and row styles has no module that splits the sequence. With sequence parallel, accel must
+    refuse this plan before torch raises an error about shapes. Also fails if a plan whose embedding splits the sequence
+    is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -69,9 +69,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if accel doesn't refuse a plan that splits an attention head between ranks before torch raises an error
-    about shapes. Also fails if a plan that gives each rank whole heads is refused. The check must not leave hooks in
-    the model or change the model's mode."""
+    """If a plan splits an attention head between ranks, accel must refuse the plan before torch raises an error about
+    shapes. Also fails if a plan that gives each rank whole heads is refused. The check must not leave hooks in the
+    model or change the model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [

@@ -187,8 +187,8 @@ def evaluate(module):
 
 def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
     """The data factory in this test shuffles without a seed of its own. Fails if the factory gives different samples to
-    the ranks or to a resumed run. Also fails if ``evaluate`` uses other samples than those that training left out, or
-    if the state of the user's random generators changes.
+    the ranks or to a resumed run. Also fails if ``evaluate`` doesn't use the samples that training left out, or if the
+    state of the user's random generators changes.
     """
     source = tmp_path / "drawn.py"
     source.write_text(SMALL.read_text() + _SPLIT)
@@ -361,8 +361,8 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes such a config if it gets only
-    numbers."""
+    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if the
+    command gets only numbers."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
@@ -422,8 +422,8 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head and those of the MLP and
-    # attention in 3 blocks. Attention also takes 2 products of sequence x sequence x hidden in each block.
+    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head, and the layers of the MLP
+    # and attention in 3 blocks. Attention also takes 2 products of sequence x sequence x hidden in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
