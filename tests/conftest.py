@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one stage cache, and real models that are exported once."""
+"""Defines the fixtures of all tests, such as one shared stage cache and real models that are exported once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Hypothesis examples have no deadline, since the machine may be busy. Each run of the suite uses the same examples.
+# Hypothesis examples have no deadline, because the machine may be busy. Each run of the suite uses the same examples.
 # With --hypothesis-profile=default, a run uses new examples.
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
@@ -29,7 +29,7 @@ settings.load_profile("accel")
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder that all workers of this run share."""
+    """Returns a folder that all pytest workers of this run share."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
     folder.mkdir(exist_ok=True)
@@ -41,8 +41,8 @@ OneWorker = Callable[[str], AbstractContextManager[None]]
 
 @pytest.fixture(scope="session")
 def one_worker(shared: Path) -> OneWorker:
-    """Returns ``one_worker``. Inside ``with one_worker("name"):`` only one worker runs. The other workers wait and
-    then find the first worker's files."""
+    """Returns ``one_worker``. Only one pytest worker at a time runs the code inside ``with one_worker("name"):``. The
+    other workers wait and then find the first worker's files."""
 
     @contextmanager
     def alone(name: str) -> Iterator[None]:
@@ -55,8 +55,8 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the blocks of ``accel optimize``. The extra rounds, which narrow the intervals for up to 30 s, also
-    become shorter. No test needs precise figures, and the tests of the search set their own limits."""
+    """Shortens the measurements of ``accel optimize``, because no test needs precise times. Normally, extra rounds take
+    up to 30 s to narrow the intervals. The tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.02)
         patch.setattr("accel.api.optimized._SECONDS", 0.0)
@@ -67,7 +67,7 @@ def _short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache(shared: Path) -> Iterator[None]:
-    """Gives every test the cache that all tests of this run share, never the user's cache."""
+    """Makes all tests of this run share one cache instead of the user's cache."""
     before = os.environ.get("ACCEL_CACHE_DIR")
     os.environ["ACCEL_CACHE_DIR"] = str(shared / "cache")
     yield
@@ -79,7 +79,7 @@ def _one_cache(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Asserts that neither a test nor a library leaves a file in the folder of the run. Caches of tools are allowed."""
+    """Asserts that neither a test nor a library leaves a file in the current folder. Caches of tools are allowed."""
     before = set(Path.cwd().iterdir())
     yield
     left = {path for path in set(Path.cwd().iterdir()) - before if not path.name.startswith((".", "__pycache__"))}
@@ -96,7 +96,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass(frozen=True)
 class Ran:
-    """The exit code and the output of a command."""
+    """Holds the exit code and the output of a command."""
 
     code: int
     stdout: str
@@ -132,7 +132,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def minilm(models: Path, one_worker: OneWorker, _one_cache: None) -> Artifact:
-    """Exports and simplifies all-MiniLM-L6-v2 with its real weights, with a largest shape of 4x256."""
+    """Exports and simplifies all-MiniLM-L6-v2 with its real weights, for up to 4 samples of 256 tokens."""
     from accel.api.export import export
 
     with one_worker("minilm"):
@@ -176,7 +176,7 @@ def digits(models: Path, digits_weights: Path, _one_cache: None) -> Artifact:
 
 @pytest.fixture(scope="session")
 def digits_data(models: Path) -> tuple[Path, Path]:
-    """Saves calibration images, and labeled test images."""
+    """Saves calibration images and labeled test images in two files."""
     from accel.examples import digits as example
 
     parts = example.data()
@@ -208,7 +208,7 @@ MY_MODEL = textwrap.dedent(
 
 @pytest.fixture
 def my_model(tmp_path: Path) -> Path:
-    """Writes a user's factory in a file."""
+    """Writes a model factory of a user to a file."""
     path = tmp_path / "my_model.py"
     path.write_text(MY_MODEL)
     return path

@@ -22,17 +22,18 @@ from accel.spelling import ARGUMENTS, SWITCHES, flag
 from tests.support import ROOT
 
 PARTS = ("accel", "converters", "kernels", "serve")
-# Messages quote these options of pip and of Megatron.
+# These options belong to pip and Megatron, and accel's messages quote them.
 FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format"}
-# Only Python takes these arguments, because their values are tensors and functions.
+# These arguments exist only in Python, because their values are tensors and functions.
 PYTHON_ONLY = {"call", "example"}
-# An option of a command. The pattern leaves out the keys of a config, which `accel train` takes as --table.key=value.
+# Matches an option of a command. The pattern doesn't match config keys, which `accel train` takes as --table.key=value.
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w.=-])")
 
 
 @cache
 def strings() -> tuple[tuple[Path, int, str], ...]:
-    """Returns every string in the source except docstrings, with its file and line. ``…`` stands for a value."""
+    """Returns every string in the source except docstrings, with its file and line. In an f-string, ``…`` replaces each
+    inserted value."""
     return tuple((path.relative_to(ROOT), line, text) for path, tree in sources() for line, text in _strings_of(tree))
 
 
@@ -107,8 +108,8 @@ def arguments_of_functions() -> set[str]:
 
 
 def spelled() -> set[tuple[str, str]]:
-    """Returns the file and the name of every argument that a message gets from ``option``, ``options`` or
-    ``arguments``."""
+    """Returns the name of every argument passed to ``option``, ``options`` or ``arguments``, with the file of the
+    call."""
     found = set()
     for path, tree in sources():
         for node in ast.walk(tree):
@@ -121,7 +122,7 @@ def spelled() -> set[tuple[str, str]]:
 
 
 def test_every_option_that_a_message_spells() -> None:
-    """Fails if a message spells an argument that no public function takes, or an option that no command takes."""
+    """Fails if a message names an argument that no public function takes, or an option that no command takes."""
     names = spelled()
     assert len({name for _, name in names}) > 50
     known = set().union(*options_of_commands().values())
@@ -223,8 +224,8 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_an_error_of_a_command_names_its_options(name: str) -> None:
-    """Fails if a string in a command's file names an option that this command doesn't take. The string may also name an
-    option of another command that it names."""
+    """Fails if a string in a command's file names an option that this command doesn't take. If the string names another
+    command, it may also name that command's options."""
     options = options_of_commands()
     file = Path("accel", "cli", f"{name}.py")
     own = set().union(*(words for key, words in options.items() if key.startswith(f"accel {name}")))

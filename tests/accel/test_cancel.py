@@ -31,7 +31,7 @@ class GivenUp(Exception):
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:
-    """Returns a check that cancels the work after ``seconds``."""
+    """Returns a function that raises GivenUp if it is called after more than ``seconds``."""
     end = time.monotonic() + seconds
 
     def check() -> None:
@@ -69,7 +69,7 @@ def stage(function: str) -> Stage:
 def test_a_stage_that_never_reports_is_given_up_with_the_budget(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """Fails if a stage that reports nothing continues after its budget, or leaves an entry in the cache."""
+    """Fails if a stage that reports no progress continues after its time budget, or leaves an entry in the cache."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_cancel"])
     onnx.save(onnx.parser.parse_model(MODEL), str(tmp_path / "m.onnx"))
     src: Artifact = open_onnx(tmp_path / "m.onnx", probe=False)
@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if the result of work that ended in time is lost, or if an interrupt arrives after the work."""
+    """Fails if the result of work that ended in time is lost, or if an interrupt arrives after the work has ended."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3
@@ -154,7 +154,7 @@ def test_what_has_ended_is_not_interrupted() -> None:
 
 
 def test_the_outer_check_holds_inside_the_inner_one() -> None:
-    """Fails if an inner check replaces the outer check, or remains after its ``with`` block."""
+    """Fails if a nested cancellation check replaces the outer check, or stays active after its ``with`` block."""
     with cancelled_by(soon(-1)), pytest.raises(GivenUp), cancelled_by(soon(60)):
         check_cancelled()
     with pytest.raises(GivenUp), cancelled_by(soon(-1)):

@@ -28,7 +28,8 @@ def _alive(pid: int) -> bool:
 
 
 def test_answers_and_keeps_an_object() -> None:
-    """Fails if the result of a call is lost, or if calls don't reach the object that the child made."""
+    """Fails if the result of a call is lost, or if a method call doesn't reach the object created in the child
+    process."""
     with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
         assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
         assert child.call("os:getpid") == child.pid != os.getpid()
@@ -41,7 +42,7 @@ def test_a_crash_is_an_error_with_the_signal() -> None:
 
 
 def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
-    """Fails if the error after a crash gives the last line of an error that an earlier call already returned."""
+    """Fails if the error after a crash repeats an error that an earlier call already returned."""
     with Child() as child:
         with pytest.raises(UnknownName):
             child.call("accel.tables.target:Target.get", name="toaster")
@@ -77,7 +78,7 @@ def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
     compilation cache is deleted with the child's temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the old folder
+    monkeypatch.setattr(tempfile, "tempdir", None)  # makes tempfile forget the earlier folder
     with Child() as child:
         made = Path(child.call("tempfile:mkdtemp"))
         assert made.is_dir()
@@ -91,7 +92,7 @@ def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_progress_is_forwarded() -> None:
-    """Fails if the parent's watcher doesn't get the child's progress."""
+    """Fails if the child's progress reports don't reach the function that watches progress in the parent."""
     seen: list[tuple[str, float | None]] = []
     with watched_by(lambda message, fraction: seen.append((message, fraction))), Child() as child:
         child.call("accel.progress:report", message="half", fraction=0.5)
@@ -144,7 +145,7 @@ def test_what_a_program_wrote(tmp_path: Path) -> None:
 
 
 def test_a_hidden_module_cannot_be_imported() -> None:
-    """Fails if the child loads a hidden module, or if other modules are hidden, too."""
+    """Fails if the child can import a module that is hidden from it, or can't import other modules."""
     with Child(hidden=("wave",)) as child:
         assert child.call("colorsys:rgb_to_hsv", r=0, g=0, b=0) == (0.0, 0.0, 0)
         with pytest.raises(ChildCrashed, match="import of wave halted"):

@@ -39,7 +39,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """Makes a folder with the net, its export and two files of data, once for all tests."""
+    """Makes a folder with the net, its ONNX file and two data files, once for all tests."""
     import accel
 
     folder = tmp_path_factory.mktemp("advice")

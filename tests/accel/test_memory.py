@@ -24,7 +24,7 @@ SIZE = WIDTH * WIDTH * LAYERS * 4  # in bytes
 
 
 def chain(path: Path, layers: int) -> Path:
-    """Makes a chain of products with weights of 2 MB, like a transformer's."""
+    """Makes a chain of matrix products with weights of 2 MB each, as in a transformer."""
     weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 28
     graph = helper.make_graph(
         [helper.make_node("MatMul", [f"v{i}", f"w{i}"], [f"v{i + 1}"]) for i in range(layers)],
@@ -38,8 +38,8 @@ def chain(path: Path, layers: int) -> Path:
 
 
 def kept_after(paths: list[Path]) -> int:
-    """Returns the bytes by which this process grew while it opened, ran and closed models one after another. The first,
-    small model doesn't count."""
+    """Returns the bytes by which this process grew while it opened, ran and closed models one after another. The
+    measurement starts after the first, small model."""
     before = 0
     for path in paths:
         with open_session(open_onnx(path)) as session:
@@ -130,7 +130,7 @@ def kept_after_looking(path: Path, how: str) -> int:
     if how == "gate":
         OutputGate(limit=1e-4).check(artifact, artifact)
     else:
-        judge = Judge(artifact, data=None, metric=None)  # the judge keeps the source's outputs
+        judge = Judge(artifact, data=None, metric=None)  # the judge keeps the source model's outputs
         judge.judge(artifact, {"threads": 1})
     return resident() - before
 
@@ -139,6 +139,6 @@ def kept_after_looking(path: Path, how: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel counts")
 @pytest.mark.parametrize("how", ["gate", "judge"])
 def test_outputs_that_are_kept_hold_nothing_else(tmp_path: Path, how: str) -> None:
-    """Fails if outputs that are kept for a comparison also keep other memory of their session."""
+    """Fails if memory of a session stays allocated because its outputs are kept for a comparison."""
     kept = run_in_child(f"{__name__}:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
     assert kept < WIDE * 4, f"{kept >> 20} MiB"

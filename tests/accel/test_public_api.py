@@ -40,8 +40,8 @@ def test_help_is_fast() -> None:
 
 
 def test_help_is_there_at_once() -> None:
-    """Fails if ``accel --help`` takes 0.3 s of CPU time or more, including the interpreter's own start. Other work on
-    the machine delays the wall clock more than the CPU time."""
+    """Fails if ``accel --help`` takes 0.3 s of CPU time or more, including the interpreter's own start. The test
+    measures CPU time because other processes on the machine affect the wall time more."""
     seconds = []
     for _ in range(8):
         before = os.times()
@@ -68,7 +68,7 @@ def test_fuse_is_there_without_an_import_of_its_own() -> None:
 
 
 def test_unknown_name() -> None:
-    """Fails if a wrong name raises anything but AttributeError."""
+    """Fails if a name that accel doesn't have raises an error other than AttributeError."""
     with pytest.raises(AttributeError, match="no attribute 'exprot'"):
         _ = accel.exprot
 
@@ -83,8 +83,8 @@ def test_folders_are_reached_through_accel_only() -> None:
 
 
 def test_the_names_of_version_0_1_0() -> None:
-    """Fails if ``accel.benchmark`` and ``accel.compare``, the names of version 0.1.0, don't stand for ``bench`` and
-    ``verify``."""
+    """Fails if ``accel.benchmark`` isn't ``accel.bench``, or if ``accel.compare`` isn't ``accel.verify``. Version 0.1.0
+    used the names ``benchmark`` and ``compare``."""
     assert accel.benchmark is accel.bench
     assert accel.compare is accel.verify
     assert not {"benchmark", "compare"} & set(accel.__all__)

@@ -60,8 +60,9 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Fails if a gate or a probe of the outputs runs at a size between the multiples or outside the range. Also fails
-    if the manifest or the command line loses the step, or if a session accepts inputs of a wrong size."""
+    """Fails if a gate or a probe of the outputs uses a size that is outside the dim's range or isn't a multiple of the
+    dim's step. Also fails if the step is lost in the manifest or in a printed range, or if inputs of a wrong size are
+    accepted."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
@@ -79,8 +80,7 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if a model without steps gets another manifest or cache key than in older versions of accel, which had no
-    steps."""
+    """Fails if a model whose dims have no step gets another manifest or cache key than before steps existed."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -92,7 +92,7 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Fails if a narrower range loses the step of the earlier range, or keeps a step that doesn't fit its sizes."""
+    """Fails if a range that replaces another range loses the step, or keeps a step that doesn't divide its sizes."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
@@ -101,7 +101,7 @@ def test_a_range_in_place_of_another() -> None:
 
 
 def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
-    """Fails if a batch of data isn't a multiple of the batch's step, here eight frames per clip."""
+    """Fails if the size of a batch isn't a multiple of the batch dim's step. In this test, the step is 8."""
     spec = TensorSpec.parse("x:float32[batch,2]")
     signature = Signature((spec,), (), {"batch": DimRange(8, 8, 32, 8)})
     np.savez(tmp_path / "frames.npz", x=np.arange(84, dtype=np.float32).reshape(42, 2))
@@ -154,7 +154,7 @@ def test_bad_specs_say_what_to_write(text: str, word: str) -> None:
 
 
 def test_feeds_are_checked() -> None:
-    """Fails if wrong names, dtypes, ranks or contradicting sizes reach a runtime."""
+    """Fails if inputs with wrong names, dtypes, ranks or contradicting sizes are accepted."""
     signature = Signature((TensorSpec.parse("a:float32[batch,3]"), TensorSpec.parse("b:int64[batch]")))
     good = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
     assert signature.check_feeds(good) == {"batch": 2}
@@ -172,14 +172,14 @@ def test_feeds_are_checked() -> None:
 
 
 def test_two_inputs_of_one_name() -> None:
-    """Fails if one name is accepted for two tensors."""
+    """Fails if a signature accepts two inputs with the same name."""
     with pytest.raises(BadInputSpec, match="same name"):
         Signature((TensorSpec.parse("x:float32[1]"), TensorSpec.parse("x:float32[2]")))
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if an input with a default is required, or isn't checked when the caller passes it. Also fails if an input
-    with a default is added to examples, or is lost in the manifest."""
+    """Fails if an input with a default is required, or isn't checked when the caller passes it. Also fails if the
+    example inputs contain an input with a default, or if the manifest loses this input."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

@@ -1,4 +1,4 @@
-"""Proves that messages name an option as its caller writes it: as an argument in Python, as an option on the command
+"""Proves that messages name an option as its caller writes it: as an argument in Python, or as an option on the command
 line."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, o
 
 
 def test_several_options() -> None:
-    """Fails if several options aren't joined as their caller writes them."""
+    """Fails if a list of several options isn't written as the caller writes the options."""
     assert options("inputs", "dims") == "inputs= or dims="
     assert arguments(opset=16, to="onnx") == "opset=16, to='onnx'"
     with on_command_line():
@@ -61,8 +61,8 @@ def test_threads_and_child_processes_follow() -> None:
 
 
 def test_an_error_names_the_callers_option(cli: Any, tmp_path: Path) -> None:
-    """Fails if an error gives a Python caller an option of the command line, or gives a user of the command line a
-    Python argument."""
+    """Fails if an error names a command-line option to a Python caller, or a Python argument to a user of the command
+    line."""
     with pytest.raises(UnsupportedHere, match=r"pass opset=13 to 23$"):
         accel.export("net.py:make", opset=99, out=tmp_path / "net.onnx")
     ran = cli("export", "net.py:make", "--opset", "99", "-o", tmp_path / "net.onnx")

@@ -1,5 +1,5 @@
-"""Proves that running a stage enforces the contract, the gates and the cache. The stages here are tiny, and each has
-one planted fault."""
+"""Proves that running a stage enforces the contract, checks the gates and uses the cache. The stages here are tiny, and
+each has one planted fault."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if a stage may fix the batch, change the opset or the IR version, or lose a name. Also fails if the error
-    blames another stage, or names an option that doesn't exist."""
+    """Fails if accel accepts a stage that fixes the batch size, changes the opset or the IR version, or loses a name.
+    Also fails if the error blames another stage, or names an option that doesn't exist."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -158,11 +158,11 @@ def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_pat
 
 @pytest.mark.parametrize("fault", ["excuse", "wrong"])
 def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fault: str) -> None:
-    """Fails if the error hides a full disk because the library gave another reason or wrote a wrong file. Also fails if
-    the error blames the disk although the disk has room."""
+    """Fails if the error doesn't report a full disk because the library gave another reason or wrote a wrong file. Also
+    fails if the error reports a full disk although the disk has room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # By default, Python ignores SIGXFSZ. LLVM makes SIGXFSZ end the process, and another test may have loaded LLVM into
-    # this process.
+    # Python ignores SIGXFSZ by default. Once another test has loaded LLVM into this process, SIGXFSZ would end the
+    # process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:
@@ -210,8 +210,8 @@ def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache ignores a changed limit or option, another version of a package or of the stage, or other
-    contents of a file. Also fails if the same contents under another path count as a change."""
+    """Fails if the cache returns an old result after a limit, an option, the contents of a file, or the version of a
+    package or stage changed. Also fails if the same contents under another path count as a change."""
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     one.write_text("a")
     same.write_text("a")
@@ -242,7 +242,7 @@ def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch
 
 
 def test_a_damaged_cache_entry_is_made_again(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
-    """Fails if the cache returns damaged bytes."""
+    """Fails if the cache returns a damaged file instead of running the stage again."""
     made = run(source, "")
     blob = bytearray(made.path.read_bytes())
     blob[len(blob) // 2] ^= 1
@@ -295,7 +295,7 @@ def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) 
 
 
 def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
-    """Fails if inputs with the same bytes in another shape or dtype get each other's cached outputs."""
+    """Fails if inputs with equal bytes but different shapes or dtypes share their cached outputs."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["a", "b"]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
     path = tmp_path / "neg.onnx"
@@ -310,13 +310,13 @@ def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_kind(source: Artifact) -> None:
-    """Fails if a stage gets a kind of artifact that it doesn't accept."""
+    """Fails if accel runs a stage on a kind of artifact that the stage doesn't accept."""
     with pytest.raises(UnsupportedHere, match="takes onnx"):
         run(replace(source, kind="engine"), "")
 
 
 def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Path) -> None:
-    """Fails if any single changed byte of a sidecar goes unnoticed, including white space and digits."""
+    """Fails if a change of one byte in a sidecar goes unnoticed, even in white space or digits."""
     made = run(source, "", tmp_path / "out.onnx")
     sidecar = manifest_path(made.path)
     good = sidecar.read_bytes()
@@ -331,7 +331,7 @@ def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Pat
 
 
 def test_cache_is_bounded(source: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache keeps more than its limit."""
+    """Fails if the cache keeps more bytes than its limit allows."""
     monkeypatch.setenv("ACCEL_CACHE_GB", "0")
     run(source, "")
     run(source, "", limit=1e-3)

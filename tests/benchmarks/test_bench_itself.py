@@ -1,4 +1,5 @@
-"""Proves that the script that checks the verdicts of accel bench counts right and wrong verdicts correctly."""
+"""Proves that bench_itself.py counts right and wrong verdicts correctly. This script checks the verdicts of accel
+bench."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SCRIPT = ROOT / "benchmarks" / "bench_itself.py"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # child processes look up the script on this path
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # child processes import the script from this folder
     spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -36,7 +37,8 @@ def row(kind: str, verdict: str) -> dict[str, Any]:
 
 
 def test_the_claims(script: ModuleType) -> None:
-    """Fails if the script counts a wrong verdict as right, counts a missed delay as found, or has a wrong bound."""
+    """Fails if the script counts a wrong verdict as right or a missed delay as found, or allows a wrong number of
+    errors."""
     same = "no measurable difference"
     rows = {f"same-{i:02}": row("same", same) for i in range(40)}
     rows |= {f"delayed-{i:02}": row("delayed", "slower") for i in range(20)}
@@ -51,11 +53,11 @@ def test_the_claims(script: ModuleType) -> None:
     text = script.page({"rows": rows})
     assert text.count("does not hold") == 2
     assert "same-03, same-07, same-09" in text
-    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim can hold
+    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim is proven
 
 
 def test_the_delay(script: ModuleType) -> None:
-    """Fails if the delayed session doesn't run the model, or isn't slower by at least a tenth of the time."""
+    """Fails if the delayed session doesn't run the model, or isn't at least 10% slower."""
     session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
     delayed = script.Delayed(session)
     assert delayed.signature == "s"
@@ -65,7 +67,7 @@ def test_the_delay(script: ModuleType) -> None:
 
 
 def test_both_kinds_are_mixed(script: ModuleType) -> None:
-    """Fails if a run is missing or repeated, or if all runs of one kind come before all runs of the other kind."""
+    """Fails if a run is missing or repeated, or if runs with and without a delay aren't evenly mixed."""
     found = script.names(40, 20)
     assert len(set(found)) == len(found) == 60
     assert 8 <= sum(name.startswith("delayed") for name in found[:30]) <= 12
@@ -73,7 +75,7 @@ def test_both_kinds_are_mixed(script: ModuleType) -> None:
 
 @pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the script can't run its model on a runtime, or writes results other than the measured results."""
+    """Fails if the script can't run its model on a runtime, or if the recorded results lack measurements."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
         found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})

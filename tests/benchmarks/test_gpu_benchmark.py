@@ -1,9 +1,8 @@
-"""Without a GPU, the tests show that the GPU benchmark orders its rows, judges its goals and writes its files
-correctly.
+"""Proves without a GPU that the GPU benchmark orders its rows, judges its goals and writes its files correctly.
 
-These tests fail if the most important rows don't come first. They also fail if a goal's ratio is inverted or judged on
-the wrong rows. The tests fail if a failed row breaks the report. They also fail if a second run doesn't add to the
-first run's results, or adds to results of another GPU. The tests fail if a run without a GPU reports a result.
+These tests fail if the most important rows aren't measured first. The tests also fail if a goal's ratio is inverted or
+judged on the wrong rows. If a measurement fails, the report must still be written. A second run must add its results to
+the first run's results, but not to results of another GPU. A run without a GPU must not report results.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
-# Replaces the script that measures. One problem aborts the process, one hangs, one raises an error, and one loses the
-# GPU.
+# This code replaces the benchmark script. Of its problems, the second raises an error, the third aborts the process,
+# the fifth hangs, and the GPU is lost after the sixth.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
 sys.path.insert(0, os.path.dirname({script!r}))
@@ -149,9 +148,9 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crash or a hang loses more than the row that caused it. Of eight rows, the second raises, the third
-    kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row kills its process under
-    torch.compile, too."""
+    """Fails if a crash or a hang loses the result of any other row. Of eight rows, the second raises an error, the
+    third kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row also kills its process
+    under torch.compile."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
@@ -172,8 +171,8 @@ def test_a_row_that_kills_or_hangs_its_process_is_one_row(
 
 
 def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a result named "torch.compile" comes from the uncompiled function. The limit of torch.compile is eight
-    compilations of the same code, and further calls run uncompiled."""
+    """Fails if a result named "torch.compile" comes from an uncompiled function. By default, torch.compile compiles the
+    same code at most eight times and then runs it uncompiled."""
     made = 0
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
@@ -191,8 +190,8 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
 
 
 def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the comparison with _int_mm is refused for few rows, because _int_mm takes at least 17 rows on a GPU.
-    Also fails if the padding rows change the result or appear in the result."""
+    """Fails if matrices with few rows can't be compared with _int_mm, which takes at least 17 rows on a GPU. Also fails
+    if the rows added as padding change the result or appear in it."""
     real, seen = torch._int_mm, []
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -214,8 +213,8 @@ def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytes
 
 
 def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of measured
-    problems."""
+    """Replaces the GPU and its measurements, so that every measured time is one microsecond. Returns a list to which
+    each measurement adds an entry."""
     asked: list[Any] = []
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m == 1) for m in (1, 2, 3)]
     device = SimpleNamespace(gpu="G", driver="580.1", library="abc", capability=(9, 0))
@@ -242,11 +241,11 @@ def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a second run measures existing rows again, or skips a missing row of torch.compile. Also fails if the
-    run adds to results of another driver or of other rows."""
+    """Fails if a second run measures existing rows again, or skips a missing result of torch.compile. Also fails if the
+    run adds rows to results of another driver or another list of rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s are too few for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s aren't enough for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())
@@ -273,8 +272,8 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
 
 
 def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a run with ``--go-on`` removes the results of the last run. Also fails if a process that dies before its
-    first measurement is recorded as a failed measurement. Without a GPU, a process dies before its first
+    """Fails if a run with ``--go-on`` removes the results of the last run. Also fails if a process that ends before its
+    first measurement is recorded as a failed measurement. Without a GPU, a process ends before its first
     measurement."""
     file = tmp_path / "gpu_gemm.json"
     file.write_text('{"rows": [], "left": 70}')

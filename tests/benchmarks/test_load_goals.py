@@ -1,4 +1,4 @@
-"""Proves that the load benchmark judges its goals correctly, and counts lost and repeated answers."""
+"""Proves that the load benchmark judges its goals correctly, and counts lost and duplicate answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses look up their module in sys.modules
+    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses need their module in sys.modules
     spec.loader.exec_module(module)
     return module
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is inverted or isn't computed for each round, or if a goal is met on the wrong side of its
-    bound. Also fails if a ratio uses the slower setup of another server, or compares rates at different
+    """Fails if a ratio is inverted or isn't computed for each round, or if a value on the wrong side of its bound meets
+    the goal. Also fails if a ratio uses the slower setup of the other server, or compares rates at different
     concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
@@ -63,9 +63,9 @@ def test_what_was_not_measured(script: ModuleType) -> None:
     [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
-    """Fails if a run passes although requests were lost or were answered twice. Also fails if a run passes although
-    requests failed unseen by the load generator. The load generator counts 100 answers, and up to 8 requests may be
-    open when it stops."""
+    """Fails if a run passes although requests were lost or answered twice. Also fails if a run passes although requests
+    failed and the load generator didn't notice. The load generator counts 100 answers, and up to 8 requests may be
+    unanswered when it stops."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])
@@ -77,7 +77,7 @@ def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail:
 
 
 def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a run passes although some requests never reached the server."""
+    """Fails if a run passes although some requests got no answer."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
 
@@ -91,8 +91,8 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if lost and repeated answers have no column, or if a server without counts gets 0 in these columns. Also
-    fails if the text quotes rates of another run."""
+    """Fails if the table has no columns for lost and duplicate answers, or shows 0 for a server that doesn't count
+    answers. Also fails if the text below the table quotes rates of another run."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}

@@ -1,8 +1,9 @@
-"""Proves that the command for a machine with a GPU runs and reports all its steps. The steps here are short commands.
+"""Proves that on_gpu.py runs and reports all its steps. In these tests, the steps are short commands.
 
 These tests fail if the steps after a failed or hung step don't run, or if a step's processes continue after the step's
-limit. They also fail if the report is written only at the end. The tests fail if the whole run exceeds its time limit,
-or if a test for a GPU is in no shard. They also fail if a failed test isn't named, or if skipped tests count as passed.
+time limit. The tests also fail if the report is written only at the end, or if the whole run exceeds its time limit.
+Each test for a GPU must be in a shard. The report must name each failed test, and must not count skipped tests as
+passed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["on_gpu"] = module  # dataclasses look up their annotations in sys.modules
+    sys.modules["on_gpu"] = module  # dataclasses need their module in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -84,8 +85,7 @@ def test_a_step_that_finds_nothing_to_run_is_no_end(script: ModuleType, tmp_path
 
 
 def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a file is written outside the folder of ``--out``, the only folder that a user copies from the
-    machine."""
+    """Fails if a step writes a file outside the folder of ``--out``. Users copy only this folder from the machine."""
     by_name = {step.name: step for step in script.steps(16, tmp_path)}
     (command,) = by_name["benchmark"].commands(100)
     assert command[command.index("--out") + 1] == str(tmp_path)
@@ -104,7 +104,7 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
 
 
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step gets more time than the previous steps left over."""
+    """Fails if the steps together take longer than the time limit of the run."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
     started = time.monotonic()
     rows = script.run_steps(steps, 6, tmp_path)
@@ -113,8 +113,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if compute-sanitizer has too little time to start torch when all other steps reach their limits. Also fails
-    if the other steps at their limits leave no time for the benchmark. The library is already built."""
+    """In this test, the kernel library is already built, and all other steps take as long as their limits allow. Fails
+    if compute-sanitizer or the benchmark then gets less than 150 s."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -127,7 +127,8 @@ def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monk
 
 
 def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the steps lose the packages of the caller's PYTHONPATH, or put these packages before this checkout."""
+    """Fails if the steps lose the caller's PYTHONPATH, or if PYTHONPATH lists the caller's folders before this
+    repository."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(tmp_path)]))
     assert script.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/somewhere", str(tmp_path)]
     for nothing in (lambda: monkeypatch.setenv("PYTHONPATH", ""), lambda: monkeypatch.delenv("PYTHONPATH")):
@@ -141,8 +142,8 @@ def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]
 
 
 def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One executed
-    test is enough, because a machine may lack what the other tests need."""
+    """Fails if a step counts as passed although all its tests were skipped, because pytest then exits with 0. If at
+    least one test ran, the step may pass."""
     skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
     skipped = file_of(script, tmp_path, "test_skipped.py", skip)
     mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")
@@ -157,8 +158,8 @@ def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Pat
 
 
 def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the names of failed tests are printed only at the end, which a killed or crashed process never reaches.
-    Also fails if later output pushes the names of failed tests out of the report."""
+    """Fails if the report of a killed or crashed process lacks the names of the tests that failed before. Also fails if
+    later output displaces these names from the report."""
     wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
     ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
     crashed = file_of(script, tmp_path, "test_crashed.py", f"{wrong}def test_last(): os.abort()\n")
@@ -184,10 +185,9 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a file that can't be imported loses its tests without an error. Also fails if a folder whose conftest.py
-    lacks a package hides the tests of all other folders. Otherwise, the step would pass although these tests didn't
-    run."""
-    mark = "gpu"  # if this mark were written in one piece, this file would count as a file with tests for a GPU
+    """Fails if a test file that can't be imported is skipped without an error. Also fails if a conftest.py that can't
+    be imported prevents the tests of other folders from being collected."""
+    mark = "gpu"  # written apart from "pytest.mark.", so that this file doesn't count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()
@@ -210,8 +210,8 @@ def test_a_file_that_cannot_be_imported_is_seen(
 @pytest.mark.proof
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
-    """Fails if a test for a GPU can't be imported. Also fails if compute-sanitizer tests run beside tests that share
-    the GPU."""
+    """Fails if a test for a GPU can't be imported. Also fails if a compute-sanitizer test would run at the same time as
+    other tests on the GPU."""
     names, missing = script.collected(seconds=600)
     assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}

@@ -1,4 +1,5 @@
-"""Proves that the page about the suite's time lists every run of pytest, and the slowest tests in order."""
+"""Proves that the page about the test suite's run time lists every run of pytest, and sorts the slowest tests by
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LOG = """
 
 
 def test_the_page() -> None:
-    """Fails if a run, a failure or a slow test is missing, or if the order is wrong."""
+    """Fails if the page lacks a run, a failure or a slow test, or if the tests aren't sorted by time."""
     text = page([LOG, LOG.replace("12.04", "2.00")], {"cpu": "a CPU", "cores": 2}, slowest=3)
     assert "| 1 | 1 failed, 7 passed, 2 skipped | 61 |\n| 2 | 1 failed" in text
     rows = [line for line in text.splitlines() if "tests/" in line]
@@ -28,6 +29,6 @@ def test_the_page() -> None:
 
 
 def test_a_log_without_a_run() -> None:
-    """Fails if a log without a summary of pytest gives an empty page instead of an error."""
+    """Fails if a log without pytest's summary gives an empty page instead of an error."""
     with pytest.raises(SystemExit, match="no summary of pytest"):
         page(["make: *** error"], {"cpu": "a CPU", "cores": 2})

@@ -1,4 +1,5 @@
-"""Proves that the zoo classifies the outcome for each model, keeps its limits, and continues after an interruption."""
+"""Proves that the model zoo benchmark classifies the export of each model, enforces its limits, and resumes after an
+interruption."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes a family of three models: one that works, one that draws random numbers, and one that doesn't return a
+    """Makes a family of three models. The first works, the second draws random numbers, and the third returns no
     tensor."""
     case = importlib.import_module("zoo_models.case")
 
@@ -58,7 +59,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.filterwarnings("ignore")
 def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails if a model that works, is rightly refused or can't be made gets a wrong class. Also fails if an exported
-    file with other outputs than the model's counts as right."""
+    file whose outputs differ from the model's isn't classified as wrong."""
     toys(monkeypatch)
     trial = importlib.import_module("zoo_models.trial")
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
@@ -85,7 +86,8 @@ def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_a_message_asks_for(zoo: ModuleType) -> None:
-    """Fails if the zoo doesn't follow an argument that a message names, or follows a word that isn't an argument."""
+    """Fails if the zoo doesn't read the arguments that an error message suggests, or takes other words for
+    arguments."""
     trial = importlib.import_module("zoo_models.trial")
     assert zoo.CLASSES
     text = "try one size: inputs=['x:float32[2,3]', 'n:int64[2]'] or dims={'n': '1:2:3'}; pass limit=0.002."
@@ -96,7 +98,7 @@ def test_what_a_message_asks_for(zoo: ModuleType) -> None:
 
 
 def child(kind: str, out: str) -> None:
-    """Runs in a child process. Depending on ``kind``, the process works, hangs, fills the memory or dies."""
+    """Runs in a child process. ``kind`` determines whether the process works, hangs, fills the memory or dies."""
     if kind == "works":
         Path(out).write_text(json.dumps({"class": "first"}))
     elif kind == "hangs":
@@ -110,7 +112,7 @@ def child(kind: str, out: str) -> None:
 
 
 def test_the_limits_of_a_child(zoo: ModuleType) -> None:
-    """Fails if a child process that hangs, fills the memory or dies ends the run or counts as a result."""
+    """Fails if a child process that hangs, fills the memory or dies ends the run or isn't recorded as a crash."""
     context = multiprocessing.get_context("fork")  # a spawned child process would import torch
     limits = zoo.Limits(seconds=20.0, memory=4000.0)
     found = zoo.in_child(context, child, ("works",), limits)
@@ -128,8 +130,8 @@ def row(name: str, kind: str, tool: str = "accel") -> dict[str, Any]:
 
 
 def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
-    """Fails if a model with a result is tried again, or if a model without a result is left out. Also fails if a line
-    that an interruption cut off ends the run."""
+    """Fails if a resumed run exports a model with a result again, or leaves out a model without a result. Also fails if
+    the run ends because an interruption left an incomplete line in the results."""
     path = tmp_path / "zoo.jsonl"
     lines = [json.dumps(row("a", "failed")), json.dumps(row("b", "not made")), json.dumps(row("a", "first"))]
     path.write_text("\n".join(lines) + '\n{"family": "own", "na')
@@ -144,7 +146,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_page(zoo: ModuleType) -> None:
-    """Fails if a model that the zoo can't make is counted, or if a model that didn't work has no line."""
+    """Fails if the page counts a model that the zoo can't make, or has no line for a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})

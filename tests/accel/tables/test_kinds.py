@@ -35,7 +35,7 @@ STAGE = Stage(
     packages=("onnx",),
 )
 MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
-# The outputs that the toy converter loses. The test of a faulty converter fills this list.
+# If this list holds a name, the toy converter gives the model's output this wrong name.
 LOSES: list[str] = []
 
 
@@ -85,7 +85,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel doesn't use the reader in the table to read the signature of a file of the new format."""
+    """Fails if accel reads the signature of a file of the new format without the reader that the table names."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; what is left: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")
@@ -93,8 +93,8 @@ def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch
 
 
 def test_routes() -> None:
-    """Fails if accel doesn't take the route with the fewest stages to a kind, or doesn't refuse a kind without a
-    route."""
+    """Fails if accel doesn't choose the shortest chain of stages to a format, or accepts a format that no chain
+    reaches."""
     assert [stage.name for stage in route("onnx", "tflite")] == ["saved_model_from_onnx", "tflite_from_saved_model"]
     assert [stage.name for stage in route("onnx", "torch")] == ["torch_from_onnx"]
     assert route("onnx", "onnx") == ()

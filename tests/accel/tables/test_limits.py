@@ -1,5 +1,4 @@
-"""Proves that the limits of the gates are rows of one table, with one value and one reason for each stage and
-precision."""
+"""Proves that one table holds all error limits, with one value and one reason for each step and precision."""
 
 from __future__ import annotations
 
@@ -14,6 +13,6 @@ def test_each_limit_is_one_row_with_a_reason() -> None:
 
 
 def test_a_bisection_has_the_limits_of_verify_but_for_its_own_rows() -> None:
-    """Fails if a precision has a limit in ``accel verify`` but no limit, or another limit, in ``accel bisect``. Only
-    the bisection's own rows may differ."""
+    """Fails if the limit of a precision isn't the same in ``accel bisect`` and ``accel verify``. Only fp32 and "as-run"
+    have limits of their own in ``accel bisect``."""
     assert limits.BISECT_LIMITS == {**limits.VERIFY_LIMITS, "fp32": 1e-4, "as-run": 0.1}

@@ -1,4 +1,4 @@
-"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session define its
+"""Defines the sessions that the tests of the benchmark open in child processes. The ``options`` of a session define its
 behavior."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accel.timing.blocks import Candidate
 
 
 class Scripted(BaseSession):
-    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The options other than ``ms`` change the
+    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's CPU time. The options other than ``ms`` change the
     outputs or plant a fault."""
 
     def __init__(self, candidate: Candidate) -> None:
@@ -30,7 +30,7 @@ class Scripted(BaseSession):
         self.runs = 0
         if "fail_to_open" in self.script:
             raise RuntimeError("no such kernel")
-        if "spins" in self.script:  # spins like the thread pools of inference runtimes
+        if "spins" in self.script:  # busy-waits, as the thread pools of inference runtimes do
             threading.Thread(target=_spin_forever, daemon=True).start()
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -98,15 +98,15 @@ class Simulated(Scripted):
 
 
 def simulated(candidate: Candidate) -> Simulated:
-    """Opens a session that is timed by a simulated clock, because this clock gives the same figures on every machine,
-    idle or busy."""
+    """Opens a session that is timed by a simulated clock. This clock gives the same figures on every machine, idle or
+    busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock
     return Simulated(candidate, clock)
 
 
 class Delayed:
-    """A real session whose runs take longer by the fraction ``share``."""
+    """Wraps a real session and makes each run longer by the fraction ``share`` of its time."""
 
     def __init__(self, session: Any, share: float) -> None:
         self.session, self.share = session, share
@@ -142,7 +142,7 @@ def delayed(candidate: Candidate) -> Delayed:
 def _spin_forever() -> None:
     data = bytes(1 << 22)
     while True:
-        hashlib.sha256(data)  # releases the GIL, as native threads that spin do
+        hashlib.sha256(data)  # releases the GIL, as busy-waiting native threads do
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
@@ -163,8 +163,8 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """A session whose runs end only while every session of this process is in a run. Logs the number of threads of each
-    session."""
+    """A session whose run ends only when all sessions of this process are in a run at the same time. Logs the number of
+    threads of each session."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

@@ -99,7 +99,7 @@ def test_json_and_table_hold_the_report() -> None:
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # the baseline gives zeros, so there is no relative difference
+    assert body["results"][1]["max_rel_diff"] is None  # None because the baseline's outputs are zeros
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -111,8 +111,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another process runs while a process is timed or loaded. The other process's thread pool would slow the
-    timed process down."""
+    """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of that
+    process would slow the timed candidate down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -122,8 +122,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order, or if the order can't be reproduced. In a fixed order, the candidate
-    after the hottest candidate would always be slower."""
+    """Fails if every round has the same order, or if the order can't be reproduced. In a fixed order, a candidate that
+    always follows a CPU-heating candidate would seem slower."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -160,28 +160,28 @@ def test_the_worst_output_counts() -> None:
 
 
 def test_other_input_names_are_not_comparable() -> None:
-    """Fails if inputs are matched by position."""
+    """Fails if a candidate whose inputs have other names than the baseline's is compared."""
     signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
     row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
     assert row.error.startswith("not comparable: the inputs are pixels, but the baseline's are x")
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
-    """Fails if the float16 version of a model can't be timed against its float32 version."""
+    """Fails if a float16 model can't be timed against the same model in float32."""
     half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
     row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
     assert (row.error, row.max_abs_diff) == (None, 0.0)
 
 
 def test_a_candidate_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a candidate that hangs keeps the benchmark from ending."""
+    """Fails if the benchmark doesn't end because a candidate hangs."""
     monkeypatch.setattr(paired, "_PATIENCE_SECONDS", 5.0)
     report = quick([scripted("base", ms=1), scripted("bad", ms=1, hang_at=20)])
     assert "took longer" in report.row("bad").error
 
 
 def test_a_baseline_that_fails_is_an_error() -> None:
-    """Fails if there is a report although the baseline failed."""
+    """Fails if the benchmark returns a report although the baseline failed."""
     with pytest.raises(AccelError, match="no such kernel"):
         quick([scripted("base", fail_to_open=True), scripted("other")])
 
@@ -218,7 +218,7 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # The feed of ones has the largest difference: ||1|| / ||2 * 1||.
+    # The relative difference is largest for the input of ones, where it is norm(1) / norm(2).
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
@@ -226,8 +226,8 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
     budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # An interval that is narrower than a quarter of the effect counts as narrow for every target width. The test fixes
-    # the answer of ``is_narrow``, so that the number of rounds doesn't depend on the clock.
+    # For every target width, an interval that is narrower than a quarter of the effect counts as narrow. The test
+    # replaces ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
@@ -258,9 +258,9 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if the processes, the order or the warm-up favor one side by more than 25% on a real runtime. Runs are
-    timed by the thread's CPU time. The bound is loose because the machine may be busy. Simulated benchmarks test the
-    statistics."""
+    """Fails if one of two identical candidates on a real runtime is more than 25% faster because of the processes, the
+    order or the warm-up. Runs are timed by the thread's CPU time. The bound is loose because the machine may be busy.
+    Simulated benchmarks test the statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -274,8 +274,8 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
-    """Fails if blocks, pairing or the noise floor hide a delay of a tenth of the time, or show a delay that doesn't
-    exist. The sessions' clock is simulated, so the figures are the same on every machine."""
+    """Fails if the benchmark misses a delay of 10%, or reports a delay between equally fast candidates. The sessions'
+    clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -293,8 +293,8 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if the benchmark doesn't find the delay of a real runtime. The delayed runs take ten times as long,
-    which shows on any machine."""
+    """Fails if the benchmark doesn't find the delay of a real runtime. The delayed runs take ten times as long, so the
+    delay is visible on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
@@ -312,7 +312,7 @@ def test_first_run_and_peak_memory_are_of_the_candidate_alone() -> None:
 
 
 def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
-    """Fails if warm-up ends while a compiler is still at work, or never ends on an unsteady machine."""
+    """Fails if warm-up ends while runs still get faster, or never ends if the runs never become steady."""
     now = 0
     durations = iter([900, 700, 500, 300, 200, 150, *[100] * 100])
 
@@ -329,7 +329,8 @@ def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
 
 
 def test_a_block_takes_about_the_time_asked_for() -> None:
-    """Fails if a block of a slow model gets fewer than three runs, or if several feeds count as one."""
+    """Fails if a block of a slow model gets fewer than three runs, or if a pass over several inputs counts as one
+    run."""
     assert passes_for(0.2, 0.010, feeds=1) == 20
     assert passes_for(0.2, 0.010, feeds=4) == 20
     assert passes_for(0.2, 30.0, feeds=1) == 3
@@ -338,9 +339,9 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block keeps its first estimate of the number of runs after the runs get slower. In this test, a block
-    of 0.2 s is planned with 200 runs, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the
-    planned runs instead of the actual runs."""
+    """Fails if a block makes all its planned runs although the runs became slower. In this test, a block of 0.2 s is
+    planned with 200 runs, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the planned runs
+    instead of the actual runs."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -348,7 +349,7 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     cut = [times for times in rounds if len(times) < 20]
     assert len(cut) >= 3
     for times in rounds:
-        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the block's time
+        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after the block has taken twice its planned time
     assert all(len(times) > 100 for times in report.samples["base"])
     assert row.iterations == sum(map(len, rounds))
     assert row.samples_per_second == pytest.approx(2 * row.iterations / (sum(t.sum() for t in rounds) / 1e9))
@@ -358,7 +359,7 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 def test_a_block_is_cut_between_passes() -> None:
     """Fails if a block ends within a pass or before the end of the first pass. Also fails if a block exceeds its time
-    or its number of passes. After an unfinished pass, some inputs would count more than others."""
+    or its number of passes. If a pass over the inputs stayed unfinished, some inputs would count more than others."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
         clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the previous reading

@@ -46,13 +46,13 @@ def save(path: Path, *shape: str | int) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Makes ``y = relu(x)``, with x float32[batch, length]."""
+    """Makes an ONNX model that computes ``y = relu(x)`` for ``x`` of float32[batch, length]."""
     return save(tmp_path / "m.onnx", "batch", "length")
 
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     """Fails if a shape is left out or measured at other sizes, or if a report file lacks a shape. Also fails if the
-    report says that a model that isn't an engine ran as a CUDA graph."""
+    report says that an ONNX model ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
     ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)
@@ -68,7 +68,7 @@ def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_
 
 
 def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if the runs don't use the user's values, or if bench refuses lengths that the data doesn't have."""
+    """Fails if bench doesn't adapt the user's data to each requested batch and length."""
     np.savez(tmp_path / "d.npz", x=np.full((4, 8), 7, np.float32))
     words = ["--data", tmp_path / "d.npz", "--batch", "2", "--length", "4,16"]
     ran = cli("bench", model, *words, *QUICK, "--json")
@@ -80,9 +80,9 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if bench notices a size beyond the declared range only by a crash during timing. Also fails if the error
-    doesn't name the range and the option that widens the range, or if accel's default batch of 1 to 8 counts as a
-    declared range."""
+    """Fails if bench refuses a size outside the declared range only after timing began. Also fails if the error doesn't
+    name the range and the option that widens the range, or if accel's default range of 1 to 8 samples counts as
+    declared."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
@@ -106,9 +106,9 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares an artifact with a source at a size outside a range. If the range comes from the artifact, fails if the
-    error names the source, or if the advice doesn't widen the artifact's range. If the range is declared for the
-    source, fails if the error names the artifact."""
+    """Benchmarks an artifact against a source at a size outside the range of one of them. For the artifact's range, the
+    error must name the artifact and say how to widen its range. For a range declared for the source, the error must
+    name the source."""
 
     def declare(most: int) -> None:
         made = Source(model).open()
@@ -148,7 +148,8 @@ def test_a_range_that_a_source_has_from_an_artifact(
 def test_what_makes_no_sense(
     cli: Callable[..., Any], tmp_path: Path, shape: tuple[str | int, ...], words: tuple[str, ...], says: str
 ) -> None:
-    """Fails if a contradiction is found only after timing began, or if the message doesn't say what to change."""
+    """Fails if options that contradict the model are refused only after timing began, or if the message doesn't name
+    the fix."""
     path = save(tmp_path / "m.onnx", *shape)
     ran = cli("bench", path, *words, *QUICK)
     assert ran.code == 2
@@ -157,8 +158,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """For sessions that take one run at a time, fails if the streams take turns, or if each stream gets all the
-    threads. Each run of this test waits until all streams are in a run."""
+    """Uses sessions that accept one run at a time. Fails if the streams don't run at the same time, or if each stream
+    gets all the threads. Each run of this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -169,7 +170,7 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
     assert report.streams == 3
     assert set(log.read_text().split()) == {"2"}
     assert row.iterations % 3 == 0
-    # Three runs overlap, so the time per sample is less than the time of a run.
+    # Three runs overlap, so the throughput is higher than with one stream.
     assert row.samples_per_second > 1.5 * 3 * 1000 / row.mean_ms
     assert (row.options["threads"], row.options["streams"]) == (6, 3)
     with pytest.raises(UsageError, match="1 or more"):
@@ -177,7 +178,7 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
 
 
 def test_a_row_says_what_it_ran_with() -> None:
-    """Fails if a row of the page doesn't show the session options in which the candidates differ. Also fails if the
+    """Fails if the rows of the report don't show the session options that differ between candidates. Also fails if the
     text above the table doesn't show the session options that all candidates share."""
     point = body(name="other", options={"threads": 1, "streams": 1, "spinning": False, "graph_level": "extended"})
     point["results"][0]["options"] = {"threads": 2, "streams": 2, "precision": "fp32"}
@@ -193,15 +194,15 @@ def test_a_row_says_what_it_ran_with() -> None:
 
 
 def test_throughput_is_of_the_time_that_passed() -> None:
-    """Fails if the throughput of several streams is computed from the latency of each run instead of the elapsed
+    """Fails if the throughput of several streams is computed from the sum of the runs' latencies instead of the elapsed
     time."""
     block = Block(times=np.full(10, 4_000_000), seconds=0.02)
     assert block.ms_a_run == pytest.approx(2.0)
 
 
 def test_energy_is_the_packages_and_wraps(tmp_path: Path) -> None:
-    """Fails if the energy of a subdomain of a CPU package is counted twice, or if the counter's overflow gives a
-    negative number. Also fails if an unreadable counter stops the benchmark."""
+    """Fails if the energy of part of a CPU package is counted twice, or if an overflow of the counter gives a negative
+    number. Also fails if an unreadable counter stops the benchmark."""
     assert EnergyCounter.find(tmp_path) is None
     for name, value in (("intel-rapl:0", 900), ("intel-rapl:1", 5), ("intel-rapl:0:0", 70), ("intel-rapl", 0)):
         (tmp_path / name).mkdir()
@@ -233,9 +234,9 @@ def body(**row: Any) -> dict[str, Any]:
 
 
 def test_the_terminal_has_the_same_columns() -> None:
-    """Fails if a wide terminal leaves out a column of the page, shows a value that differs from the page, or reads a
-    name as markup. Also fails if a narrow terminal breaks a number, breaks a name more often than necessary, or doesn't
-    list the columns that it left out."""
+    """Fails if the table in a wide terminal lacks a column of the HTML report, shows another value, or renders a name
+    as markup. Also fails if the table in a narrow terminal wraps a cell, or doesn't list the columns that it leaves
+    out."""
     row = {"median_ms": 26.123, "p90_ms": 30.0, "p99_ms": 123.4, "speedup": 4.0, "ci95": (3.0, 5.0), "cosine": 0.99999}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
     rows = (
@@ -277,7 +278,7 @@ def test_the_terminal_has_the_same_columns() -> None:
 
 
 def test_columns_without_values_are_left_out() -> None:
-    """Fails if an empty column is shown, or if a column with a value isn't shown."""
+    """Fails if the report shows a column without values, or leaves out a column with values."""
     titles = page.cells(body(name="other", error="crashed"))[0]
     assert "J a run" not in titles
     assert "median ms" in titles
@@ -303,8 +304,8 @@ def test_a_ratio_below_the_noise_is_not_shown() -> None:
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a shape or a candidate isn't drawn, or if a bar leaves the plot or has the color of a wrong verdict.
-    Also fails if the page isn't dark although the reader's system is dark."""
+    """Fails if a shape or a candidate isn't drawn, or if a bar has the color of a wrong verdict. Also fails if the page
+    isn't dark in a system with a dark color scheme."""
     from PIL import Image
 
     row = {"median_ms": 1.0, "p99_ms": 1.5, "speedup": 2.0, "ci95": [1.5, 2.5], "verdict": "faster"}
@@ -330,7 +331,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 
 class Tags(HTMLParser):
-    """Collects every opened tag with its attributes."""
+    """Collects every opening HTML tag with its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +346,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
-    """Fails if a name becomes markup, or if the page loads anything."""
+    """Fails if the report renders a name as markup, or loads anything from the network."""
     name = "<script>alert(1)</script> | x\ny"
     point = body(name=name, median_ms=1.0, speedup=2.0, ci95=[1.5, 2.5], verdict="faster")
     page.write(tmp_path / "p.html", point)
@@ -364,7 +365,7 @@ def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
 
 
 def test_the_axis_holds_all_intervals() -> None:
-    """Fails if a bar leaves the plot, or if a faster candidate isn't farther right."""
+    """Fails if an interval's bar leaves the plot, or if the bar of a faster candidate isn't farther to the right."""
     found = page.bars(body(name="other", speedup=4.0, ci95=[3.0, 5.0], verdict="faster"))
     assert all(0 <= bar[key] <= page.WIDTH for bar in found for key in ("low", "value", "high", "one"))
     assert found[1]["low"] < found[1]["value"] < found[1]["high"]

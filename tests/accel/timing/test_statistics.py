@@ -1,5 +1,4 @@
-"""Proves that the verdicts are right on simulated machines with drift, heavy tails and lucky processes, where the truth
-is known."""
+"""Proves that the verdicts are right on simulated machines with drift, heavy tails and randomly faster processes."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ RUNS = 200  # simulated benchmarks per test
 
 
 class Machine:
-    """A simulated machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
+    """Simulates a machine whose speed drifts, falls for whole rounds, has spikes, and differs between processes."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -38,7 +37,7 @@ class Machine:
         self.rounds = np.exp(drift) * busy  # the slowdown is the same for all processes in a round
 
     def run(self, milliseconds: float, iterations: int = 40) -> list[np.ndarray]:
-        """Returns the times of a process in int64 nanoseconds, one array per round. An undisturbed run takes
+        """Returns the run times of a process in nanoseconds as int64, one array per round. An undisturbed run takes
         ``milliseconds``."""
         own = 1 + self.rng.normal(0, self.process_luck)
         found = []
@@ -68,8 +67,8 @@ def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(round
 
 
 def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
-    """Fails if the 95% interval misses the true ratio in more than 6% of the benchmarks. Plain percentiles of 7
-    rounds miss the true ratio in 12%."""
+    """Fails if the 95% interval doesn't contain the true ratio in more than 6% of the benchmarks. Intervals of plain
+    percentiles of 7 rounds don't contain the true ratio in 12% of the benchmarks."""
     outside = 0
     for seed in range(600):
         machine = Machine(seed, 7, process_luck=0.0)
@@ -79,22 +78,23 @@ def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_
 
 
 def test_an_injected_ten_percent_delay_is_found() -> None:
-    """Fails if rounds aren't compared as pairs, or if the noise floor hides a difference that users care about. Also
-    fails if the sign is wrong."""
+    """Fails if a delay of 10% isn't found in 95% of the benchmarks. The delay is missed if rounds aren't compared as
+    pairs, or if the noise floor is too high. Also fails if the slower candidate is called faster."""
     verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
     assert verdicts["slower"] >= 0.95 * RUNS, verdicts
     assert verdicts["faster"] == 0
 
 
 def test_a_faster_candidate_is_found_and_its_speedup_is_right() -> None:
-    """Fails if the speed-up is inverted (candidate / baseline), or biased by the drift of the machine."""
+    """Fails if the speedup is the inverse ratio (candidate / baseline), or if the drift of the machine biases the
+    speedup."""
     found = [verdict_of(Machine(seed, ROUNDS), -0.5) for seed in range(20)]
     assert {verdict for verdict, _ in found} == {"faster"}
     assert np.median([ratio.value for _, ratio in found]) == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> None:
-    """Fails if the noise floor doesn't follow the difference between two processes of the baseline."""
+    """Fails if the noise floor doesn't rise with the difference between two processes of the baseline."""
     quiet, noisy = ([], [])
     for seed in range(40):
         for found, luck, noise in ((quiet, 0.0, 0.002), (noisy, 0.03, 0.08)):
@@ -106,8 +106,8 @@ def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> 
 
 
 def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
-    """Fails if the baseline is a single process. If a single process is 4% slower by chance, every candidate seems
-    4% faster."""
+    """Fails if the baseline's times come from a single process. If this process were 4% slower by chance, every
+    candidate would seem 4% faster."""
     verdicts = Counter()
     for seed in range(50):
         machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)
@@ -118,7 +118,8 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if either the interval or the noise floor alone decides that a candidate is "faster" or "slower"."""
+    """Fails if the verdict is "faster" or "slower" although the interval contains 1 or the effect is below the noise
+    floor."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"
@@ -128,8 +129,8 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 
 def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
-    """The noise floor is above 100%. Fails if the verdict on an effect below the floor isn't "too noisy", or if the
-    verdict on an effect above the floor isn't "faster" or "slower"."""
+    """Tests noise floors above 100%. If the effect is below the noise floor, the verdict must be "too noisy". If the
+    effect is above the noise floor, the verdict must be "faster" or "slower"."""
     assert judge(Ratio(value=189.8, low=10.2, high=3655.8), 401.923) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.01) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.0) == "no measurable difference"
@@ -138,7 +139,7 @@ def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
 
 
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
-    """Fails if the bootstrap isn't seeded, or if the interval doesn't contain the measured ratio."""
+    """Fails if two bootstraps with the same seed differ, or if the interval doesn't contain the measured ratio."""
     for seed in range(10):
         machine = Machine(seed, 30)
         a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
@@ -148,7 +149,8 @@ def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> Non
 
 
 def test_summary_is_over_all_iterations_in_milliseconds() -> None:
-    """Fails if percentiles are taken over the medians of rounds instead of all runs, or if the unit is wrong."""
+    """Fails if percentiles are computed from the medians of rounds instead of all runs, or if the unit isn't
+    milliseconds."""
     rounds = [np.arange(1, 51) * 1_000_000, np.arange(51, 101) * 1_000_000]
     found = summarize(rounds)
     assert found.iterations == 100
@@ -166,14 +168,13 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Fails if the tail probability isn't corrected for few rounds, or isn't close to the plain 2.5% for many
-    rounds."""
+    """Fails if the tail probability isn't below 2.5% for few rounds, or isn't close to 2.5% for many rounds."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 
 
 def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
-    """Fails if a benchmark never stops for a large, clear effect. Also fails if a benchmark stops as soon as its
+    """Fails if a benchmark with a large, clear effect never stops. Also fails if a benchmark stops as soon as its
     interval excludes 1, because the verdict could then be false."""
     assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
     assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)

@@ -1,4 +1,5 @@
-"""Forks the processes of the training tests from a server that has imported torch: see ``forked``."""
+"""Forks the processes of the training tests from a server that has already imported torch. The module ``forked``
+describes the server."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def _server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(_server: Server) -> Iterator[None]:
-    """Forks the processes of a module's tests. Each process computes with one thread, because two workers of pytest
-    share two cores."""
+    """Makes the tests of a module fork their processes. Each process computes with one thread, because two workers of
+    pytest share two cores."""
     threads = torch.get_num_threads()
     with _server.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -1,8 +1,9 @@
-"""Runs ``python -m MODULE`` by forking each process from a server that has already imported torch, which saves seconds.
+"""Runs ``python -m MODULE`` by forking each process from a server that has already imported torch. This saves seconds
+per process.
 
-``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
-the caller, so ``waitpid`` and signals work. The forked process has its own session, environment, working folder and
-command line in ``/proc``.
+Inside ``Server.installed``, ``subprocess.Popen`` forks the server to run a module of ``FORKED``. A forked process
+becomes a child of the caller, so ``waitpid`` and signals work. The forked process has its own session, environment,
+working folder and command line in ``/proc``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from typing import Any
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
 # The modules of FORKED that start processes themselves.
 _STARTING = ("torch.distributed.run", "accel")
-# The modules imported before the first fork. Imports of these modules must not start a thread, because a fork copies
-# only the thread that forks.
+# The server imports these modules before the first fork. The imports must not start threads, because a forked process
+# has only a copy of the thread that forked.
 _IMPORTED = (
     "accel.cli",
     "accel.train.loop",
@@ -46,13 +47,13 @@ _IMPORTED = (
     "tests.support.small_gpt",
 )
 _PR_SET_CHILD_SUBREAPER = 36
-_PADDING = "-" * 8000  # room for the command line of a forked process
+_PADDING = "-" * 8000  # reserves memory for the command line of a forked process
 _whole = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks a process for each request until the caller is gone. Never returns, because each forked process exits at
-    the end of its request."""
+    """Forks a process for each request until the caller closes the socket. Never returns, because the server and the
+    forked processes exit."""
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 4)
         if not message:
@@ -180,7 +181,7 @@ def _install(server: Callable[[], socket.socket]) -> None:
 
 
 def _module_of(args: Any) -> tuple[str, list[str]]:
-    """Returns the module and its arguments if ``args`` are a ``python -m`` command. For any other command, returns ("",
+    """Returns the module and its arguments if ``args`` is a ``python -m`` command. For any other command, returns ("",
     [])."""
     words = [str(word) for word in args] if isinstance(args, list | tuple) else []
     if words[:1] == [sys.executable]:
@@ -191,8 +192,7 @@ def _module_of(args: Any) -> tuple[str, list[str]]:
 
 
 class Server:
-    """The first server of a test process. The server starts when the first process is requested, and ends with
-    ``end``."""
+    """Starts a server for a test process when the first process is requested. ``end`` ends the server."""
 
     def __init__(self) -> None:
         self._asked: socket.socket | None = None
@@ -210,7 +210,7 @@ class Server:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes ``subprocess.Popen`` fork for the modules of FORKED inside the context."""
+        """Inside the context, makes ``subprocess.Popen`` fork the server to run a module of FORKED."""
         _install(self._ask)
         try:
             yield
@@ -218,7 +218,7 @@ class Server:
             subprocess.Popen._execute_child = _whole  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Ends the server, but not the processes that the server forked."""
+        """Ends the server. The processes that the server forked continue."""
         if self._asked is not None and self._process is not None:
             self._asked.shutdown(socket.SHUT_RDWR)  # ends the server even if another process has a copy of the socket
             self._asked.close()
@@ -227,7 +227,7 @@ class Server:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Makes ``subprocess.Popen`` start fresh interpreters inside the context."""
+    """Inside the context, makes ``subprocess.Popen`` start new interpreters instead of forking."""
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _whole  # type: ignore[attr-defined]
     try:

@@ -1,5 +1,5 @@
-"""Proves that the loss scale of a single process grows, halves and resumes, and that a precision named as in apex comes
-with a note."""
+"""Proves that the loss scale of a single process grows, halves and is restored on resume. Also proves that a run with
+an apex name for its precision logs a note."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
     ],
 )
 def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: str) -> None:
-    """Fails if a run with a precision named as in apex doesn't note the meaning of the name and when not to use it."""
+    """Fails if a run with an apex precision name, such as O1, doesn't log what the name means and when not to use
+    it."""
     trainer_of(tmp_path, steps=1, precision={"mode": name}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert rows_of(tmp_path)[0] == {"note": says}
 
 
 @pytest.mark.parametrize("mode", ["O0", "autocast-fp16", "fp32"])
 def test_nothing_is_said_of_what_has_no_limits(tmp_path: Path, mode: str) -> None:
-    """Fails if a run logs a note although its precision has no limits."""
+    """Fails if a run logs a note about its precision although there is nothing to warn about."""
     trainer_of(tmp_path, steps=1, precision={"mode": mode}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert not [row for row in rows_of(tmp_path) if "note" in row and "MFU" not in row["note"]]
 
 
 def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Fails if the scale doesn't double after ``growth_interval`` good steps. Also fails if an overflow doesn't halve
-    the scale and restart the count, or if a resumed run forgets the scale or the count."""
+    """Fails if the loss scale doesn't double after ``growth_interval`` steps without overflow. Also fails if an
+    overflow doesn't halve the scale and reset the count of steps. A resumed run must keep the scale and the count."""
     trainer = trainer_of(tmp_path, steps=12, **GROWING)
     batches = trainer.batches()
     assert [trainer.one_step(batches)["loss_scale"] for _ in range(7)] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]

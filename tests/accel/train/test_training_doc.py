@@ -1,5 +1,5 @@
-"""Proves that the commands of docs/how-to/training.md work, and that the error for an object of the wrong kind names
-the right kind."""
+"""Proves that the commands of docs/how-to/training.md work, and that errors for objects of a wrong type name the right
+type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _block(language: str) -> str:
 def test_the_example_trains_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a command of the page doesn't work as written with the files of the page, or if the example doesn't
+    """Fails if a command in docs/how-to/training.md fails with the files in the page, or if the example doesn't
     learn."""
     monkeypatch.chdir(tmp_path)
     Path("taxi.py").write_text(_block("python"))
@@ -49,16 +49,16 @@ def test_the_example_trains_and_exports(
 
 
 def test_the_page_names_what_is_refused() -> None:
-    """Fails if the first table of the page doesn't list model, data, loss and evaluate, or lists a key that the
-    config lacks."""
+    """Fails if the first table of docs/how-to/training.md doesn't list exactly the config keys model, data, loss and
+    evaluate."""
     keys = re.findall(r"^\| `(\w+)`", TEXT.partition("\n## ")[0], flags=re.MULTILINE)
     assert keys == ["model", "data", "loss", "evaluate"]
     assert all(hasattr(config_of(), key) for key in keys)
 
 
 def test_the_page_has_every_key_and_style() -> None:
-    """Fails if the page lacks a key of the config, a default, a choice or a style. Also fails if the page names a key
-    or a choice that doesn't exist."""
+    """Fails if docs/how-to/training.md lacks a config key, a default, a choice or a tensor-parallel style. Also fails
+    if the page names a key or a style that doesn't exist."""
     flat: dict[str, object] = {}
     for name, value in dataclasses.asdict(TrainConfig()).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
@@ -157,7 +157,8 @@ def bare(module):
     ],
 )
 def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:
-    """Fails if a factory, loss or metric that returns a wrong object ends in a traceback of torch."""
+    """Fails if a factory, loss or metric that returns a wrong object causes an error of torch instead of an error with
+    the fix."""
     source = tmp_path / "wrong.py"
     source.write_text(SMALL.read_text() + _WRONG)
     tables = {"evaluate_every": 1} if key == "evaluate" else {}

@@ -1,4 +1,4 @@
-"""Proves that nodes stay in float32 if their values don't fit into 16 bits, and that all other nodes are cast."""
+"""Proves that nodes whose values don't fit into 16 bits stay in float32, and that all other nodes are cast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.onnx_builder import (
 
 
 def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
-    """Fails if the overflow search ignores the data file, if an overflowing node is cast, or if Relu stays in
+    """Fails if the overflow search ignores the data file, if a node that overflows is cast, or if Relu stays in
     float32."""
     src = square_root_of_square(tmp_path / "m.onnx")
     data = save_data(tmp_path / "d.npz", x=np.array([300.0, 1.0], np.float32))
@@ -47,7 +47,7 @@ def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
 
 
 def attention_mask(path: Path, low: float) -> Artifact:
-    """Builds softmax(scores + (1 - mask) * low), the formula of the transformers library."""
+    """Builds a model of softmax(scores + (1 - mask) * low), the attention mask formula of the transformers library."""
     return artifact(
         path,
         [
@@ -66,8 +66,8 @@ def attention_mask(path: Path, low: float) -> Artifact:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -1e4])
 def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
-    """Fails if a mask constant becomes small or zero, or if its product with 0 is NaN. Also fails if the softmax stays
-    in float32."""
+    """Fails if the large negative constant of an attention mask becomes small or zero, or if its product with 0 is NaN.
+    Also fails if the softmax stays in float32."""
     made = cast(attention_mask(tmp_path / "m.onnx", low), CastConfig(precision=precision), tmp_path / "o.onnx")
     scores = np.array([[5, -20, 0, 3, 9, 9, 9, 9]], np.float32)
     p = run(made, scores=scores, mask=np.array([[1, 1, 1, 1, 0, 0, 0, 0]]))["p"]
@@ -80,7 +80,7 @@ def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
 
 
 def test_fully_masked_rows_stay_finite(tmp_path: Path) -> None:
-    """Fails if a finite mask value becomes -inf. The output of a fully masked row is then NaN."""
+    """Fails if a finite mask value becomes -inf, because the softmax of a fully masked row would then be NaN."""
     made = cast(attention_mask(tmp_path / "m.onnx", -1e9), CastConfig(), tmp_path / "o.onnx")
     p = run(made, scores=np.zeros((1, 8), np.float32), mask=np.zeros((1, 8), np.int64))["p"]
     assert np.allclose(p, 1 / 8, atol=1e-3)
@@ -107,13 +107,13 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
     found = run(made, x=np.array([[1, -1, 2, -2]], np.float32))
     assert np.array_equal(found["y"], [[1, -65504, 2, -65504]])
     assert np.array_equal(found["b"], [[1, -np.inf, 2, -np.inf]])
-    assert made.notes["casts_inserted"] == 3  # one cast is for x, one for y and one for b
+    assert made.notes["casts_inserted"] == 3  # a cast for x, a cast for y and a cast for b
     assert kept(made) == set()
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps is rounded to 0 or to another number, or if a node between the variance and the quotient is cast."""
+    """Fails if the eps of a normalization is rounded, or if a node from the addition of eps to the division is cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -140,8 +140,8 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a LayerNormalization squares 1000 in fp16, as one node or decomposed. Also fails if the layers around
-    the LayerNormalization aren't cast."""
+    """Fails if a layer normalization squares values around 1000 in fp16, either as one node or decomposed into several.
+    Also fails if the layers around the layer normalization aren't cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}
@@ -178,7 +178,7 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits. The rounding to 11 bits causes no overflow, but
+    """Fails if angles of thousands of radians are cast to fp16. The cast causes no overflow, but the rounding error
     makes the sines random. Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
@@ -202,7 +202,7 @@ def test_positions_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_sizes_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if the size 2049 is cast to fp16. The cast would round 2049 to 2048 and break the Expand node."""
+    """Fails if the tensor size 2049 is cast to fp16. The cast would round 2049 to 2048 and break the Expand node."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -225,7 +225,7 @@ def test_sizes_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the search for overflows holds every tensor of the model in memory at once."""
+    """Fails if the overflow search holds all tensors of the model in memory at once."""
     count, width = 24, 1 << 12
     nodes = [node("Sqrt" if i % 2 else "Abs", f"t{i}", f"t{i + 1}") for i in range(count)]
     src = artifact(
@@ -253,8 +253,8 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """Fails if the gate misses an overflow in its first 16 samples, or if the judge misses an overflow in its first
-    128. The overflow search skips the sample that overflows."""
+    """In this test, the overflow search doesn't read the sample that overflows. Fails if the gate misses an overflow in
+    the first 16 samples, or if the judge misses an overflow in the first 128 samples."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

@@ -1,4 +1,5 @@
-"""Proves that casts to float16 and bfloat16 give valid graphs with the requested dtypes and only rounding errors."""
+"""Proves that a cast to float16 or bfloat16 gives a valid graph with the requested dtypes, and that its outputs have
+only rounding errors."""
 
 from __future__ import annotations
 
@@ -32,8 +33,7 @@ from tests.support.onnx_builder import (
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph reads a tensor or a constant of the outer graph with the wrong dtype. Also fails if a
-    subgraph's name that hides an outer name is renamed."""
+    """Fails if a subgraph reads a tensor or a constant of the outer graph in the wrong dtype."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",
@@ -64,8 +64,8 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
 
 
 def test_io_is_kept_or_cast(tmp_path: Path) -> None:
-    """Fails if keep_io changes a float dtype, or if keep_io=False keeps a float32 input or output. Also fails if an
-    integer dtype changes."""
+    """Fails if keep_io=True changes the dtype of a float input or output, or if keep_io=False keeps float32. Also fails
+    if an integer dtype changes."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Gather", "table ids", "r"), node("Add", "r x", "y"), node("ArgMax", "y", "best", axis=-1)],
@@ -100,13 +100,13 @@ def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
     )
     assert cast(src, CastConfig(), tmp_path / "o.onnx").notes["casts_inserted"] == 2
     made = cast(src, CastConfig(keep_fp32=("n_c", "Exp")), tmp_path / "k.onnx")
-    assert kept(made) == {"n_c", "n_y", "n_d"}  # the transpose between "n_c" and "n_y" only moves values
+    assert kept(made) == {"n_c", "n_y", "n_d"}  # "n_d" only moves values between "n_c" and "n_y"
     assert made.notes["casts_inserted"] == 3
 
 
 def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) -> None:
-    """Fails if a node gets a dtype that the operator's schema at this opset forbids, or if the error names no opset to
-    use."""
+    """Fails if a node gets a dtype that its operator doesn't allow at this opset, or if the error doesn't name an opset
+    to use."""
     inputs, outputs = {"x": (FLOAT, ["batch", 4, 8, 8])}, {"y": (FLOAT, ["batch", 4, 6, 6])}
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((4, 4, 3, 3)).astype(np.float32)}
@@ -130,7 +130,8 @@ def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) 
 
 
 def test_local_functions_are_cast(tmp_path: Path) -> None:
-    """Fails if the body of a local function stays float32, or if the file contains the body twice."""
+    """Fails if the body of a local function stays float32, or if the file contains both the function and its inlined
+    body."""
     body = helper.make_function(
         "local", "Double", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 20)]
     )
@@ -159,7 +160,7 @@ def test_what_was_asked_for_wrongly_is_named(tmp_path: Path) -> None:
 
 
 def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
-    """Fails if a 16-bit output is written as infinity although the value fits in float32."""
+    """Fails if accel accepts 16-bit outputs for a model whose float32 outputs overflow in 16 bits."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Relu", "x", "h"), node("Mul", "h h", "y")],
@@ -173,7 +174,7 @@ def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
 
 @st.composite
 def small_nets(draw: st.DrawFn) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], int]:
-    """Draws a chain of layers of width 8 with skip connections and normally scaled random weights."""
+    """Draws a chain of layers of width 8 with skip connections and random weights from a normal distribution."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, np.ndarray] = {}
@@ -211,7 +212,7 @@ def test_any_small_net_casts_within_the_rounding(
     precision: str,
     keep_io: bool,
 ) -> None:
-    """Fails if a cast graph is invalid, changes the signature, or has a larger error than 16-bit rounding explains."""
+    """Fails if a cast graph is invalid, or if its error is larger than the rounding to 16 bits explains."""
     nodes, constants, opset = net
     folder = tmp_path_factory.mktemp("net")
     spec = (FLOAT, ["batch", 8])
@@ -229,7 +230,8 @@ def test_any_small_net_casts_within_the_rounding(
 
 @pytest.mark.proof
 def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if a real net's error exceeds 16-bit rounding, or if TensorRT-RTX refuses the graph."""
+    """Fails if the error of MiniLM after the cast is larger than the rounding to 16 bits explains, or if TensorRT-RTX
+    refuses the graph."""
     pytest.importorskip("tensorrt_rtx_bindings")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     wanted = run(minilm, **feeds)["embedding"]

@@ -106,7 +106,7 @@ def saved_models() -> None:
 
 
 class InTraining(tf.Module):
-    """A Keras model whose signature was traced with training=True."""
+    """Wraps a Keras model in a signature that is traced with training=True."""
 
     def __init__(self, layer: keras.Layer) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class InTraining(tf.Module):
 
 
 class Sampler(tf.Module):
-    """A model that draws random integers at every call. The name of the sampling op doesn't contain "random"."""
+    """Draws random integers at every call. The name of the sampling op doesn't contain "random"."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -177,7 +177,8 @@ def tflite_models() -> None:
 
 
 class Foldable(tf.Module):
-    """A matrix product whose weight nine operators compute from constants. ONNX lacks two of the nine operators."""
+    """Multiplies the input by a weight that nine operators compute from constants. ONNX lacks two of the nine
+    operators."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -197,7 +198,8 @@ def foldable_models() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         tf.matmul(x, Foldable.weight(), name="y")
         Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    # TFLite's converter folds these operators itself, but not the operator that widens 16-bit weights.
+    # TFLite's converter folds the operators of Foldable itself, so this TFLite file has 16-bit weights instead. TFLite
+    # doesn't fold the operator that converts these weights to float32.
     converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.target_spec.supported_types = [tf.float16]

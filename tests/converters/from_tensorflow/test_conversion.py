@@ -36,8 +36,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
-    """Fails if a concrete function can't be exported, or if the ONNX loses the function's input names or
-    output keys."""
+    """Fails if a concrete function can't be exported, or if the ONNX file loses the function's input names or output
+    keys."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 0, ran.stderr
@@ -100,7 +100,7 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     assert "SIGSEGV" in ran.stderr
     at = r"it was at the operator Digamma \(\S*here\), export the part of the model without it$"
     assert re.search(at, ran.stderr.strip())
-    assert "number" not in ran.stderr  # the error message must not repeat the earlier, unrelated error
+    assert "number" not in ran.stderr  # the message must not repeat the error of the earlier export
     assert not list(tmp_path.glob("m.onnx*"))
     code.write_text(FUNCTIONS)
     assert cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q").code == 0
@@ -108,9 +108,9 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX graph still computes constants at run time. Of the ten operators, only one matrix product may
-    remain. ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
-    itself."""
+    """Fails if the ONNX graph still computes constants at run time. Only one matrix product of the ten operators may
+    remain. ONNX lacks two of the folded operators. The test turns onnxsim off, because onnxsim would also fold some
+    operators."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
     there = accel.inspect(tensorflow_models / name, **named).graph["operators"]
     assert {"MatrixInverse", "Lgamma"} <= set(there)
@@ -126,7 +126,7 @@ def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str
 
 @pytest.mark.proof
 def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the ONNX graph of a TFLite file with 16-bit weights widens these weights at each run."""
+    """Fails if the ONNX graph of a TFLite file with 16-bit weights converts these weights to float32 at each run."""
     there = accel.inspect(tensorflow_models / "foldable.tflite").graph["operators"]
     assert there["DEQUANTIZE"] >= 2
     made = accel.export(tensorflow_models / "foldable.tflite", out=tmp_path / "m.onnx", simplify=False)
@@ -136,7 +136,7 @@ def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path
 
 
 def computing(path: Path) -> list[str]:
-    """Returns the operators of an ONNX file that still compute at run time."""
+    """Returns the operators of an ONNX file except Constant and Identity."""
     return [node.op_type for node in onnx.load(str(path)).graph.node if node.op_type not in ("Constant", "Identity")]
 
 
@@ -150,8 +150,8 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX outputs differ from those of this gelu.
-    ONNX lacks the operator with which TensorFlow computes this gelu."""
+    """Fails if a net with the gelu activation of Keras can't be exported, or if the ONNX outputs differ from the gelu
+    formula. ONNX lacks the operator that TensorFlow uses to compute this gelu."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
@@ -172,9 +172,9 @@ def function(x):
 
 @pytest.mark.proof
 def test_nearest_neighbours(tmp_path: Path) -> None:
-    """Fails if the exported mode of nearest-neighbor resizing is a mode that opset 13 removed. Also fails if ONNX
-    Runtime picks other pixels than TensorFlow. ONNX Runtime only warns of the removed mode, but other runtimes refuse
-    the mode."""
+    """Fails if nearest-neighbor resizing is exported with a coordinate mode that opset 13 removed. ONNX Runtime only
+    warns about the removed mode, but other runtimes refuse it. Also fails if ONNX Runtime picks other pixels than
+    TensorFlow."""
     code = written(tmp_path, NEAREST)
     made = accel.export(f"{code}:function", out=tmp_path / "m.onnx")
     nodes = [node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Resize"]
@@ -184,7 +184,8 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
     with accel.load(made) as session:
         found = session.run({"x": x})
     for size in (3, 7, 12, 18):
-        # TensorFlow documents how resizing picks a source pixel: the pixel that contains the center of the new pixel.
+        # As TensorFlow documents, each new pixel gets the value of the source pixel that contains the new pixel's
+        # center.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
 

@@ -30,7 +30,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.proof
 def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `accel export` refuses a source format, prints TensorFlow's log, or makes the batch dim fixed."""
+    """Fails if `accel export` refuses a source format, prints TensorFlow's log, or fixes the batch size."""
     for words in (
         ["sequential"],
         ["sequential.keras"],
@@ -43,7 +43,7 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
         out = tmp_path / "model.onnx"
         ran = cli("export", tensorflow_models / words[0], *words[1:], "-o", out, "--json", "-q")
         assert ran.code == 0, f"{words}: {ran.stderr}"
-        assert ran.stderr == "", words  # stderr contains no line of TensorFlow's log
+        assert ran.stderr == "", words  # stderr must contain no line of TensorFlow's log
         body = json.loads(ran.stdout)
         assert body["signature"]["inputs"][0]["shape"][0] == "batch", words
         assert body["gates"], words
@@ -52,8 +52,8 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 
 def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a line of TensorFlow, tf2onnx or Keras reaches the command's terminal. The test starts a process because
-    the in-process runner of the other tests misses the stderr of native code."""
+    """Fails if a log line of TensorFlow, tf2onnx or Keras reaches the command's stdout or stderr. The test runs the
+    command in a new process, because an in-process run doesn't capture the stderr of native code."""
     command = [sys.executable, "-m", "accel", "export", str(tensorflow_models / "functional.keras")]
     command += ["-o", str(tmp_path / "m.onnx"), "--no-cache"]
     noisy = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
@@ -70,7 +70,8 @@ def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Pa
 @pytest.mark.proof
 def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if the ONNX outputs of a frozen graph or a checkpoint differ from the outputs that TF1 computed before
-    freezing. The gate compares only with the model that accel loads, but this test compares with the original run."""
+    freezing. The gate compares the ONNX file only with the model that accel loads. This test compares the ONNX file
+    with the original run."""
     wanted = arrays(tensorflow_models / "frozen.pb.npz")
     for name in ("frozen.pb", "checkpoint/model.meta"):
         made = accel.export(
@@ -82,7 +83,8 @@ def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: P
 
 def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if two outputs of the same shape are swapped. Also fails if a name, the dynamic length or the embedding's
-    index range is lost. Also fails if an error about bad data names options."""
+    index range is lost. Also fails if the error for an index outside the embedding suggests options instead of naming
+    the data."""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "f.onnx")
     (ids,) = made.signature.inputs
     assert (ids.name, ids.shape, ids.values) == ("ids", ("batch", "length"), (0, 49))
@@ -94,7 +96,8 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
     assert np.abs(wanted["zeta"] - wanted["alpha"]).max() > 1e-2
-    # The error names the bad data, not options that the caller hasn't passed. An index of -1 counts from the end.
+    # The error must name the bad data, not options that the caller hasn't passed. The index -1 is valid, because
+    # negative indices count from the end.
     (folder := tmp_path / "data").mkdir()
     for name, ids in (("a", [[1, -1, 3]]), ("b", [[7, 62, 5]])):
         np.savez(folder / f"{name}.npz", ids=np.array(ids, np.int32))
@@ -110,14 +113,14 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
 
 
 def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if two dynamic lengths that have to be equal are read as independent. The gate then fails."""
+    """Fails if two dynamic lengths that must be equal become two independent dims. The gate would then fail."""
     made = accel.export(tensorflow_models / "two.keras", out=tmp_path / "two.onnx")
     assert [spec.shape for spec in made.signature.inputs] == [("batch", "length", 4)] * 2
 
 
 def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --input can't rename or fix a dynamic dim. Also fails if --input accepts a dtype or a name that the
-    model doesn't have."""
+    """Fails if the declaration of an input can't rename or fix a dynamic dim. Also fails if accel accepts a declaration
+    with another dtype or name than the model's input has."""
     source = tensorflow_models / "functional.keras"
     made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
     assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
@@ -129,7 +132,7 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if an earlier export
-    in the folder changes the result, or if export reuses an ONNX file of an old source."""
+    to the same folder changes the result, or if export reuses an ONNX file after the function's source changed."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")
@@ -179,7 +182,7 @@ def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
 
 
 def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if export doesn't use the requested signature, or guesses among several signatures."""
+    """Fails if export doesn't use the requested signature, or chooses one of several signatures without a request."""
     source = tensorflow_models / "two_signatures"
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:
@@ -248,8 +251,8 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
 def test_one_line_with_the_fix(
     cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, code: int, wrong: str, fix: str, words: list[str]
 ) -> None:
-    """Fails if the error for a common bad file has more than one line or doesn't name both the problem and the fix.
-    Also fails if the exit code doesn't separate a wrong request (2) from a failed conversion (1)."""
+    """Fails if the error for a file that can't be exported has more than one line, or doesn't name both the problem and
+    the fix. Also fails if the exit code isn't 2 for a wrong request or 1 for a failed conversion."""
     source = tensorflow_models / name
     if name == "no.pb":
         source = tmp_path / name
@@ -265,7 +268,7 @@ def test_one_line_with_the_fix(
 @pytest.mark.parametrize("name", ["m.pb", "m.keras", "m.h5", "m.hdf5", "m.tflite", "m.meta", "saved_model.pb"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file whose content doesn't match its suffix leads to anything but a one-line BadSource."""
+    """Fails if a file whose content doesn't match its suffix doesn't raise BadSource with a one-line message."""
     path = tmp_path / "source" / name
     path.parent.mkdir()
     path.write_bytes(content)
@@ -279,8 +282,8 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a fully quantized TFLite file isn't converted, or if its inputs don't stay int8. Also fails if the gate
-    tries only two input values."""
+    """Fails if a fully quantized TFLite file can't be exported, or if its inputs don't stay int8. Also fails if the
+    example inputs have only a few different values."""
     made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int8"
     assert made.properties["precision"] == "int8"
@@ -292,7 +295,7 @@ def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
 def test_a_wrong_conversion_is_caught(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the gate passes a conversion that swaps two outputs of the same shape."""
+    """Fails if the gate accepts a conversion that swaps two outputs of the same shape."""
     from accel.converters.from_tensorflow import conversion as stage
 
     real = stage.in_tensorflow
@@ -316,8 +319,8 @@ def test_a_wrong_conversion_is_caught(
 def test_the_limit_is_named_where_rounding_may_be_the_reason(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, off: float, named: bool
 ) -> None:
-    """Fails if the error for a net slightly above the error limit doesn't suggest a --limit that lets the net pass.
-    Also fails if the error for a net with clearly wrong outputs suggests --limit."""
+    """If the error is slightly above the limit, the message must suggest a limit that the net passes. If the outputs
+    are clearly wrong, the message must not suggest another limit."""
     from accel.converters.from_tensorflow import conversion as stage
 
     real = stage.in_tensorflow
@@ -343,7 +346,7 @@ def test_the_limit_is_named_where_rounding_may_be_the_reason(
 
 
 def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cache: Path) -> None:
-    """Fails if a crash of TensorFlow kills the calling process or makes the next conversion fail."""
+    """Fails if a crash of TensorFlow's process kills the calling process or makes the next conversion fail."""
     from accel.errors import ChildCrashed
     from accel.sources.tensorflow.process import in_tensorflow
 
@@ -375,7 +378,7 @@ def test_bench_against_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) 
     rows = json.loads(ran.stdout)["results"]
     assert [row["runtime"] for row in rows] == ["tensorflow", "onnxruntime"]
     assert all(row["speedup"] for row in rows), rows
-    # TensorFlow runs in the timed process itself, not in a second process.
+    # The peak memory shows that TensorFlow runs in the timed process itself, not in a second process.
     assert rows[0]["peak_rss_mb"] > 100
 
 

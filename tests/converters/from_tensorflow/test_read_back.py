@@ -1,4 +1,5 @@
-"""Proves that export reads the signature from the TensorFlow file and doesn't trust the stage that wrote the file."""
+"""Proves that accel reads the signature from the written TensorFlow file instead of trusting the stage that wrote the
+file."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def test_tensorflow_files(
     gives: str,
     words: str,
 ) -> None:
-    """Fails if export accepts a written file that lost a name, or that has a fixed batch or another dtype. The test's
-    faulty stage reports the signature of the source in place of the file's."""
+    """Fails if accel accepts a written file that lost a name, has a fixed batch size, or has another dtype. The faulty
+    stage in this test reports the signature of the source instead of the file's signature."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()
     known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))

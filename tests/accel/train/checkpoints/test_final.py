@@ -44,7 +44,7 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """Fails if ``accel export`` can't export a run folder that was moved, without the factory's file and its imports.
+    """Fails if ``accel export`` can't export a moved run folder after the factory's file and its imports were deleted.
     Also fails if the exported model isn't the trained model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
@@ -84,8 +84,8 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """Fails if a run with micro-batches of 1 on samples of different lengths ends without ``final/``. Also fails if
-    ``final/`` doesn't name the model's inputs."""
+    """The run has micro-batches of one sample, and the samples have different lengths. Fails if ``final/`` is missing
+    or doesn't name the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"
@@ -96,7 +96,8 @@ def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> 
 
 
 def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a tensor is lost when the weights are in several files, or if the index names the wrong file."""
+    """Fails if a tensor is lost when the weights are split over several files, or if the index names the wrong file for
+    a tensor."""
     monkeypatch.setattr(final, "SHARD_BYTES", 10_000)
     trainer = trainer_of(tmp_path, steps=1)
     trainer.run()

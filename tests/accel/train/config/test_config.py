@@ -1,5 +1,5 @@
-"""Proves that TrainConfig survives reading, overrides and writing. A config that can't run must be refused in one
-sentence."""
+"""Proves that TrainConfig keeps all values when it is read, overridden and written. A config that can't run must be
+refused in one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _config(**tables: object) -> TrainConfig:
 
 
 def test_toml_and_overrides(tmp_path: Path) -> None:
-    """Fails if an override is lost or read as another type, or if the written config reads back differently."""
+    """Fails if an override is lost or read as another type, or if a config that was written and read again differs."""
     file = tmp_path / "run.toml"
     file.write_text(
         "model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n"
@@ -107,7 +107,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
     ],
 )
 def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
-    """Fails if a config that can't run starts a process group, or if the one-sentence error lacks the fix."""
+    """Fails if a config that can't run is accepted, or if the one-sentence error lacks the fix."""
     with pytest.raises(BadConfig) as caught:
         check(_config(**tables), world)
     assert says in str(caught.value)
@@ -115,8 +115,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if torch's default timeout of half an hour ends a run while ranks wait for an evaluation. The evaluation
-    stays within ``hang_seconds``."""
+    """Fails if the timeout of the process groups is shorter than ``hang_seconds``. Torch's default timeout of half an
+    hour could then end a run while ranks wait for an evaluation."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -133,7 +133,7 @@ def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, ha
 
 
 def test_apex_names() -> None:
-    """Fails if O0 to O3 stand for other modes than in apex."""
+    """Fails if one of the precision names O0 to O3 means another mode than in apex."""
     modes = [_config(precision={"mode": f"O{n}"}).precision.resolved for n in range(4)]
     assert modes == ["fp32", "autocast-fp16", "fp16", "fp16-only"]
 
@@ -157,7 +157,8 @@ def test_the_global_batch_is_the_same_on_any_world(ranks: int) -> None:
 
 
 def test_the_loader_resumes_exactly() -> None:
-    """Fails if a loader that starts at a step gives other batches than a loader that ran up to this step."""
+    """Fails if a loader that starts at step 7 gives other batches than a loader that ran through the first seven
+    steps."""
     data = [(index, -index) for index in range(40)]
     common = {"global_batch": 8, "micro_batch": 2, "rank": 1, "ranks": 2, "seed": 1, "processes": 0}
     through = iter(loader(data, first=0, **common))  # type: ignore[arg-type]
@@ -207,7 +208,7 @@ def test_a_rank_without_samples_only_takes_part() -> None:
 
 
 def test_data_shorter_than_a_batch() -> None:
-    """Fails if a run on too little data loops forever instead of raising BadData."""
+    """Fails if data with too few samples for a batch causes an endless loop instead of BadData."""
     with pytest.raises(BadData, match="the data has 7 samples, and global_batch is 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
     with pytest.raises(BadData, match="the data has 0 samples"):
@@ -238,7 +239,7 @@ def test_schedules() -> None:
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if outputs or targets that the default loss doesn't support raise an error of torch instead of
-    ``BadConfig``."""
+    """Fails if the default loss raises torch's own error instead of ``BadConfig`` for outputs or targets that it
+    doesn't support."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

@@ -40,8 +40,8 @@ def _documents(*lengths: int) -> list[Document]:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=30))
 def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
-    """Fails if a document is lost, doubled or put where it doesn't fit. Also fails if two sequences would fit into one
-    sequence."""
+    """Fails if a document is lost, duplicated or put into a sequence that is too short. Also fails if the documents of
+    two sequences would fit into one sequence."""
     found = best_fit(lengths, 12)
     assert sorted(i for inside in found for i in inside) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in inside) for inside in found]
@@ -50,8 +50,8 @@ def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
 
 
 def test_a_sequence_says_where_each_token_stands() -> None:
-    """Fails if positions don't restart with each document, or if padding counts as targets. Also fails if a target
-    isn't at the position of its token."""
+    """Fails if positions don't restart with each document, or if padding counts as targets. Also fails if a token and
+    its target have different positions."""
     documents = _documents(3, 2)
     (tokens, positions, numbers), targets = Packed(documents, 8)[0]
     assert tokens.tolist() == [*documents[0][0].tolist(), *documents[1][0].tolist(), 0, 0, 0]
@@ -69,7 +69,7 @@ def test_a_sequence_says_where_each_token_stands() -> None:
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: list[Document], says: str) -> None:
-    """Fails if a document is cut, or if a sequence contains a sample that isn't a document."""
+    """Fails if a document that is longer than the sequence is cut, or if a sample that isn't a document is packed."""
     with pytest.raises(BadData, match=says):
         Packed(documents, 8)[0]
 
@@ -82,8 +82,8 @@ def _gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
-    """Fails if a document attends to another document or to padding, or if its positions differ from those that it has
-    alone. The sum of the losses and its gradient must equal the sums over the single documents."""
+    """Fails if a packed document attends to another document or to padding, or if its positions don't start at 0. The
+    loss and the gradient must equal the sums over separately trained documents."""
     from accel.train.recompute import recompute as again
 
     torch.manual_seed(0)
@@ -128,8 +128,8 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """A model that ignores its positions. If ``mixes`` is true, the model uses its positions, but mixes neighboring
-    tokens outside of attention."""
+    """Defines a model that ignores the ``positions`` input. If ``mixes`` is true, the model uses ``positions``, but
+    mixes neighboring tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> N
 
 
 def test_a_packed_run_resumes_and_exports(tmp_path: Path) -> None:
-    """Fails if a run on packed documents loses its position after a resume. Also fails if its exported model takes any
-    input besides tokens."""
+    """Fails if a resumed run on packed documents doesn't continue with the next samples. Also fails if the trained
+    model takes inputs other than tokens."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:documents", "pack": 16, "global_batch": 8, "micro_batch": 4}
     config = TrainConfig.from_dict({**body, "steps": 4, "drop_last": False})
     assert len(make_data(config)) < 400

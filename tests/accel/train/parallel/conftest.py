@@ -1,7 +1,8 @@
 """Launches the ranks whose results ``test_distributed.py`` and ``test_planned_bytes.py`` check.
 
-One launch per world size runs only the configs that the collected tests need: ``make test`` collects ``rows.FAST``,
-``make proof`` all others, and ``-k "TP and 2"`` a few.
+One launch per world size runs only the configs that the collected tests need. ``make test`` collects the configs of
+``rows.FAST``, and ``make proof`` collects all other configs. An option such as ``-k "TP and 2"`` collects a few
+configs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _OneWorker = Callable[[str], AbstractContextManager[None]]
 
 @pytest.fixture(scope="module")
 def results(shared: Path, one_worker: _OneWorker, request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
-    """Returns the results of the ranks by world size. One pytest worker launches the ranks for all workers, and for all
-    modules that need results."""
+    """Returns the results of the ranks by world size. One pytest worker launches the ranks once, for all workers and
+    all modules that need the results."""
     orders = launches.orders(request.session.items, Path(__file__).parent)
     folder = shared / "distributed"
     with one_worker("distributed"):

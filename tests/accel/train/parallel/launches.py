@@ -41,8 +41,9 @@ NEEDS = {
 
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
-    """Returns the names of the checks that the collected tests in ``folder`` need, by launch and key. The launches are
-    "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after "world4"."""
+    """Returns the names of the checks that the collected tests in ``folder`` need, as a dict from each launch and key.
+    The launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after
+    "world4"."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:
         if not (isinstance(item, pytest.Function) and item.path.parent == folder):
@@ -104,7 +105,7 @@ def _world(home: str) -> int:
 
 
 def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path]) -> None:
-    """Runs ``world`` ranks to their end without torchrun, because other tests cover torchrun."""
+    """Starts ``world`` ranks without torchrun and waits until they end. Other tests cover torchrun."""
     out.mkdir(exist_ok=True)
     (out / "order.json").write_text(json.dumps({"folder": str(out), "others": [str(path) for path in others], **order}))
     with socket.socket() as free:
@@ -122,7 +123,7 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
         while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.05)
     finally:
-        for rank in ranks:  # ends ranks that still wait for a failed rank
+        for rank in ranks:  # kills ranks that still wait for a failed rank
             rank.kill()
             rank.wait()
     texts = [(out / f"said-{rank}").read_text() for rank in range(world)]
@@ -132,17 +133,18 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
 
 
 def marked(cases: Iterable[tuple[Any, ...]], fast: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns ``cases`` as pytest parameters. Only `make proof` runs the cases that aren't in ``fast``."""
+    """Returns ``cases`` as pytest parameters. `make test` runs only the cases in ``fast``, and `make proof` the other
+    cases."""
     fast, cases = list(fast), list(cases)
     assert set(fast) <= set(cases), set(fast) - set(cases)
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.proof) for case in cases]
 
 
 def marked_one(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """Returns ``marked(cases, fast)`` for cases of one parameter."""
+    """Returns the same as ``marked`` for cases that have only one parameter each."""
     return marked(((case,) for case in cases), ((case,) for case in fast))
 
 
 def named(table: Mapping[int, Iterable[str]]) -> list[tuple[int, str]]:
-    """Returns the pairs of world size and name in ``table``."""
+    """Returns a pair of world size and name for each name in ``table``."""
     return [(world, name) for world, names in table.items() for name in names]

@@ -1,5 +1,5 @@
-"""Computes the rounding of ZeRO++ on one process in a few independently written lines. The tests of qwZ and qgZ compare
-with the results of this file.
+"""Computes the rounding of ZeRO++ on one process, independently of accel's implementation. The tests of qwZ and qgZ
+compare accel's results with this rounding.
 
 Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the values of each block of
 256 are rounded to multiples of 1/127 of the block's largest absolute value.
@@ -16,7 +16,8 @@ from accel.train.loop import Trainer
 
 
 def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns ``tensor`` as every rank receives it. The rank that holds a row rounds the row before sending."""
+    """Returns ``tensor`` with the rounded values that every rank receives. Each rank rounds its rows before sending
+    them."""
     found = tensor.clone()
     for rows in found.chunk(ranks):
         flat = rows.view(-1)
@@ -29,8 +30,9 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Makes one process round as ``ranks`` ranks do. ``weights`` turns on the rounding of qwZ, and ``gradients`` that
-    of qgZ. One replica is spread over ``shards`` ranks. Each micro-batch stands for a rank."""
+    """Makes one process round the values as ``ranks`` ranks would. ``weights`` turns on the rounding of qwZ, and
+    ``gradients`` turns on the rounding of qgZ. A replica is sharded over ``shards`` ranks. Each micro-batch simulates
+    the micro-batch of one rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

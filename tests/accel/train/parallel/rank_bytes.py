@@ -1,5 +1,5 @@
-"""Counts the bytes that a rank of the distributed suite holds and sends while it trains. The argument ``start`` is
-``suite.start``, which makes a trainer from overrides and a folder."""
+"""Counts the bytes that a rank of the distributed suite holds and sends during training. The argument ``start`` is the
+function ``suite.start``, which makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# Four ranks count their bytes for these configs, over a step of two micro-batches with AdamW.
+# With these configs, each of four ranks counts its bytes in a step of two micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -30,7 +30,7 @@ HELD = {
     "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
 }
 HELD = {name: [*words, "optimizer.name=adamw", "micro_batch=1"] for name, words in HELD.items()}
-# `make test` checks the configs in FAST_HELD, `make proof` all others.
+# `make test` checks the configs in FAST_HELD, and `make proof` checks all others.
 FAST_HELD = (
     *(f"ZeRO {zero}" for zero in range(4)),
     "ZeRO 1, bf16",
@@ -39,7 +39,8 @@ FAST_HELD = (
     "ZeRO 3, hpZ 2, qwZ, qgZ",
 )
 DEEP = f"model={SMALL}:deep"
-# For these pipelines, by world size, the ranks count the bytes that stages send to one another in a step.
+# In these pipelines, each rank counts the bytes that it sends to other stages in a step. The outer keys are world
+# sizes.
 STAGES = {
     2: {
         "1F1B": ["parallel.pp=2"],
@@ -65,10 +66,10 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def switched_on(trainer: Trainer) -> dict[str, Any]:
-    """Returns four settings of a run that don't change its losses.
+    """Returns four properties of a run that its losses don't show.
 
-    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
-    over which FSDP2 shards between the forward and the backward pass. ``compiled`` has an entry for each block, which
+    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists over how many ranks
+    FSDP2 shards the parameters between the forward and the backward pass. ``compiled`` has one entry per block, which
     is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
     """
     groups = [
@@ -90,8 +91,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns this rank's bytes for each config of ``names``. The bytes are those held between steps, the maximum held
-    after a micro-batch and between the passes, and those sent in a step."""
+    """Returns this rank's bytes for each config of ``names``. The function counts the bytes held between steps, the
+    maximum held after a micro-batch, the maximum held between the passes, and the bytes sent in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 
@@ -132,8 +133,8 @@ def _of_a_step(trainer: Trainer) -> dict[str, float]:
 
 
 def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, float]:
-    """Returns the bytes that this rank sends to other stages in its second step. In the first step, torch also sends
-    shapes."""
+    """Returns the bytes that this rank sends to other stages in its second step. The first step doesn't count, because
+    torch also sends shapes then."""
     found = {}
     for name in names:
         trainer = start(STAGES[world][name], folder / "none")

@@ -1,5 +1,6 @@
-"""Causes a fault on one rank of the distributed suite: an overflow, a NaN weight or a damaged shard. All ranks have to
-respond alike. The argument ``start`` is ``suite.start``, which makes a trainer from overrides and a folder."""
+"""Causes a fault on one rank of the distributed suite: an overflow, a NaN weight or a damaged shard. All ranks must
+respond to the fault in the same way. The argument ``start`` is the function ``suite.start``, which makes a trainer from
+overrides and a folder."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ SPIKY = {
     "pp": ["parallel.pp=2", f"loss={SMALL}:overflow_second"],
 }
 HALVES = ["precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-# In these layouts, the last rank sets one value of the parameter BAD to NaN. With a loss scale, the NaN could make a
-# run skip the step.
+# In the layouts of NOT_A_NUMBER, the last rank sets one value of the parameter BAD to NaN. With a loss scale, a rank
+# could wrongly skip the step instead of raising an error.
 BAD = "blocks.2.up.weight"
 NOT_A_NUMBER = {
     "ZeRO 3": ["parallel.zero=3"],
@@ -36,7 +37,8 @@ NOT_A_NUMBER = {
 
 
 def overflow(start: Start, names: Sequence[str], folder: Path) -> dict[str, list[list[float]]]:
-    """Returns, for each of two steps, whether the run skipped the step, and the loss scale after the step."""
+    """Returns two values for each of two steps. The first value is 1 if the run skipped the step, and the second is the
+    loss scale after the step."""
     found = {}
     for name in names:
         trainer = start([*SPIKY[name], *HALVES], folder / "none")
@@ -64,9 +66,9 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """Returns the losses of three steps, and the step at which this rank resumes after the last rank's shard was
-    damaged. One bit of the damaged shard is flipped. The run saves checkpoints after its first two steps, and the
-    damaged shard belongs to the second checkpoint."""
+    """Returns the losses of three steps, and the step at which this rank resumes after one bit in a shard of the last
+    rank was flipped. The run saves checkpoints after its first two steps, and the damaged shard belongs to the second
+    checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)
     batches, losses = trainer.batches(), []

@@ -1,4 +1,4 @@
-"""The configs of the distributed checks: overrides by name for each world size, and the names that `make test` runs."""
+"""Lists the configs of the distributed checks for each world size, and the configs that `make test` runs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# For each parallel axis: its override, and the 16-bit modes tested with the axis. The axis with the fastest steps is
-# tested with all modes.
+# Each row holds the name of a parallel axis, its override, and the 16-bit modes tested with the axis. The axis with the
+# fastest steps is tested with all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
     ("CP 2 (Ulysses)", "parallel.cp=2", ("autocast-bf16", "fp16 with master weights (O2)", "bf16-only")),
 )
-# The configs that run on one world size only.
+# These configs run on only one world size each.
 ONLY: dict[int, dict[str, list[str]]] = {
     2: {
         "TP 2, sequence parallel": ["parallel.tp=2"],
@@ -163,8 +163,8 @@ TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
     4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
 }
-# The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save the optimizer's state and four ranks
-# resume it, and the state has to be the same bit for bit.
+# These overrides train bfloat16 weights with AdamW on float32 copies. Two ranks save the optimizer's state, and four
+# ranks must load exactly the same state.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
 # In these layouts, the gradient of one plain SGD step has to equal one process's gradient.
 GRADIENTS = {
@@ -239,8 +239,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# `make test` runs these layouts of GRADIENTS and these resumes. Another layout resumes each layout of SAVED, and each
-# layout of TAKEN_UP resumes once.
+# `make test` checks these layouts of GRADIENTS and these resumed runs. Each layout of SAVED is resumed by another
+# layout, and each layout of TAKEN_UP resumes a checkpoint once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",
@@ -257,5 +257,5 @@ FAST_RESUMED = (
 
 
 def of(world: int) -> dict[str, list[str]]:
-    """Returns the configs of a world size."""
+    """Returns all configs that run on ``world`` ranks."""
     return {**(ROWS if world in (2, 4) else {}), **ONLY[world]}

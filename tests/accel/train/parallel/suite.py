@@ -1,5 +1,5 @@
-"""One rank of the distributed checks. ``python -m tests.accel.train.parallel.suite ORDER`` runs the checks that the
-file ORDER names and writes the results to ``rank-RANK.json`` in ORDER's folder."""
+"""Runs one rank of the distributed checks. ``python -m tests.accel.train.parallel.suite ORDER`` runs the checks listed
+in the file ORDER, and writes the results to ``rank-RANK.json`` in ORDER's folder."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ OWN_PLAN = {
 
 
 def config(overrides: list[str]) -> TrainConfig:
-    """Returns a config of SGD with momentum, because Adam would hide an error in a gradient's scale. Micro-batches hold
-    two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all samples of a
-    step, which saves time. An override of ``micro_batch`` has priority."""
+    """Returns a config that trains with SGD with momentum, because Adam would hide an error in a gradient's scale. A
+    micro-batch holds two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all
+    samples of a step to save time. An override of ``micro_batch`` has priority."""
     body: dict[str, Any] = {
         "model": f"{HERE}:model",
         "data": f"{HERE}:data",
@@ -75,8 +75,8 @@ def config(overrides: list[str]) -> TrainConfig:
 
 @cache
 def _join(layout: ParallelConfig) -> Ranks:
-    """Returns the process groups of a layout. Each layout's groups are made only once, which saves most of a check's
-    time."""
+    """Returns the process groups of a layout. The groups of each layout are made only once, because making them takes
+    most of a check's time."""
     return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
 
 
@@ -94,8 +94,8 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Trains the configs that ``order`` names under "parity". Runs each check of PARTS on the names under the check's
-    key."""
+    """Trains the configs listed in ``order["parity"]``. For each key of PARTS in ``order``, runs the check on the
+    listed names."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     faulthandler.enable()
     folder = Path(order["folder"])
@@ -127,8 +127,8 @@ def main(order: dict[str, Any]) -> None:
 
 
 def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
-    """Returns the losses after the first half, and whether the resumed optimizer state equals the saved state bit for
-    bit. World size 2 saves, world size 4 resumes."""
+    """Returns the losses of the second half of a run. Two ranks save the optimizer state after the first half, and four
+    ranks load this state. The four ranks also return whether the loaded state equals the saved state bit for bit."""
     folder = (folder if world == 2 else others[0]) / "adamw"
     file = folder / "state.pt"
     trainer = start([f"parallel.zero={1 if world == 2 else 3}", *rows.ADAMW], folder)
@@ -151,7 +151,7 @@ def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> None:
-    """Writes to ``folder`` the weights after one plain step under each name of ``rows.GRADIENTS``."""
+    """Writes the weights after one plain SGD step to ``folder``, for each layout of ``rows.GRADIENTS`` in ``names``."""
     for name in names:
         trainer = start([*rows.GRADIENTS[world][name], "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
         trainer.one_step(trainer.batches())
@@ -161,8 +161,8 @@ def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
-    """Returns the bytes that context parallel keeps for the backward pass of a micro-batch and sends in the forward
-    pass."""
+    """Returns two numbers of bytes for context parallel: the bytes kept for the backward pass of a micro-batch, and the
+    bytes sent in the forward pass."""
     from accel.plan.measure import SavedBytes
     from accel.train.parallel.context import Ulysses
 
@@ -210,8 +210,8 @@ def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: lis
 
 
 def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
-    """Saves half a run of each layout of ``rows.SAVED``. Returns, for each layout, whether ``final/`` equals the
-    weights of this rank."""
+    """Trains the first half of a run with each layout of ``rows.SAVED`` and saves a checkpoint. For each layout,
+    returns whether the weights in ``final/`` equal the weights of this rank."""
     found = {}
     for name, overrides in SAVED[world].items():
         asynchronous = "true" if name == "zero1" else "false"
@@ -229,7 +229,7 @@ def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns the losses of the second half of each run, by a name such as "world4 hsdp -> 2 ddp"."""
+    """Returns a dict from a name such as "world4 hsdp -> 2 ddp" to the losses of the resumed second half of the run."""
     found = {}
     for name in names:
         source, _, target = name.partition(" -> ")
@@ -242,8 +242,8 @@ def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns three lists of losses: those of a whole run, of its saved first half, and of a second half that lost
-    PowerSGD's error feedback and starting matrices."""
+    """Returns the losses of three runs. The first runs all steps, and the second saves a checkpoint after the first
+    half. The third resumes from this checkpoint without PowerSGD's error feedback and starting matrices."""
     trainer = start(POWER_SGD, folder / "power_sgd")
     found = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
     trainer.finish()
@@ -255,14 +255,15 @@ def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
-    """Returns the losses of a second half that resumed the PowerSGD state saved by world size 2."""
+    """Returns the losses of the second half of a run that resumes from the PowerSGD state saved by two ranks."""
     trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
     trainer.resume()
     return losses(trainer)
 
 
 def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, str]:
-    """Returns the error of each faulty case: wrong plans, wrong models, and data that ranks can't split."""
+    """Returns the error message of each faulty case. The cases are wrong plans, wrong models, and data that ranks can't
+    split."""
     said = {}
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
@@ -284,7 +285,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# Maps the key of a check's names and results to the check. The checks run in this order.
+# Maps each key of an order to the check that runs for it. The checks run in this order.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),
@@ -306,6 +307,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # This process ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If
-    # another rank closes its sockets while this rank destroys the objects of these threads, a signal kills this rank.
+    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. During
+    # a cleanup, a signal could kill this rank when another rank closes its sockets.
     os._exit(0)

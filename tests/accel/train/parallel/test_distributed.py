@@ -1,6 +1,7 @@
-"""Proves that training on 2, 4 and 8 ranks gives the losses, gradients, weights and errors that one process predicts.
+"""Proves that training on 2, 4 and 8 ranks gives the same losses, gradients and weights as one process, and the right
+errors.
 
-``ACCEL_WRITE_PARITY=1 pytest -m ""`` writes docs/parity.md from the same results.
+``ACCEL_WRITE_PARITY=1 pytest -m ""`` also writes the results to docs/parity.md.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
 
 FAST_ROWS = [(name, world) for world in rows.FAST for name in rows.FAST[world]]
 EXACT = 2e-5
-# The bound for the first two losses of ZeRO++. ZeRO++'s rounding changes the first two losses by 2e-5 (gradients) and
-# 2e-4 (weights). Noise in the last bit of float32 sums changes these losses by 6e-7 at most (40 runs of one process).
+# EARLY is the bound for the first two losses with ZeRO++. These losses change by 2e-5 if ZeRO++ rounds gradients, and
+# by 2e-4 if ZeRO++ rounds weights. Noise in the last bit of float32 sums changed these losses by at most 6e-7 in 40
+# runs of one process.
 EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
-    """Returns the name of the one-process run that a config has to reproduce. For ZeRO++, the one-process run rounds
-    exactly as the ranks do."""
+    """Returns the name of the one-process run whose losses a config must reproduce. For ZeRO++, the one-process run
+    rounds exactly as the ranks do."""
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
@@ -44,9 +46,9 @@ def _reference(name: str) -> str:
 
 def _bound(name: str) -> float:
     """Returns the largest allowed difference of a loss. The difference is 2e-5 in float32, and the rounding error in
-    16-bit modes. With ZeRO++, a value that rounds the other way because of its last bit changes all later losses. In 12
-    runs, noise in the last bit changed the losses of one process by 8e-3 at most. In bf16, ZeRO++ also has the rounding
-    error of bf16."""
+    16-bit modes. With ZeRO++, noise in the last bit of a value can change its rounding and all later losses. In 12 runs
+    of one process, this noise changed the losses by at most 8e-3. In bf16, ZeRO++ also has the rounding error of
+    bf16."""
     if _reference(name).startswith("lossy"):
         return 0.03 if "bf16" in name else 0.02
     if "PowerSGD" in name:
@@ -58,7 +60,7 @@ def _bound(name: str) -> float:
     return 0.01 if "fp16" in name or "bf16" in name else EXACT
 
 
-# Maps each reference, a run of one process, to its overrides.
+# Maps the name of each one-process reference run to its overrides.
 _REFERENCES: dict[str, list[str]] = {
     "plain": [],
     "clipping": ["optimizer.clip=0.1"],
@@ -70,7 +72,8 @@ _REFERENCES: dict[str, list[str]] = {
 
 
 class _Alone(dict[str, list[float]]):
-    """The losses of each one-process reference run, by name. A reference runs when a test first needs its losses."""
+    """Maps the name of each one-process reference run to its losses. A reference runs when a test first needs its
+    losses."""
 
     def __missing__(self, name: str) -> list[float]:
         with pytest.MonkeyPatch.context() as patch:
@@ -100,9 +103,9 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
     """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from one process's losses by more
-    than the bound. For example, a gradient that is averaged wrongly, reduced twice or not at all changes the losses.
-    ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses of ZeRO++
-    may differ from the reference by a quarter of the rounding's effect."""
+    than the bound. For example, the losses change if a gradient is averaged wrongly, reduced twice or not reduced.
+    ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with ZeRO++
+    may differ by at most a quarter of the effect of the rounding."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -111,8 +114,8 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
-    """Fails if the reference doesn't learn. Also fails if clipping, rounding, an uneven last batch or packing doesn't
-    change the losses of the reference. ``test_parity`` would then prove nothing."""
+    """Fails if the reference runs don't learn. Also fails if clipping, rounding, an uneven last batch or packing
+    doesn't change the reference losses. In these cases, ``test_parity`` would prove nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
@@ -123,7 +126,8 @@ def test_the_losses_fall_and_differ(alone: _Alone) -> None:
 
 @pytest.fixture(scope="module")
 def one_plain_step() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the weights of one process before and after a step that changes them by exactly the gradient."""
+    """Returns the weights of one process before and after a plain SGD step at rate 1, which subtracts exactly the
+    gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
         trainer = suite.start(["optimizer.lr=1", "optimizer.momentum=0"], Path("none"))
@@ -142,8 +146,8 @@ def test_gradients_equal_under_uneven_targets(
     world: int,
     name: str,
 ) -> None:
-    """Fails if a rank with few counted targets weighs as much as a rank with many. One plain SGD step at rate 1 changes
-    the weights by the gradient, which has to equal one process's gradient within 1e-6."""
+    """Fails if the gradient of a rank with few counted targets has the same weight as the gradient of a rank with many.
+    The weights after one plain SGD step at rate 1 must equal the weights of one process within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
@@ -177,7 +181,8 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     ],
 )
 def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, says: str) -> None:
-    """Fails if ranks silently train different weights, or if a pipeline runs another model."""
+    """Fails if a wrong layout raises no error. The ranks would then silently train different weights, or a pipeline
+    would compute other outputs than the model."""
     for rank in results[2]["ranks"]:
         assert re.search(says, rank["refused"][name])
 
@@ -185,8 +190,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """A run must use CPU offload, hpZ's second shards and compiled blocks exactly if the name of its config says so.
-    The losses would not show a missing technique."""
+    """Fails if a run doesn't use exactly the techniques that its config names. The techniques are CPU offload, hpZ's
+    second shards and compiled blocks. The losses would not show that a technique is missing."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -204,7 +209,8 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
-    """Fails if a rank steps although another rank overflowed, or if any rank doesn't halve its loss scale."""
+    """Fails if a rank makes the optimizer step although another rank overflowed, or if a rank doesn't halve its loss
+    scale."""
     for rank in results[world]["ranks"]:
         assert rank["spiky"][name] == [[1.0, 512.0], [0.0, 512.0]]
 
@@ -228,7 +234,7 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str, Any]], world: int) -> None:
     """Fails if one rank's damaged shard makes the ranks resume from different checkpoints, or if a rank doesn't name
-    the damaged file. Also fails if the losses after the resume differ."""
+    the damaged file. Also fails if the losses after the resume differ from the losses of the first run."""
     for rank in results[world]["ranks"]:
         seen = rank["damaged"]
         assert seen["step"] == 1
@@ -239,9 +245,9 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
-    """In this test, two ranks save float32 copies and moments, and four ranks load both. Fails if a loaded copy or
-    moment isn't bit-identical. Also fails if the next losses differ by more than bfloat16's rounding from those of a
-    run that never stopped."""
+    """In this test, two ranks save AdamW's moments and the float32 copies of the weights, and four ranks load them.
+    Fails if a loaded value isn't bit-identical. Also fails if the next losses differ from a run that never stopped by
+    more than bfloat16's rounding error."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -263,7 +269,7 @@ def _resumed() -> list[str]:
 @pytest.mark.parametrize("name", launches.marked_one(_resumed(), rows.FAST_RESUMED))
 def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _Alone, name: str) -> None:
     """Fails if resuming on another world size, mesh or ZeRO stage loses a weight, a momentum or the position in the
-    data. The losses of steps 6 to 10 have to equal those of one process that never stopped."""
+    data. The losses of steps 6 to 10 must equal the losses of one process that never stopped."""
     got = results[int(name.split("-> ")[1][0])]["resumed"][name]
     expected = alone["plain"][rows.HALF :]
     assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) < EXACT
@@ -272,7 +278,8 @@ def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "saved"), [(w, n) for w in rows.SAVED for n in rows.SAVED[w]])
 def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alone, world: int, saved: str) -> None:
-    """Fails if one process can't resume a checkpoint of several ranks, or if its losses differ."""
+    """Fails if one process can't resume from a checkpoint of several ranks, or if its losses after the resume
+    differ."""
     trainer = suite.start([], results[world]["folder"] / saved)
     trainer.resume()
     got = suite.losses(trainer)
@@ -280,8 +287,8 @@ def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alo
 
 
 def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: int) -> tuple[float, float]:
-    """Returns the largest difference between a config's losses and those of one process in float32, and the bound of
-    this difference."""
+    """Returns the largest difference between a config's losses and one process's losses in float32, and the allowed
+    bound."""
     reference = _reference(name)
     exact = "plain" if reference.startswith("lossy") else reference
     allowed = _bound(name) + _difference(alone[reference], alone[exact])
@@ -292,8 +299,8 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 @pytest.mark.parametrize("world", [2, 4])
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
     """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices. Also fails if another number of
-    ranks can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped.
-    Without PowerSGD's state, the losses of a resumed run have to differ."""
+    ranks can't resume from the checkpoint. The losses of steps 6 to 10 must equal the losses of a run that never
+    stopped. If PowerSGD's state is removed, the losses of the resumed run must differ."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
     assert seen["first"] == whole[: rows.HALF]
@@ -311,9 +318,9 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
-    """Fails if docs/parity.md lacks a row or has a row too many. Also fails if a loss difference of this run is more
-    than ten times smaller or larger than the figure in its row. Figures below a tenth of the bound are noise and count
-    as a tenth of the bound."""
+    """Fails if docs/parity.md lacks a row or has an extra row. Also fails if a loss difference in this run is more than
+    ten times smaller or larger than the difference in the page. Differences below a tenth of the bound are noise and
+    count as a tenth of the bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",
@@ -342,7 +349,7 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
     for name, world in run:
         difference, bound = written[name, world]
         found, allowed = _row(results, alone, name, world)
-        # With ZeRO++, a single value that rounds the other way changes the losses by a tenth of the bound.
+        # With ZeRO++, a single value that rounds up instead of down changes the losses by a tenth of the bound.
         least = bound / 10 if _reference(name).startswith("lossy") else EXACT / 10
         small, large = sorted(max(value, least) for value in (difference, found))
         assert large <= 10 * small, (name, world, difference, found)

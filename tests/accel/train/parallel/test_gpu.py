@@ -85,22 +85,22 @@ dist.destroy_process_group()
 
 def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
     """Fails if, under CPU offload, a parameter, a gradient or an optimizer state stays on the GPU between steps. Also
-    fails if the passes run on the CPU, or if the losses differ from those of shards on the GPU."""
+    fails if the passes run on the CPU, or if the losses differ from the losses without offload."""
     command = [sys.executable, "-c", OFFLOADED, str(tmp_path / "store"), "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
-    """Fails if this torch and driver can't start NCCL, or if the gradients of a layer differ with and without FSDP2."""
+    """Fails if NCCL can't start with the installed torch and driver, or if FSDP2 changes the gradients of a layer."""
     command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_run_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:
-    """Fails if the last loss of four fp32 steps differs from the CPU's by more than 1e-3. TF32 is off by default for
-    products."""
+    """Fails if the loss after four fp32 steps on the GPU differs from the loss on the CPU by more than 1e-3. Matrix
+    products don't use TF32 by default."""
     body = (
         f'model = "{SMALL}:model"\ndata = "{SMALL}:data"\nsteps = 4\nglobal_batch = 8\nmicro_batch = 4\nlog_every = 1\n'
     )

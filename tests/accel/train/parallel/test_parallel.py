@@ -25,8 +25,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Fails if a ``*`` in a pattern matches a dot, if a pattern misses a block, or if a style reaches a module that
-    no pattern names."""
+    """Fails if a ``*`` in a pattern matches a dot, if a pattern misses a block, or if a module that no pattern names
+    gets a style."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")
@@ -47,15 +47,16 @@ def test_a_plan_names_modules_by_pattern() -> None:
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
-    """Fails if a plan for another model is ignored, or if a plan may cut a module that can't be cut."""
+    """Fails if a plan for another model is accepted, or if a plan may split a module that can't be split."""
     with pytest.raises(BadConfig) as caught:
         match(_gpt(), plan)
     assert says in str(caught.value)
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if sequence parallel with only column and row styles ends in torch's error about shapes. With only these
-    styles, no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
+    """A plan with only column and row styles has no module that splits the sequence. With sequence parallel, accel must
+    refuse this plan before torch raises an error about shapes. Also fails if a plan whose embedding splits the sequence
+    is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -68,9 +69,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that divides one head of the queries or keys between ranks ends in torch's error about shapes.
-    Also fails if a plan is refused although each rank gets whole heads. The check must not leave hooks in the model or
-    change the model's mode."""
+    """If a plan splits an attention head between ranks, accel must refuse the plan before torch raises an error about
+    shapes. Also fails if a plan that gives each rank whole heads is refused. The check must not leave hooks in the
+    model or change the model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [
@@ -111,8 +112,8 @@ def test_a_stage_sends_what_lies_in_one_piece() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
-    """Fails if balancing loses, doubles or reorders a module, or if a stage is empty. Also fails if another cut would
-    make the most expensive stage cheaper."""
+    """Fails if balancing loses, duplicates or reorders a module, or if a stage is empty. Also fails if another split
+    into stages would make the most expensive stage cheaper."""
     if len(weights) < stages:
         with pytest.raises(BadConfig, match="use a smaller pp"):
             balance(weights, stages)
@@ -126,7 +127,7 @@ def test_stages_are_balanced(weights: list[int], stages: int) -> None:
 
 
 def test_every_stage_has_one_place() -> None:
-    """Fails if a schedule leaves out a stage, or if the stages of zero-bubble don't form a V."""
+    """Fails if a schedule leaves out a stage, or if the zero-bubble schedule doesn't place its stages in a V shape."""
     for schedule, each in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)):
         assert sorted(i for rank in places(3, schedule) for i in rank) == list(range(3 * each))
     assert places(3, "zero-bubble") == [[0, 5], [1, 4], [2, 3]]
@@ -167,7 +168,7 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), st.integers(1, 7))
 @settings(max_examples=50, deadline=None)
 def test_parts_of_gradients_add_up(shapes: list[list[int]], ranks: int) -> None:
-    """Fails if ranks that hold the same gradients leave an element out of the norm, or count an element twice."""
+    """Fails if ranks that hold the same gradients count an element twice in the norm, or don't count it at all."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters[1:]:

@@ -1,4 +1,4 @@
-"""Proves that ranks hold, send and keep for the backward pass as many bytes as the plan says."""
+"""Proves that the plan predicts how many bytes ranks hold, send, and keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.timeout(5400)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
-    """Fails if the bytes that four ranks hold differ from the closed form, between steps or in one of two
-    micro-batches. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the
-    closed form only because the vocabulary of 61 is padded to 64. Also fails if the bytes sent by the collectives of a
-    step aren't the planned bytes. The collectives of the loss and the norm don't count. The bytes held and sent include
-    the copies that hpZ gathers and keeps, and the int8 of qwZ and qgZ."""
+    """Fails if the bytes that four ranks hold between steps or during a micro-batch differ from the formula. For bf16
+    without sharding, the formula is 2 + 2 + 12 bytes per parameter. The bytes may exceed the formula only because the
+    vocabulary of 61 is padded to 64. Also fails if the bytes sent by the collectives of a step aren't the planned
+    bytes. The collectives of the loss and the gradient norm don't count. The bytes include the second shards of hpZ and
+    the int8 values of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (
@@ -51,7 +51,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         assert total == pytest.approx(formula, rel=0.005), what
         assert padded <= formula + 2 * 32 * bytes_ + 64, what
     planned = data_parallel_bytes(spec, layout)
-    # The last block of each parameter may be shorter. Each collective sends the block's scale to the three other ranks.
+    # The last quantization block of each parameter may be shorter. Each collective sends the scale of this block to the
+    # three other ranks.
     scales = 4 * len(list(suite.start([], Path("none")).module.parameters())) * 3
     least = 2 * scales * ((1 if layout.hpz else 2) * layout.qwz + layout.qgz)
     for rank in kept:
@@ -63,8 +64,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     ("world", "name"), launches.marked(launches.named(rank_bytes.STAGES), launches.named(rank_bytes.FAST_STAGES))
 )
 def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages
-    in both passes. The cases include two and four ranks, a split sequence, and 16 bits."""
+    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages in
+    both passes. The cases include two and four ranks, sequence parallel, and 16-bit precision."""
     made = suite.config(rank_bytes.STAGES[world][name])
     spec = ModelSpec(params=1, layers=7, hidden=32, heads=4, vocab=61, seq=16)
     sent = [rank["pipeline"][name] for rank in results[world]["ranks"]]
@@ -91,7 +92,7 @@ def test_tensor_parallel_keeps_what_the_plan_says(
     results: dict[int, dict[str, Any]], world: int, sequence: bool, again: str
 ) -> None:
     """Fails if the planned activations of a tensor-parallel rank differ by more than half a percent from the bytes that
-    autograd keeps on two and four ranks. Column-parallel products keep the whole of their gathered inputs."""
+    autograd keeps on two and four ranks. Column-parallel layers keep their whole gathered inputs."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)

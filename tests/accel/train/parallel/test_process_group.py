@@ -1,4 +1,4 @@
-"""Proves that a whole run works in a process group of one rank, with gloo on the CPU and NCCL on an NVIDIA GPU."""
+"""Proves that a training run works in a process group of one rank, with gloo on the CPU and NCCL on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("mode", ["fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone: list[float], tmp_path: Path) -> None:
-    """The losses on this device, with DDP or ``fully_shard``, are compared with those in float32 on the CPU. Fails if
-    autocast, loss scaling or master weights change the losses by more than rounding."""
+    """Compares the losses on this device, with DDP or ``fully_shard``, to the float32 losses on the CPU. Fails if
+    autocast, loss scaling or master weights change the losses by more than the rounding error."""
     got = _losses(Trainer(_config(mode, zero), tmp_path, ranks), STEPS)
     bound = {"fp32": 2e-5 if ranks.device.type == "cpu" else 2e-4}.get(mode, 0.01)
     assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < bound
@@ -76,8 +76,8 @@ def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone:
 
 @pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 def test_blocks_are_compiled(ranks: Ranks, alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the
-    losses. The traced blocks run as Python here; a config of `make proof` runs them as compiled C++."""
+    """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the losses.
+    In this test, the traced blocks run as Python code. A config of `make proof` runs the blocks as compiled C++."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
     trainer = Trainer(_config("fp32", 3, compile=True), tmp_path, ranks)
@@ -96,8 +96,8 @@ def _normed() -> torch.nn.Module:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
-    """A pipeline learns its shapes in an extra pass. Fails if this pass changes the running mean of a batch norm, which
-    would show only in evaluation."""
+    """A pipeline finds its tensor shapes in an extra forward pass. Fails if this pass changes the running statistics of
+    a batch norm."""
     data = [(torch.randn(4) + 5, torch.tensor(index % 3)) for index in range(8)]
     config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
     staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))
@@ -114,15 +114,15 @@ def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_packed_documents(ranks: Ranks, tmp_path: Path) -> None:
-    """Fails if attention with the masks of packed documents doesn't run on this device."""
+    """Fails if training on packed documents with attention masks doesn't work on this device."""
     losses = _losses(Trainer(_config("autocast-bf16", 3, data=f"{SMALL}:documents", pack=16), tmp_path, ranks), STEPS)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_a_run_is_saved_resumed_and_exported(ranks: Ranks, tmp_path: Path) -> None:
-    """Fails if a checkpoint from this device isn't bit for bit the state of the run. Also fails if the ONNX file
-    exported from ``final/`` has other outputs."""
+    """Fails if a run that resumes from a checkpoint on this device gives other losses. Also fails if the ONNX file
+    exported from ``final/`` gives other outputs than the trained model."""
     config = _config("autocast-bf16", 3)
     whole = Trainer(config, tmp_path / "whole", ranks)
     expected = _losses(whole, STEPS)

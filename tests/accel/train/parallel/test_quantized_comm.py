@@ -1,5 +1,5 @@
-"""Proves that ZeRO++ rounds int8 blocks by half a step at most, and that a block with a NaN or an infinity becomes
-NaN."""
+"""Proves that the int8 quantization of ZeRO++ changes a value by at most half a step. A block with a NaN or an infinity
+must become NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_value_moves_by_half_a_step_at_most(size: int, seed: int, scale: float
 
 
 def test_one_outlier_spoils_its_own_block_only() -> None:
-    """Fails if the whole tensor shares one scale."""
+    """Fails if all blocks of a tensor share one scale."""
     values = torch.full((2 * BLOCK,), 1e-3)
     values[0] = 1e3
     found = dequantize(*quantize(values)).view(-1)
@@ -33,8 +33,8 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 
 def test_what_is_no_number_stays_none() -> None:
-    """Fails if one rank's overflow becomes a finite number on the other ranks, because the other ranks wouldn't skip
-    the step."""
+    """Fails if quantization turns a NaN or an infinity into a finite number. After an overflow on one rank, the other
+    ranks would then not skip the step."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))
@@ -49,8 +49,8 @@ def test_zeros_stay_zeros() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * BLOCK + 3), min_size=1, max_size=5), st.integers(0, 100))
 def test_a_parameter_is_rounded_as_if_it_were_alone(sizes: list[int], seed: int) -> None:
-    """Fails if a block holds values of two parameters, because large values of one parameter would coarsen the rounding
-    of the other. Also fails if a value gets into another parameter."""
+    """Fails if a block holds values of two parameters, because large values of one parameter would make the rounding of
+    the other parameter coarser. Also fails if a value is decoded into another parameter."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(size, generator=generator) * 10.0 ** (index - 2) for index, size in enumerate(sizes)]
     codes, scales = encode(torch.cat(parts), sizes)

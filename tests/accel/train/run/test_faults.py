@@ -1,4 +1,4 @@
-"""Proves that a training run survives or reports its faults: a full disk, a killed or hung rank, a terminated
+"""Proves that a training run survives or reports these faults: a full disk, a killed or hung rank, and a terminated
 command."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of, logged, rows_of
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# This code simulates a full disk: files can't grow beyond 50 kB, and a checkpoint's shard is larger.
+# This code simulates a full disk by a limit of 50 kB for each file. A checkpoint's shard is larger than 50 kB.
 _SHARDS = """
 from accel.train.checkpoints.checkpoint import Checkpoints
 whole = Checkpoints.save
@@ -65,8 +65,8 @@ from accel.train.loss import cross_entropy as dies
 @pytest.mark.slow
 @pytest.mark.parametrize("what", _FULL)
 def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
-    """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves a
-    half-written checkpoint. After the disk has room again, the same command must resume with the same losses."""
+    """Fails if a full disk during a save causes a traceback, deletes the previous checkpoint or leaves a half-written
+    checkpoint. When the disk has free space again, the same command must resume with the same losses."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
@@ -85,10 +85,10 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Maps the moment of a kill to code that kills a rank once. The kill "in its shards" comes after some shards of a
-# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint, while all shards are written
-# but the folder isn't renamed yet. The kill "in a checkpoint" comes after all shards are written. The kill "in the
-# consolidation" comes after half of final/ is written.
+# Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
+# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, when all
+# shards are written but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all shards are
+# written. The code for "in the consolidation" kills a rank after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -150,15 +150,15 @@ from accel.train.loss import cross_entropy as dies
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a run without any fault."""
+    """Returns the output folder of a run without any fault."""
     out = tmp_path_factory.mktemp("calm")
     train(config_of(**_COMMON), out, nproc=2)
     return out
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a full disk ends in a traceback when a run writes its log. Also fails if the rank, which can't write its
-    error to this disk, is reported as "ended without an error message"."""
+    """Fails if a full disk isn't named as the error when a run can't write its log. Also fails if a rank that can't
+    write its error to the full disk is reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
@@ -178,7 +178,8 @@ def _unreadable(index: int) -> int:
 
 
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
-    """Fails if the message shows the cut-off traceback of a loader process instead of the error of the sample."""
+    """Fails if the message shows the truncated traceback of a data loader's process instead of the error of the
+    sample."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
@@ -190,8 +191,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run or costs more steps than those after the last checkpoint on the disk. Also fails
-    if the following losses or the final weights differ from a run without faults, or if a half-written file stays."""
+    """Fails if a SIGKILL ends the run, or if the run repeats steps before the last checkpoint on the disk. Also fails
+    if the following losses or the final weights differ from a run without faults, or if a half-written file remains."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -225,7 +226,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped blocks the run forever. Also fails if the error blames a rank that only
+    """Fails if a rank that sleeps or is stopped blocks the run forever. Also fails if the error names a rank that only
     waits for the hung rank."""
     source = tmp_path / "source.py"
     source.write_text(
@@ -249,7 +250,8 @@ def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step, or if a start that never ends blocks the run forever."""
+    """Fails if slow imports or a restart count as a hung step. Also fails if a run that never reaches its first step
+    isn't reported."""
 
     def made_before(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds,) * 2)
@@ -264,13 +266,13 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a crashed rank was restarted
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # as a restarted rank does after a crash
     assert watchdog.overdue(tmp_path, 15) == ""
 
 
 @pytest.mark.slow
 def test_a_killed_command_leaves_no_rank_behind(tmp_path: Path) -> None:
-    """Fails if ending ``accel train`` by SIGTERM leaves torchrun or a rank running."""
+    """Fails if torchrun or a rank continues after SIGTERM ended ``accel train``."""
     line = ["-m", "accel", "train", "examples/digits.toml", "--nproc", "2", "--steps", "100000", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, *line], env=environment, stderr=subprocess.DEVNULL)

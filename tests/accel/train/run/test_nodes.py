@@ -1,4 +1,4 @@
-"""Proves that several machines, each with its own ``accel train`` command and ranks, train one model."""
+"""Proves that several machines train one model together. Each machine has its own ``accel train`` command and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 240
 
 
 def _two(folders: list[Path], config: Path, *words: str, nnodes: str = "2") -> list[subprocess.CompletedProcess[str]]:
-    """Runs two agents of one rank each and returns their outputs."""
+    """Runs ``accel train`` as two agents with one rank each, and returns their outputs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,9 +55,8 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent ends without a result or without the metrics of rank 0, because rank 0 runs on only one
-    machine. Also fails if the losses differ from those of one process, or if an agent doesn't resume from the common
-    checkpoint.
+    """Fails if an agent returns no result, or lacks the metrics of rank 0, which runs on only one machine. Also fails
+    if the losses differ from the losses of one process, or if an agent doesn't resume from the shared checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
@@ -78,8 +77,8 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
     """Fails if a killed rank on one of two machines ends the other machine's run. Also fails if a machine doesn't
-    resume from the last checkpoint with the losses of one process. Also fails if two machines don't train together with
-    ``--nnodes 1:2``."""
+    resume from the last checkpoint, or if the losses then differ from the losses of one process. Also fails if two
+    machines don't train together with ``--nnodes 1:2``."""
     source, out = tmp_path / "source.py", tmp_path / "run"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\ndef dies(outputs, targets):\n"
@@ -105,7 +104,7 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Fails if accel splits a checkpoint over machines that don't share a folder, or if one of the machines gets no
+    """Fails if machines without a shared folder each save a part of a checkpoint, or if one of the machines reports no
     error."""
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:

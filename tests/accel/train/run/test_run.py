@@ -28,8 +28,8 @@ from tests.support.runs import SMALL, config_of, logged, rows_of, trainer_of
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command doesn't train to 97 % on two sharded ranks. Also fails if the checkpoint can't be
-    exported as it is, or if ``final/`` isn't bit for bit the trained weights."""
+    """Fails if the documented command doesn't reach an accuracy of 97% with ZeRO 3 on two ranks. Also fails if the run
+    folder can't be exported, or if the weights in ``final/`` aren't exactly the trained weights."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
@@ -57,8 +57,8 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the start, the loss on the held-out text is 4.85 (log 128). Fails if the held-out loss isn't below 3.34 after
-    30 small steps. A model that only knows how often each byte occurs has a loss of 3.14."""
+    """Before training, the loss on the held-out text is log(128) = 4.85. Fails if the held-out loss isn't below 3.34
+    after 30 steps with small batches. A model that knows only how often each byte occurs has a loss of 3.14."""
     line = f"train examples/gpt.toml --steps 30 --global-batch=8 --schedule.warmup=3 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
@@ -67,7 +67,7 @@ def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.proof
 def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if, after a quarter of its steps, the text model only knows how often each byte occurs."""
+    """Fails if the text model after a quarter of its steps isn't clearly better than a model of byte frequencies."""
     line = f"train examples/gpt.toml --steps 100 --schedule.warmup=10 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
@@ -76,8 +76,8 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its run folder as
-    it is. Also fails if the exported model has other outputs."""
+    """Fails if a run folder of a model trained with FSDP and tensor parallel can't be exported and benchmarked. Also
+    fails if the outputs of the exported model differ from the trained model's."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
     small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
@@ -92,8 +92,8 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
 
 
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    """Fails if the losses of a run in two halves differ from those of a run without a break. Also fails if the progress
-    doesn't show the step at which the run resumes."""
+    """Fails if the losses of an interrupted and resumed run differ from the losses of an uninterrupted run. Also fails
+    if the progress doesn't show the step at which the run resumes."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
@@ -124,7 +124,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
-    """Fails if the error names the first gradient that a NaN weight spoiled instead of the weight."""
+    """Fails if the error names a gradient that became NaN because of a NaN weight, instead of the weight."""
     trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
@@ -136,8 +136,8 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
 def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Fails if, in float16, the loss scale hides which weight is NaN. Also fails if the error for a run that skips
-    every step doesn't name the cause."""
+    """Fails if a float16 run with a NaN weight skips the step instead of naming the weight. Also fails if the error for
+    a run that skips every step doesn't name the cause."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -186,9 +186,9 @@ def evaluate(module):
 
 
 def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Fails if a data factory that shuffles without its own seed gives each rank or a resumed run other samples. Also
-    fails if evaluate holds out other samples than training left out, or if the state of the user's random generators is
-    reset.
+    """The data factory in this test shuffles without a seed of its own. Fails if the factory gives different samples to
+    the ranks or to a resumed run. Also fails if ``evaluate`` doesn't use the samples that training left out, or if the
+    state of the user's random generators changes.
     """
     source = tmp_path / "drawn.py"
     source.write_text(SMALL.read_text() + _SPLIT)
@@ -209,8 +209,8 @@ def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
-    """Fails if ``precision.tf32`` doesn't switch both matrix products and convolutions on a GPU. In torch, each of the
-    two has its own setting."""
+    """Fails if ``precision.tf32`` doesn't set TF32 for both matrix products and convolutions on a GPU. Torch has
+    separate settings for matrix products and convolutions."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
     try:
@@ -229,8 +229,8 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank raises a different error. The second rank ignores SIGTERM and raises its error once the first rank's error
-# is written.
+# Each rank raises a different error. The second rank ignores SIGTERM, waits for the first rank's error file, and then
+# raises its error.
 _TWO_FAIL = """
 
 import signal
@@ -249,8 +249,8 @@ def fails(outputs, targets):
 
 
 def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the error of one of two ranks is lost, or if the command prints tracebacks. One line has to name each
-    rank with its error, in order."""
+    """Fails if the error of one of two ranks is lost, or if the command prints tracebacks. One line must list the ranks
+    in order, each with its error."""
     source, config = tmp_path / "source.py", tmp_path / "run.toml"
     source.write_text(SMALL.read_text() + _TWO_FAIL)
     config.write_text(config_of(loss=f"{source}:fails", micro_batch=4).to_toml())
@@ -264,8 +264,8 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if a single process isn't restarted, or if the second attempt shows the first attempt's error. If a signal
-    killed a rank, the error must name the signal, the line of code and the step at which a new run resumes."""
+    """Fails if a run of a single process isn't restarted, or if the final error comes from the first attempt. If a
+    signal killed a rank, the error must name the signal, the line of code and the step at which a new run resumes."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -283,8 +283,8 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
-    """Fails if another rank's error about the lost connection hides which rank was killed. Also fails if the message
-    doesn't name the step at which the next run resumes."""
+    """Fails if the message doesn't name the killed rank before the other rank, which only lost its connection. Also
+    fails if the message doesn't name the step at which the next run resumes."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
@@ -302,8 +302,8 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
 def test_an_interrupt_says_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the message after Ctrl-C promises to resume although there is no checkpoint, or if Ctrl-C ends in a
-    traceback. Also fails if --fresh keeps files of the earlier run."""
+    """Fails if the message after Ctrl-C says that the run will resume although there is no checkpoint, or if Ctrl-C
+    causes a traceback. Also fails if --fresh keeps files of the earlier run."""
 
     def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
         process.kill()
@@ -325,13 +325,13 @@ def test_an_interrupt_says_where_it_goes_on(
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
-    """Fails if a rank's BadData doesn't reach the caller with its type and message."""
+    """Fails if a BadData error raised in a rank doesn't reach the caller with its type and message."""
     with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
 def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a mistyped option starts processes or ends in a traceback."""
+    """Fails if a wrong option doesn't cause an error of one line that names the fix."""
     for words, says in (
         (["nothing.toml"], "does not exist"),
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
@@ -361,14 +361,14 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a config without a model starts processes. ``accel plan`` writes a config without a model if it gets
-    only numbers."""
+    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if the
+    command gets only numbers."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
 
 def test_targets_may_be_several(tmp_path: Path) -> None:
-    """Fails if targets in a dict or a tuple don't reach the loss, batched like inputs."""
+    """Fails if targets in a dict or a tuple aren't batched and passed to the loss."""
     source = tmp_path / "several.py"
     source.write_text(
         SMALL.read_text() + "\n\nfrom accel.train.loss import cross_entropy\n\n"
@@ -385,8 +385,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Fails if the FLOPs of a model with named inputs aren't counted. Also fails if no note says that FLOPs can't be
-    counted for a model that reads the values of its tensors."""
+    """Fails if the FLOPs of a model with named inputs aren't counted. FLOPs can't be counted for a model whose code
+    reads tensor values, and the log must say so."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -405,8 +405,8 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the FLOPs per second of the model's products divided by the peak. Also fails if the
-    TensorBoard file lacks a step. The progress has to show the loss, the speed, the MFU, the memory and the remaining
+    """Fails if the MFU isn't the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also fails if the
+    TensorBoard file lacks a step. The progress must show the loss, the speed, the MFU, the memory and the remaining
     time. The remaining time is computed from the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
@@ -422,8 +422,8 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each product takes 2 FLOPs per weight and position. The products are those of the MLP and of attention in 3
-    # blocks, and the head. Attention itself takes 2 products of sequence x sequence x hidden in each block.
+    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head, and the layers of the MLP
+    # and attention in 3 blocks. Attention also takes 2 products of sequence x sequence x hidden in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)

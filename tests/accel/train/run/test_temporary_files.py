@@ -14,16 +14,16 @@ from accel.train.config.schema import TrainConfig
 from accel.train.run import launch
 from accel.train.run.rank import RESULT
 
-# Replaces torchrun and its ranks. Like torchrun, this code leaves logs in the temporary folder and ends without
-# cleaning up.
+# This code replaces torchrun and its ranks. Like torchrun, the code leaves a folder in the temporary folder and ends
+# without cleaning up.
 LEAVES = "import json, sys, tempfile; open(sys.argv[1], 'w').write(json.dumps({'left': tempfile.mkdtemp()}))"
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if temporary files of a run's processes stay after the run has ended."""
+    """Fails if temporary files of a run's processes remain after the run has ended."""
     (temporary := tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the earlier folder
+    monkeypatch.setattr(tempfile, "tempdir", None)  # makes tempfile forget the earlier folder
     start = subprocess.Popen
 
     def instead(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
