@@ -48,14 +48,14 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume this scale for a bias
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias has this scale
         },
     )
 
 
 def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
-    """Fails if preflight doesn't list all four nodes. Also fails if a node has no cause, no fix, or no mark that says
-    whether the rewrite is safe."""
+    """Checks that preflight lists all four nodes that TensorRT refuses. Also checks that each listed node has a cause,
+    a fix, and a flag that says whether the rewrite is safe."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "--json")
     assert ran.code == 1, ran.stderr
@@ -79,8 +79,8 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
-    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128 the outputs
-    have to be bit-identical. With another zero point the outputs may differ by a step of the coarser scale."""
+    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128, the outputs
+    have to be bit-identical. With another zero point, the scale is coarser, and the outputs may differ by up to 10%."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -122,8 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if accel writes the rewritten model to a file although the model fails the gate. The rewrite in this test
-    makes the scales ten times too large."""
+    """Fails if accel writes a rewritten model that fails the gate. The rewrite in this test makes the scales ten times
+    too large."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
