@@ -87,7 +87,7 @@ def test_a_plugin_library_comes_first(
     assert layers[LAYER] == QUICK
     trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new engine is built
+    layers, made = built(fused, tmp_path)  # the cached engine was built without the library, so accel builds a new engine
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -277,7 +277,7 @@ def test_an_engine_is_loaded_after_its_plugins(
     with pytest.raises(BadConfig, match="it is no such file"):
         load_plugins(trt, mixed, "9.0")
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
-    for _ in range(2):  # the second pass is a second engine in the same process
+    for _ in range(2):  # the second call loads a second engine in the same process
         load_plugins(trt, mixed, "9.0")
     assert trt.registry.loaded == [str(path)]
 

@@ -178,7 +178,7 @@ def problem(**changed: object) -> Problem:
 
 @pytest.mark.proof
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
-    """Fails if a wrong field of the struct doesn't give the error code of this field. The test changes every field, so
+    """Checks that each wrong field of the problem's struct gives the right error code. The test changes every field, so
     that a struct layout that differs between C and Python is found."""
     loaded = Library(library.path)
     config = "sm90_fp16_pingpong_64x128"
