@@ -1,5 +1,5 @@
-"""Proves that README and docs are correct. Their Python code and their commands run, their links and pictures are
-valid, and every error is listed."""
+"""Proves that the README and the docs are correct. The tests run the Python code and the commands, and check the links,
+the pictures and the lists of errors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a line of the page's Python raises, or if a pipeline on the page computes something else than its
-    modules."""
+    """Fails if a line of the page's Python raises, or if the outputs of a pipeline on the page differ from the outputs
+    of its modules."""
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count
@@ -69,7 +69,7 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
     for command in commands:
         words = shlex.split(command)
         assert words[0] == "accel"
-        # Runs fewer rounds, because the test checks the arguments, not the figures.
+        # Uses few rounds, because the test checks that the commands run, not how fast the models are.
         faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
         faster += ["--fixed-session"] if words[1] == "optimize" else []
         ran = cli(*words[1:], *faster, "-q")
@@ -120,7 +120,7 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
-    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of the kind that the
+    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of the format that the
     page names."""
     import warnings
 
@@ -162,8 +162,8 @@ def test_every_target_and_extra_is_in_the_readme() -> None:
 
 
 def test_every_dependency_says_why() -> None:
-    """Fails if a dependency in pyproject.toml has no reason beside it, or if a pin in constraints.txt isn't exact or
-    occurs twice."""
+    """Fails if a dependency in pyproject.toml has no comment with its reason, or if a pin in constraints.txt isn't
+    exact or occurs twice."""
     lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     for line in lines:
         if re.match(r'^  "(?!accel-toolchain)[A-Za-z0-9_.-]+[><=]', line):
@@ -182,7 +182,7 @@ def canonical(name: str) -> str:
 
 
 def test_every_requirement_is_pinned() -> None:
-    """Fails if constraints.txt doesn't pin a requirement of accel, of an extra or of the build. Also fails if a pin
+    """Fails if constraints.txt lacks a pin for a dependency of accel, of an extra or of the build. Also fails if a pin
     contradicts pyproject.toml, or if two builds of one package are pinned to different releases."""
     import tomllib
 
@@ -210,7 +210,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*
 
 
 def _script(name: str) -> Any:
-    """Imports a script of docs/ by its path."""
+    """Imports a script from docs/ by its path."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
@@ -232,13 +232,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:
-        if link.endswith("reference/messages.md"):  # ``make docs`` writes the page, which isn't in the repository
+        if link.endswith("reference/messages.md"):  # ``make docs`` generates the page of messages
             continue
         assert link.startswith(("http://", "https://")) or (page.parent / link).exists(), link
 
 
 def test_the_picture_shows_the_committed_figures() -> None:
-    """Fails if the figures of MiniLM, or the code that draws them, changed without a new picture in the README."""
+    """Fails if the README's picture of MiniLM's figures differs from the picture that docs/figures.py draws."""
     figures = _script("figures")
     for theme in figures.COLORS:
         committed = (ROOT / "docs" / "images" / f"overview-{theme}.svg").read_text(encoding="utf-8")
@@ -246,8 +246,7 @@ def test_the_picture_shows_the_committed_figures() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """Fails if a class of error has no paragraph in docs/troubleshooting.md, or if the page explains a class that no
-    longer exists."""
+    """Fails if docs/troubleshooting.md lacks an error class, or explains an error class that no longer exists."""
     from accel import errors
 
     classes = {
@@ -258,8 +257,7 @@ def test_every_error_is_explained() -> None:
 
 
 def test_every_message_is_listed() -> None:
-    """Fails if the page of messages lacks an error that the source raises, or if the search finds almost no
-    messages."""
+    """Checks that ``docs/messages.py`` finds the error messages in the source."""
     found = set(_script("messages").messages())
     assert len(found) > 500
     assert ("BadSource", "no model is named; give a path, file.py:factory or package.module:factory") in found

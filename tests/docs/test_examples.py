@@ -1,4 +1,4 @@
-"""Proves that the scripts in examples/ run unchanged in an empty folder, and print the documented result."""
+"""Proves that each script in examples/ runs unchanged in an empty folder and prints the expected result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMISES = {
 
 
 def test_there_are_five_short_ones() -> None:
-    """Fails if a script has no test, or exceeds 60 lines, since people copy these scripts."""
+    """Fails if a script has no test or more than 60 lines. The scripts have to be short, because users copy them."""
     assert [script.stem for script in SCRIPTS] == sorted(PROMISES)
     for script in SCRIPTS:
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script

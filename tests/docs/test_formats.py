@@ -1,4 +1,4 @@
-"""Proves that the pages on TensorFlow and on formats are correct: their Python code and their commands run in order."""
+"""Proves that the Python code and the commands in tensorflow.md and formats.md work in the order of the page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PAGES = ("tensorflow.md", "formats.md")
 
 
 def test_every_route_has_an_example() -> None:
-    """Fails if an input or output format has no command in tensorflow.md or formats.md. ``test_the_page`` runs the
-    commands."""
+    """Fails if neither tensorflow.md nor formats.md has a command for an input or output format. ``test_the_page`` runs
+    the commands."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     exported = re.findall(r"^\$ accel export (\S+)(.*)$", text, flags=re.MULTILINE)
     endings = {Path(source).suffix or "a SavedModel" for source, _ in exported} | {
@@ -40,7 +40,8 @@ def test_every_route_has_an_example() -> None:
 
 
 class Reader:
-    """Runs the Python blocks of a page one after the other in one interpreter, so that imports and variables remain."""
+    """Runs all Python blocks of a page in one interpreter, so that a block can use the imports and variables of earlier
+    blocks."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -22,8 +22,8 @@ from tests.support.serving import Served, Start, linear, two_inputs
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Returns ``start(repository, mode=..., ...)``, which serves on free ports in this process. Ends the server after
-    the test."""
+    """Returns ``start(repository, mode=..., ...)``, which starts a server on free ports in this process. Stops the
+    server after the test."""
     with ExitStack() as stack:
 
         def begin(repository: Path, **options: Any) -> ServingProcess:
@@ -63,8 +63,8 @@ def opened() -> Iterator[Callable[..., Repository]]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Returns ``serve(repository, ...)``, which runs `accel serve`, on free ports if ``free`` is true. Ends the command
-    after the test."""
+    """Returns ``serve(repository, ...)``, which runs `accel serve`. If ``free`` is true, the command uses free ports.
+    Stops the command after the test."""
     made: list[Served] = []
 
     def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:
@@ -86,7 +86,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a server with two models: ``good``, and ``bad``, whose session can raise or hang."""
+    """Starts a server with the models ``good`` and ``bad``. The session of ``bad`` can raise or hang."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
     sessions: list[Faulty] = []

@@ -1,5 +1,5 @@
-"""Proves that Keras models that don't know their inputs work with declared inputs. Also proves that factories work
-whose files don't show that they use TensorFlow."""
+"""Proves that a Keras model that doesn't know its inputs can be exported with declared inputs. Also proves that export
+accepts a factory whose file hides the import of TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# ``importlib`` hides the framework from code that reads the file's imports.
+# ``importlib`` hides Keras from code that looks for import statements in the file.
 NETS = """
 import importlib
 
@@ -62,8 +62,8 @@ for inputs, words in ((None, "doesn't know its inputs; pass inputs="), (["x:floa
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_subclassed_models(tmp_path: Path) -> None:
-    """Fails if a subclassed model with declared inputs can't be exported, whether the model was called before or not.
-    Also fails if the error for missing or wrong inputs doesn't name the option."""
+    """Checks that a subclassed model with declared inputs can be exported before and after its first call. Also checks
+    that the error for missing or wrong inputs names the option ``inputs``."""
     (tmp_path / "nets.py").write_text(NETS)
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

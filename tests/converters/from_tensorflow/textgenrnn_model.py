@@ -1,4 +1,4 @@
-"""Builds textgenrnn's net in code and loads the weights of its package, which contains no net."""
+"""Builds textgenrnn's net in code, because the package contains only the weights."""
 
 import importlib.util
 from pathlib import Path
@@ -38,8 +38,8 @@ def make():
 
 
 def from_cudnn(kernel, recurrent, bias):
-    """Converts the saved weights of a CuDNNLSTM to those of an LSTM by adding the two biases and transposing each
-    gate's kernel in memory."""
+    """Converts the saved weights of a CuDNNLSTM to the weights of an LSTM. Adds the two biases and transposes each
+    gate's kernel."""
 
     def gates(weight, turn):
         return np.hstack([turn(part) for part in np.hsplit(weight, 4)])

@@ -1,4 +1,5 @@
-"""Proves that export catches models that an exporter changes, can't write, or writes with baked-in example values."""
+"""Proves that export detects three faults of an exporter: changed outputs, an unsupported model, and example values as
+constants."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def logaddexp():
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
     """Fails if ONNX Runtime's logarithm of a sum of exponentials is infinite, NaN or less exact than PyTorch's. The
-    gate's own inputs are too small for an overflow."""
+    test uses large inputs, because the gate's inputs are too small for an overflow."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -91,8 +92,8 @@ def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Fails if a model that writes to its input changes the gate's samples, because the gate would reject a correct
-    export."""
+    """Fails if a model that writes to its input changes the gate's samples. With changed samples, the gate would reject
+    a correct export."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     source = f"{tmp_path / 'small.py'}:in_place"
     made = accel.export(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}, out=tmp_path / "m.onnx")
@@ -147,8 +148,8 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an exporter prints. Also fails if the error suggests a fixed size or doesn't name the operator that ONNX
-    lacks."""
+    """Fails if an exporter prints to the terminal. Also fails if the error suggests a fixed size or doesn't name the
+    operator that ONNX lacks."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
@@ -210,9 +211,9 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an RNN on a packed sequence can't be exported. The model returns the RNN's last state or its outputs.
-    Also fails if padding changes the outputs, if the file keeps an output that was added only for the exporter, or if
-    the exporter prints messages."""
+    """Fails if an RNN on a packed sequence can't be exported. The model returns the RNN's last state or the RNN's
+    outputs. Also fails if padding changes the outputs, if the file keeps an output that was added only for the
+    exporter, or if the exporter prints messages."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"
@@ -229,8 +230,8 @@ def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, cap
 def test_a_packed_sequence_that_no_exporter_does(
     tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error for a model whose packed sequence can't be exported isn't one sentence that names the packing
-    and the fix."""
+    """Checks that the error for a packed sequence that can't be exported takes one line and names the packing and the
+    fix."""
     (tmp_path / "packed.py").write_text(PACKED)
 
     def broken(*_: Any) -> None:
@@ -266,8 +267,8 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if len(x) becomes the example's batch size, or if the replacement of len stays in the module after
-    export."""
+    """Fails if ``len(x)`` becomes the example's batch size, or if the model's Python module keeps the replaced ``len``
+    after export."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"

@@ -1,4 +1,4 @@
-"""Proves that operators that torch's exporter leaves out or translates wrongly are exported correctly."""
+"""Proves that accel correctly exports operators that torch's exporter lacks or translates wrongly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator(name: str, tmp_path: Path) -> None:
-    """Fails if export refuses the operator, or if the file gives wrong outputs at another batch than the example's."""
+    """Fails if export refuses the operator, or if the file's outputs are wrong at a batch size other than the
+    example's."""
     made = accel.export(OPERATORS[name], example=(torch.randn(2, 6),), out=tmp_path / "m.onnx", simplify=False)
     x = torch.randn(5, 6)
     with accel.load(made) as session:

@@ -51,8 +51,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[str, str]], tmp_path: Path) -> None:
-    """Fails if both the stage and ``run_stage`` run the comparison. Also fails if the comparison skips the extra seeds
-    that a tracing exporter needs."""
+    """Fails if the comparison runs twice, once in the stage and once in ``run_stage``. Also fails if the comparison
+    skips the extra seeds that a tracing exporter needs."""
     gate = OutputGate(limit=1e-4)
     made = run_stage(
         "onnx_from_torch", source, OnnxFromTorchConfig(ladder=(rung,)), gates=[gate], cache=StageCache(tmp_path / "c")

@@ -1,4 +1,5 @@
-"""Proves that models with Python numbers from tensors are exported right, or refused with a rewrite that works."""
+"""Proves that models that read tensor values as Python numbers are exported correctly or refused with a working
+rewrite."""
 
 from __future__ import annotations
 
@@ -67,13 +68,13 @@ print(f"mean {y.mean().item():.3f}", y)"""
 
 @pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
-    """Fails if ``round``, ``math.sqrt`` or a size from ``item()`` is refused, or becomes the example's value. Also
-    fails if a check that only raises is refused, or if a read of a buffer is refused."""
+    """Fails if export refuses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the example's value as a
+    constant. Also fails if export refuses an ``if`` that only raises an error, or refuses a read of a buffer."""
     source = written(tmp_path, lines)
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
 
-# The lines of a model, the advice, and the lines after following the advice.
+# Each entry has lines of a model, the advice in the error, and the lines rewritten as advised.
 REWRITES = [
     ("y = y * math.exp(x.mean().item() / 1000)",
      "write `torch.exp(x.mean() / 1000)` instead of `math.exp(x.mean().item() / 1000)`",
@@ -122,13 +123,13 @@ REWRITES = [
 
 @pytest.mark.parametrize(("lines", "advice", "followed"), REWRITES)
 def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a number of the example gets into the file, or if the error doesn't name the line and the rewrite. Also
-    fails if the rewritten model can't be exported, or computes something else than the original."""
+    """Fails if the file contains a value of the example input, or if the error doesn't name the line and the rewrite.
+    Also fails if the rewritten model can't be exported, or if its outputs differ from the original model's outputs."""
     source = written(tmp_path, lines)
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # here the second line reads the values
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # these models read values in their second line
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)
@@ -148,7 +149,6 @@ class Live(torch.nn.Linear):
 
 
 def test_a_live_module(tmp_path: Path) -> None:
-    """Fails if the error about a live module names its copy in the cache, or doesn't name the line of the user's
-    file."""
+    """Checks that the error about a module in memory names the line in the user's file, not in the cached copy."""
     with pytest.raises(ExportFailed, match=r"^Live computes .* at test_python_numbers.py:\d+ write `torch.where\("):
         accel.export(Live(4, 4), example=torch.randn(2, 4), out=tmp_path / "m.onnx")

@@ -1,4 +1,5 @@
-"""Proves that detectors are exported with their post-processing, in which torchvision's operators become ONNX's."""
+"""Proves that detectors are exported with their post-processing. In the file, ONNX operators replace torchvision's
+operators."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def detect(parts: Any, images: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_detector_with_its_selection_in_the_graph(tmp_path: Path) -> None:
-    """Fails if export refuses the selection, if the file selects other boxes than PyTorch, or if the file fixes the
-    number of boxes."""
+    """Fails if export refuses the selection of boxes, or if the exported file selects other boxes than PyTorch. Also
+    fails if the file fixes the number of boxes."""
 
     class Detector(torch.nn.Module):
         def __init__(self) -> None:
@@ -74,8 +75,8 @@ def test_a_detector_with_its_selection_in_the_graph(tmp_path: Path) -> None:
 
 
 def test_a_detector_as_a_pipeline(tmp_path: Path) -> None:
-    """Fails if export refuses a part whose output sizes depend on values, or if the exported pipeline gives other
-    outputs than the original."""
+    """Fails if export refuses a module whose output sizes depend on values. Also fails if the exported pipeline gives
+    other outputs than the original."""
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     pipeline = accel.Pipeline(detect, backbone=Backbone(), select=select)
     made = accel.export(pipeline, example=(images,), out=tmp_path / "out")
@@ -87,7 +88,7 @@ def test_a_detector_as_a_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("ratio", [2, -1])
 def test_regions(aligned: bool, ratio: int, tmp_path: Path) -> None:
-    """Fails if the file reads a region at wrong points, or from the wrong image."""
+    """Fails if the exported RoiAlign samples a region at wrong points, or from the wrong image."""
 
     class Regions(torch.nn.Module):
         def forward(self, image: torch.Tensor, corners: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Two operators of torchvision, which the tests declare because torchvision needs another build of PyTorch. The
-references follow the operators' documentation, one box or one sample at a time."""
+"""Declares two operators of torchvision for the tests, because torchvision needs another build of PyTorch. The
+reference implementations follow the operators' documentation and compute one box or one sample at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import torch
 
-_KEPT: list[torch.library.Library] = []  # the operators exist as long as their library
+_KEPT: list[torch.library.Library] = []  # keeps the library alive, because the operators disappear with their library
 
 
 def declare_operators() -> None:
@@ -75,7 +75,8 @@ def _roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> torch.Tensor:
-    """Returns the mean of points inside each cell of each box, float[boxes, channels, pooled_height, pooled_width]."""
+    """Returns the mean over sampled points in each cell of each box, as float[boxes, channels, pooled_height,
+    pooled_width]."""
     out = input.new_zeros(len(rois), input.shape[1], pooled_height, pooled_width)
     offset = 0.5 if aligned else 0.0
     for number, (image, *corners) in enumerate(rois.tolist()):

@@ -1,5 +1,5 @@
-"""Proves that accel measures and corrects output shapes that a file states wrongly, and still refuses shapes that are
-wrong."""
+"""Proves that accel corrects wrong shape annotations in a file by measuring the outputs. Also proves that accel refuses
+outputs whose real shape is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.errors import SignatureDrift
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.tables.stage_table import get_stage
 
-# The width of the output is half of the input's, and "flat" has a fixed size.
+# The output ``y`` is half as wide as the input, and the second dim of ``flat`` is fixed.
 KNOWN = Signature(
     (TensorSpec("x", "float32", ("batch", 1, "width")),),
     (TensorSpec("y", "float32", ("batch", 1, "y_2")), TensorSpec("flat", "float32", ("batch", 4))),
@@ -27,8 +27,8 @@ KNOWN = Signature(
 
 
 def written(path: Path, y: list[int | str], flat: list[int | str], *, fixed: bool = False) -> Path:
-    """Writes a model that states the shapes of its outputs ``y`` and ``flat``. If ``fixed`` is true, y really is 79
-    wide."""
+    """Writes a model whose file declares the given shapes for the outputs ``y`` and ``flat``. If ``fixed`` is true, the
+    computed ``y`` has a fixed width."""
     nodes = [
         helper.make_node("MaxPool", ["x"], ["pooled"], kernel_shape=[2], strides=[2]),
         helper.make_node("Relu", ["pooled"], ["relu"]),
@@ -69,7 +69,8 @@ def checked(path: Path) -> Artifact:
     ids=["a fixed size for a dynamic dim", "a fixed batch", "a formula for a fixed dim"],
 )
 def test_a_wrong_statement(tmp_path: Path, y: list[int | str], flat: list[int | str]) -> None:
-    """Fails if accel refuses a correct file because of the shapes that it states, or keeps these shapes in the file."""
+    """Fails if accel refuses a correct file because of its wrong shape annotations, or keeps these annotations in the
+    file."""
     path = written(tmp_path / "m.onnx", y, flat)
     assert [spec.shape for spec in checked(path).signature.outputs] == [("batch", 1, "y_2"), ("batch", 4)]
     assert not onnx.load(path).graph.value_info
@@ -78,7 +79,7 @@ def test_a_wrong_statement(tmp_path: Path, y: list[int | str], flat: list[int | 
 
 
 def test_a_shape_that_is_wrong(tmp_path: Path) -> None:
-    """Fails if a file whose output really has a fixed size passes because accel could rewrite the stated shape."""
+    """Checks that a file whose output really has a fixed size is refused and isn't rewritten."""
     path = written(tmp_path / "m.onnx", ["batch", 1, 4], ["batch", 4], fixed=True)
     before = path.read_bytes()
     with pytest.raises(SignatureDrift, match="turned the dim 'y_2' of the output 'y' into 4"):
@@ -87,7 +88,7 @@ def test_a_shape_that_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_file_that_can_not_be_run(tmp_path: Path) -> None:
-    """Fails if accel trusts a stated shape that can't be measured."""
+    """Fails if accel trusts a declared shape of a model that can't run."""
     path = written(tmp_path / "m.onnx", ["batch", 1, 79], ["batch", 4])
     model = onnx.load(path)
     model.graph.node[1].op_type = "NoSuchOperator"

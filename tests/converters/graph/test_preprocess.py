@@ -75,7 +75,7 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the transpose to channels last stays although only the transpose back reads its output. Also fails if
+    """Fails if the transpose to channels last stays although only the reverse transpose reads its output. Also fails if
     the transpose to channels last is removed although another node needs its output."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
@@ -118,7 +118,7 @@ def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", ""])
 def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
-    """Fails if preprocessing feeds float32 to a net with float16 inputs, or feeds wrong values."""
+    """Fails if preprocessing feeds float32 values or wrong values to a net with float16 inputs."""
     kind = TensorProto.FLOAT16
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["a"]), helper.make_node("Flatten", ["a"], ["y"])]
     x = helper.make_tensor_value_info("x", kind, ["batch", 3, 6, 6])
@@ -140,8 +140,8 @@ def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
 
 
 def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --dim can't set the image sizes before resizing, or if the gate doesn't compare at these sizes. Also
-    fails if the image sizes get the range of the batch dim."""
+    """Fails if --dim can't set the sizes of the images before the resize, or if the gate doesn't compare at these
+    sizes. Also fails if the image sizes get the range of the batch dim."""
     out = tmp_path / "p.onnx"
     dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
     ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")

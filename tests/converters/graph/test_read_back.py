@@ -21,7 +21,8 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1 with one fault. In the tests, a faulty stage writes this module to a file."""
+    """Computes y = 2x and z = x + 1, and has the fault that the test names. In the tests, a faulty stage writes this
+    module to a file."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -57,8 +58,8 @@ def source(tmp_path: Path) -> Path:
 def test_an_exported_program(
     source: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Fails if accel trusts the signature that a stage reports. The test's faulty stages report the signature of
-    the source in place of the written file's."""
+    """Fails if accel trusts the signature that a stage reports. The test's faulty stages report the source's signature
+    instead of the written file's signature."""
 
     def planted(src: Artifact, config: Any, out: Path) -> Artifact:
         shapes = None if fault == "batch" else ({0: torch.export.Dim("batch", max=64)},)
@@ -78,7 +79,8 @@ def test_an_exported_program(
 
 
 def test_a_program_that_ties_two_dims(tmp_path: Path) -> None:
-    """Fails if two dims that have to be equal are read as independent, or if two independent dims are read as equal."""
+    """Checks that two dims that have to be equal are read as equal, and that two independent dims are read as
+    independent."""
 
     class Sum(torch.nn.Module):
         def forward(self, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Proves that onnxsim's simplification keeps the model's signature and outputs, and that a failure changes nothing."""
+"""Proves that onnxsim's simplification keeps the model's signature and outputs, and that a failed simplification leaves
+the model unchanged."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from tests.support.onnx_builder import FLOAT, artifact
 
 
 def net(path: Path, opset: int = 21) -> Artifact:
-    """Makes a net of three products. The block size divides the depth of the first and the third product, but not of
-    the second. The third product has a transposed weight."""
+    """Makes a net of three matrix products. The block size divides the depth of the first and the third product, but
+    not of the second. The third product has a transposed weight."""
     rng = np.random.default_rng(0)
     shapes = {"w1": (256, 300), "w2": (300, 256), "w3": (128, 256)}
     constants = {n: (rng.standard_normal(shape) / 16).astype(np.float32) for n, shape in shapes.items()}
@@ -35,7 +35,7 @@ def net(path: Path, opset: int = 21) -> Artifact:
 
 
 def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
-    """Returns ``value`` rounded in blocks of ``size`` along ``axis``."""
+    """Returns ``value`` with every block of ``size`` elements along ``axis`` rounded with a scale of its own."""
     moved = np.moveaxis(value, axis, -1)
     parts = moved.reshape(*moved.shape[:-1], -1, size)
     scales = np.abs(parts).max(axis=-1, keepdims=True) / np.float32(top)
@@ -65,8 +65,7 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
 
 
 def test_the_candidate(tmp_path: Path) -> None:
-    """Fails if --precision int4 gives no candidate, if an older opset isn't raised, or if the block size can't be
-    chosen."""
+    """Checks that --precision int4 makes a candidate, raises an older opset, and uses the given block size."""
     src = net(tmp_path / "m.onnx", opset=17)
     words: dict[str, Any] = {"precisions": ("int4",), "data": None, "samples": 0, "threads": 1}
     for options, size in (({}, 128), ({"block_size": 64}, 64)):

@@ -1,5 +1,5 @@
-"""Proves that calibration batch by batch equals calibration on all values at once, takes constant memory and can
-resume."""
+"""Proves that calibration batch by batch gives the same ranges as calibration on all values at once. Also proves that
+calibration takes constant memory and can be resumed."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
 
 
 def test_ranges_are_those_of_the_values_themselves() -> None:
-    """The definition of a calibration method gives a range for the raw values. Fails if the method's range differs from
-    this range by more than one bin."""
+    """Checks that each method's range from the histogram is close to the method's range for the raw values."""
     values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
     found = at_once(values)
     bin_width = float(found.edges[1] - found.edges[0])
@@ -133,7 +132,7 @@ def test_infinities_and_nan_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_entropy_agrees_with_the_library(scale: float) -> None:
-    """Fails if the entropy range differs from the range of ONNX Runtime's collector, which is much slower."""
+    """Fails if the entropy method's range differs by 20% or more from the range of ONNX Runtime's collector."""
     values = (np.random.default_rng(2).laplace(size=100_000) * scale).astype(np.float32)
     collector = HistogramCollector(
         method="entropy", symmetric=True, num_bins=1024, num_quantized_bins=128, percentile=99.99, scenario="same"
@@ -155,7 +154,7 @@ def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
 
 
 def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
-    """Fails if the stream's batches differ from those of ``Dataset``, or if ``skip`` drops the wrong batch."""
+    """Fails if ``SampleStream`` gives other batches than ``Dataset``, or if ``skip`` drops the wrong batch."""
     src = conv_net(tmp_path / "m.onnx")
     data = stacked(tmp_path / "data", [12, 16, 9], 5)
     (tmp_path / "data" / "003.npz").write_bytes(b"")
@@ -222,7 +221,7 @@ def tensors(src: Artifact) -> Histograms:
 
 
 def test_variable_shapes(tmp_path: Path) -> None:
-    """Fails if calibration skips batches of other sizes, or requires one shape for all batches."""
+    """Fails if calibration skips images of another size, or requires one shape for all batches."""
     src = conv_net(tmp_path / "m.onnx")
     stream = SampleStream(stacked(tmp_path / "data", [8, 20, 11], 4), src.signature)
     found = tensors(src)
@@ -282,8 +281,7 @@ def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
-    """Fails if a calibration restarted after SIGKILL begins from the first batch, counts a batch twice, or skips a
-    batch."""
+    """Checks that a calibration that was killed continues after the last saved batch and counts every batch once."""
     src = conv_net(tmp_path / "m.onnx", 64)
     data, state = tmp_path / "d.npz", tmp_path / "state.npz"
     np.savez(data, x=np.random.default_rng(5).standard_normal((80, 3, 64, 64)).astype(np.float32))

@@ -30,8 +30,8 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def net(path: Path, opset: int = 20, outlier: float = 1.0) -> Artifact:
-    """Makes a net of three products, of which the first two read the same tensor. One channel is ``outlier`` times as
-    large as the others, and its weights are smaller by the same factor."""
+    """Makes a net of three matrix products. The first two products read the same tensor. One channel of this tensor is
+    ``outlier`` times as large as the others, and the channel's weights are smaller by the same factor."""
     rng = np.random.default_rng(0)
     scale = np.ones(WIDTH, np.float32)
     scale[3] = outlier
@@ -110,8 +110,8 @@ def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
 
 
 def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 rounds with equal steps, as int8 does. In this test, equal steps lose all channels but the
-    largest."""
+    """Fails if fp8 rounds with equal steps, as int8 does. In this test, equal steps would round all channels except the
+    largest to zero."""
     src = net(tmp_path / "m.onnx", outlier=1000.0)
     errors = {}
     for mode in ("static", "fp8"):
@@ -120,7 +120,7 @@ def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
         )
         errors[mode] = max(r.value or 0.0 for r in OutputGate(limit=10.0, data=data).check(src, made))
     assert errors["fp8"] < 0.1 < errors["static"]
-    assert errors["fp8"] > 1e-3  # with a smaller error, nothing would have been rounded
+    assert errors["fp8"] > 1e-3  # a smaller error would mean that nothing was rounded
 
 
 def test_what_stays_and_what_is_refused(data: Path, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def request(data: Path | None, *capabilities: str, precisions: tuple[str, ...] |
 
 
 def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
-    """Fails if accel tries fp8 without calibration data or for a GPU without fp8, or doesn't try fp8 although all GPUs
-    have fp8. Also fails if an older opset isn't raised to the opset that fp8 needs."""
+    """Checks that accel tries fp8 only if calibration data is given and all GPUs support fp8. Also checks that accel
+    raises an older opset to the opset that fp8 needs."""
     src = net(tmp_path / "m.onnx", opset=17)
     for capabilities, tried in ((("8.9",), True), (("8.9", "12.0"), True), (("8.6", "8.9"), False), ((), False)):
         found, _ = recipes(src, request(data, *capabilities))
@@ -195,8 +195,7 @@ def test_the_engine_is_built(data: Path, tmp_path: Path, cli: Any) -> None:
 
 
 def test_a_gpu_without_it(data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if accel builds an fp8 engine for a GPU without fp8 instead of refusing, or if the error doesn't name the
-    fix."""
+    """Checks that accel refuses to build an fp8 engine for a GPU without fp8, and that the error names the fix."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")
     words = ["--target", "tensorrt-rtx", "--precision", "fp8", "--data", data]

@@ -1,4 +1,4 @@
-"""Proves that the error for a model with NaN on its calibration data names the cause."""
+"""Proves that the error names the cause if a model computes NaN on its calibration data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 
 def test_a_tensor_without_a_range_is_named(tmp_path: Path) -> None:
-    """Fails if the error for a model with NaN in an inner tensor repeats NNCF's message instead of naming the cause."""
+    """Checks that the error says that an inner tensor is NaN, and doesn't repeat NNCF's message."""
     pytest.importorskip("nncf")
     rng = np.random.default_rng(0)
     weights = {f"w{i}": rng.standard_normal((8, 8)).astype(np.float32) for i in (0, 1)}

@@ -1,5 +1,5 @@
-"""Proves that OpenVINO computes the int8 graph that NNCF wrote, and that NNCF's memory doesn't grow with the
-samples."""
+"""Proves that OpenVINO correctly computes the int8 graph from NNCF, and that NNCF's memory use doesn't grow with the
+number of samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHANNELS = 8
 
 
 def small_unet(path: Path, size: int = 32) -> Artifact:
-    """Makes a U-Net of one level. The skip tensor is pooled on the way down. On the way up, the skip tensor is
-    concatenated with a tensor that has no ReLU."""
+    """Makes a U-Net of one level. The encoder pools the skip tensor. The decoder concatenates the skip tensor with a
+    tensor that has no ReLU."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
 
@@ -59,8 +59,8 @@ def small_unet(path: Path, size: int = 32) -> Artifact:
 
 @pytest.mark.proof
 def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
-    """Fails if OpenVINO's outputs differ from the outputs of the int8 model. NNCF quantizes a skip connection to a
-    signed tensor. If a signed tensor is pooled and has other readers, OpenVINO's relative error is at least 0.2."""
+    """Fails if OpenVINO's outputs differ from the outputs of the int8 model. NNCF quantizes the skip tensor as signed.
+    OpenVINO's relative error is at least 0.2 if a signed tensor is read by a pooling node and by other nodes."""
     src = small_unet(tmp_path / "m.onnx")
     rng = np.random.default_rng(2)
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((16, 3, 32, 32)).astype(np.float32))

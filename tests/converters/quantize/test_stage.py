@@ -155,7 +155,7 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel still gives one scale per tensor. One scale per tensor would round the depthwise
+    """Fails if ``per_channel=True`` gives only one scale per tensor. One scale per tensor would round the depthwise
     convolution's small channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
@@ -169,8 +169,8 @@ def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Fails if weights keep 8 bits on a CPU without VNNI, or lose a bit on another CPU. Also fails if the manifest
-    doesn't record reduce_range, or if a CPU with VNNI gets the cached model of a CPU without VNNI."""
+    """Checks that weights have 7 bits on a CPU without VNNI and 8 bits on any other CPU. Also checks that the manifest
+    records ``reduce_range``, and that a CPU with VNNI doesn't get the cached model of a CPU without VNNI."""
     src = (conv_net if mode == "static" else attention_net)(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz") if mode == "static" else None
     for saturates, most in ((True, 64), (False, 127)):
@@ -209,7 +209,7 @@ def test_which_cpus_saturate(
 
 def test_dynamic_form(tmp_path: Path) -> None:
     """Fails if a residual or a product of two activations is quantized, or if dynamic quantization requires data. Also
-    fails if the server can't see that the rows of a batch share a scale."""
+    fails if the model's properties don't say that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
     assert made.properties[ROWS_SHARE_SCALES]
@@ -378,8 +378,8 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Returns the environment of a newly started process. Waits first, because at the start the kernel shows no
-    environment."""
+    """Returns the environment of a newly started process. Waits first, because /proc shows no environment right after a
+    process starts."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -388,7 +388,7 @@ def environment_of(pid: int) -> list[str]:
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a library's temporary files remain after a run, an interrupt or a crash. The libraries write files to
-    two places: the working directory and the folder of their input. Killed libraries leave files in the system's
+    two places: the working directory and the folder of their input. A killed library leaves files in the system's
     temporary folder."""
     src = conv_net(tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
@@ -410,7 +410,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.proof
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if a real net's error is far above 0.06 to 0.08, the errors that were measured for the quantization
+    """Fails if the error of a real net is far above 0.06 to 0.08, the errors measured with these quantization
     settings."""
     made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)

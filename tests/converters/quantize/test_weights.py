@@ -25,11 +25,11 @@ from accel.tables.target import Target
 from tests.support.onnx_builder import FLOAT, artifact
 
 MODES = ("int8-weights", "int4-weights")
-LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has 15 steps per block of 32 weights
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has 15 levels for each block of 32 weights
 
 
 def linear_net(path: Path, opset: int) -> Artifact:
-    """Makes a net of two large layers and a small one."""
+    """Makes a net of two large layers and one small layer."""
     rng = np.random.default_rng(0)
     constants = {
         "w1": rng.standard_normal((256, 512)) / 16,
@@ -78,7 +78,7 @@ def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if NNCF's model can't be converted to IR, or if the IR holds the weights in more bits. Also fails if the
+    """Fails if NNCF's model can't be converted to IR, or if the IR stores the weights with more bits. Also fails if the
     small layer is quantized."""
     pytest.importorskip("nncf")
     src = linear_net(tmp_path / "m.onnx", opset)
@@ -130,7 +130,7 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
 
 @pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Fails if the command refuses --precision int4, or if the resulting model isn't judged."""
+    """Fails if the command refuses --precision int4, or doesn't judge the int4 model's drop in accuracy."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
@@ -148,7 +148,7 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
 @pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
     """Fails if `verify` or `bisect` has no error limit for int4 models, or reports the rounding of weights as a
-    difference. Also fails if one of the two commands accepts a model with other weights."""
+    difference. Also fails if `verify` or `bisect` accepts a model with other weights."""
     import json
 
     pytest.importorskip("nncf")

@@ -1,4 +1,4 @@
-"""Proves that the processes of simplification and quantization don't import torch, because this import takes
+"""Proves that simplification and quantization run in processes that don't import torch. Importing torch takes
 seconds."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGES: dict[str, Callable[[Artifact, Path], Artifact]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_torch_stays_unloaded(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the process of a stage imports torch. A fake torch on the import path ends the process."""
+    """Fails if the child process of a stage imports torch. A fake torch package ends any process that imports torch."""
     weights = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
     net = artifact(
         tmp_path / "net.onnx",

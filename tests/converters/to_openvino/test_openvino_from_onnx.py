@@ -115,8 +115,8 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without accel's record can't be read, or if two tensors of the IR get the same name for different
-    dims."""
+    """Fails if an IR without accel's signature entry can't be read, or if different dims of two tensors get the same
+    name."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)
@@ -125,7 +125,8 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if describe repeats the stage's record although the model itself has a fixed batch or lacks a name."""
+    """Fails if ``describe`` trusts accel's signature entry although the model itself has a fixed batch or no tensor of
+    this name."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (
@@ -143,7 +144,7 @@ def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path
     "record", ["not json", "[]", '{"inputs": 3, "outputs": []}', '{"inputs": [{}], "outputs": []}']
 )
 def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None:
-    """Fails if accel trusts a damaged record."""
+    """Fails if accel trusts a damaged signature entry in an IR."""
     model = ov.Core().read_model(str(source.path))
     model.set_rt_info(record, ["accel", "signature"])
     path = tmp_path / "planted.xml"
@@ -153,8 +154,8 @@ def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None
 
 
 def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the IR depends on time, paths or order. The hashes in the manifest would then change at each
-    conversion."""
+    """Fails if converting the same model twice gives different bytes. With different bytes, the hashes in the manifest
+    would change at each conversion."""
     again = openvino_from_onnx(source, OpenVinoFromOnnxConfig(), tmp_path / "net.xml")
     assert [file.read_bytes() for file in again.files] == [file.read_bytes() for file in ir.files]
     assert sorted(p.name for p in ir.path.parent.iterdir()) == ["net.bin", "net.xml"]
@@ -173,7 +174,7 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
-    """Fails if accel derives the precision of a QDQ model from its scales or from the tensors that stayed float."""
+    """Fails if accel reports a QDQ model as float because the model's scales or some tensors are float."""
     qdq = ["scale", "zero"]
     if what == "weights":
         nodes = [
@@ -210,8 +211,8 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for a loop that OpenVINO refuses is cut within a word, or suggests another opset, which can't
-    help. Also fails if the error doesn't name the operator and a target that can run the loop."""
+    """Fails if the error for a loop that OpenVINO refuses ends in the middle of a word, or suggests another opset. Also
+    fails if the error doesn't name the operator and a target that can run the loop."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(
@@ -245,7 +246,7 @@ def test_a_crash_of_the_converter_is_a_failed_build(
 
 @pytest.mark.parametrize("content", [b"", b"this is a text file, not a model\n" * 9], ids=["empty", "text"])
 def test_files_that_are_no_onnx(content: bytes, source: Artifact, tmp_path: Path) -> None:
-    """Fails if accel passes a file that is no ONNX model to the converter."""
+    """Fails if accel passes a file to the converter that isn't an ONNX model."""
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidModel, match="export it again"):

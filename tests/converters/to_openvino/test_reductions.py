@@ -1,4 +1,4 @@
-"""Proves that OpenVINO computes a quantized model's reductions as the model defines them."""
+"""Proves that OpenVINO correctly computes the reductions in a quantized model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ pytest.importorskip("openvino")
 
 
 def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True, also: bool = False) -> Artifact:
-    """Makes a model that reduces tokens, scales each channel, quantizes and multiplies. SmoothQuant makes the same
-    operations before a head. ``also`` makes the reduced tensor an output of the model."""
+    """Makes a model that reduces over tokens, scales each channel, quantizes, and computes a matrix product.
+    SmoothQuant creates the same sequence of operations before a model's head. If ``also`` is true, the reduced tensor
+    is an output of the model, too."""
     rng = np.random.default_rng(0)
     nodes = [node(operator, "x axes", "pooled", keepdims=0), node("Mul", "pooled factors", "smooth")]
     if quantized:
@@ -41,8 +42,8 @@ def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True
 @pytest.mark.parametrize("operator", ["ReduceMean", "ReduceMax", "ReduceSum", "ReduceL2"])
 @pytest.mark.parametrize(("axes", "also"), [([1], False), ([-2], True)])
 def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, axes: list[int], also: bool) -> None:
-    """Fails if OpenVINO applies the channels' factors along the wrong axis (errors of 40% to 75% in 2026.4). Also fails
-    if the names or shapes of the outputs change."""
+    """Fails if OpenVINO applies the channels' factors along the wrong axis, which causes errors of 40% to 75% in
+    OpenVINO 2026.4. Also fails if the names or shapes of the outputs change."""
     src = pooled(tmp_path / "m.onnx", operator, axes, also=also)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
     assert made.notes["reductions_rewritten"] == 1

@@ -21,8 +21,9 @@ BOOL = onnx.TensorProto.BOOL
 
 
 def attention(path: Path, mask: str, scores: str = "MatMul") -> Artifact:
-    """Makes a guarded softmax(q @ k + mask). If ``mask`` is "input", the mask is an input of the model. For any other
-    ``mask``, the mask is a constant: the lowest number or -inf wherever ``seen`` is false."""
+    """Makes a model with ``softmax(q @ k + mask)`` and torch's NaN guard. If ``mask`` is "input", the mask is an input
+    of the model. For any other ``mask``, the mask is the lowest float32 number or -inf wherever the input ``seen`` is
+    false."""
     nodes = [
         node("MatMul", "q k", "product"),
         node("Identity" if scores == "MatMul" else scores, "product", "scores"),
@@ -52,8 +53,8 @@ def convert(src: Artifact, folder: Path) -> tuple[Artifact, int]:
 def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same(
     precision: str, tmp_path: Path
 ) -> None:
-    """Fails if a guard without effect stays, because the guard prevents fused attention. Also fails if the lowest
-    number becomes -inf in bfloat16, because the outputs would then be NaN."""
+    """Fails if a guard without effect isn't removed, because any guard prevents fused attention. Also fails if the
+    lowest number becomes -inf in bfloat16, because the outputs would then be NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     src = attention(tmp_path / "a.onnx", "lowest")
@@ -72,8 +73,8 @@ def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same
 
 @pytest.mark.parametrize(("mask", "scores"), [("-inf", "MatMul"), ("input", "MatMul"), ("lowest", "Log")])
 def test_a_guard_that_can_act_stays(mask: str, scores: str, tmp_path: Path) -> None:
-    """Fails if the guard is removed although the mask or the scores may be -inf. Without the guard, rows whose mask
-    hides everything are NaN."""
+    """Fails if the guard is removed although the mask or the scores may be -inf. Without the guard, a row in which the
+    mask hides every position is NaN."""
     src = attention(tmp_path / "a.onnx", mask, scores)
     made, removed = convert(src, tmp_path)
     assert removed == 0

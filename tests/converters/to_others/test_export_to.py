@@ -35,8 +35,8 @@ def top1(session: BaseSession, data: Path) -> float:
 
 @pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino", "torch"])
 def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
-    """Fails if the command fails, or if its output folder can't be loaded alone. Also fails if the output loses names
-    or the dynamic batch, or recognizes other digits."""
+    """Checks that the command succeeds, and that its output folder can be loaded without the source. Also checks that
+    the converted model keeps the dynamic batch and recognizes the same digits."""
     out = tmp_path / "out_dir"
     ran = cli("export", digits.path, "--to", to, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -110,8 +110,8 @@ WAYS = {
 @pytest.mark.proof
 @pytest.mark.parametrize("to", WAYS)
 def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """A conversion changes the weights of a net by a hundredth. Fails if the gate passes the changed net, or if accel
-    publishes it."""
+    """Checks that the gate rejects a conversion that changes a net's weights by 1%, and that accel doesn't publish the
+    changed net."""
     stage = get_stage(WAYS[to])
     module, _, name = stage.function.partition(":")
     real, known = getattr(import_module(module), name), accel.stage.versions
@@ -159,8 +159,8 @@ def command_of(pid: str) -> bytes:
 
 
 def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if pnnx keeps running after accel was killed, because pnnx may run for minutes and take gigabytes. A script
-    that never ends replaces pnnx in this test."""
+    """Fails if pnnx keeps running after accel was killed. A running pnnx may take minutes and gigabytes of memory. This
+    test replaces pnnx with a script that sleeps."""
     package, pid = tmp_path / "path" / "pnnx", tmp_path / "pid"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -197,8 +197,8 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if onnx2tf gets the option for the image layout for an input that isn't an image. The option only accepts
-    inputs of 3 to 5 dims."""
+    """Fails if accel passes onnx2tf's option for image layouts for an input that isn't an image. The option for image
+    layouts only accepts inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
@@ -213,9 +213,8 @@ def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't name the node at which onnx2tf stopped. In this test, onnx2tf can't convert a
-    bidirectional LSTM with a default initial state. The message of onnx2tf itself only says that None can't be
-    indexed."""
+    """Checks that the error names the node that onnx2tf can't convert. In this test, the node is a bidirectional LSTM
+    with a default initial state. The original message from onnx2tf only says that None can't be indexed."""
     weights = {name: np.zeros((2, 8, 2), np.float32) for name in "wr"}
     lstm = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="both", hidden_size=2, direction="bidirectional")
     path = onnx_file(tmp_path / "lstm.onnx", [lstm], {"x": [5, "batch", 2]}, [5, 2, "batch", 2], weights)
@@ -249,8 +248,8 @@ def test_onnx2tf_is_not_there(
 
 
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if pnnx's message is cut within a sentence, or if the error suggests simplifying the loop of a recurrent
-    net."""
+    """Fails if the error cuts pnnx's message in the middle of a sentence, or suggests simplifying the loop of a
+    recurrent net."""
     from onnx import TensorProto, helper, numpy_helper
 
     x, y, carried, after = (

@@ -46,7 +46,7 @@ def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> Non
 
 
 def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't name an operator without a translation to PyTorch."""
+    """Checks that the error names an operator that can't be converted to PyTorch."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Celu", ["x"], ["y"])], "g", [x], [y])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")

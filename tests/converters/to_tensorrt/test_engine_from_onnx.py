@@ -37,8 +37,8 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
-    """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. Without a GPU, accel
-    can't read the facts of the manifest from the engine."""
+    """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. On a machine without a
+    GPU, accel can't read these values from the engine."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -50,8 +50,8 @@ def test_what_was_built_is_recorded(engine: Artifact) -> None:
 
 
 def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
-    """Fails if the kernels in the build log aren't parsed. Each computing node has to be in a kernel, and some kernels
-    have to contain several nodes."""
+    """Fails if accel can't parse the kernels in the build log. Each node of the test's model has to be in a kernel, and
+    at least one kernel has to contain several nodes."""
     assert engine.manifest is not None
     notes = engine.manifest.stages[-1]["notes"]
     nodes = {name for row in notes["kernels"] for name in row["onnx"]}
@@ -72,7 +72,7 @@ def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_precision_is_the_graphs(tmp_path: Path) -> None:
-    """Fails if the network isn't strongly typed, or if the recorded precision isn't the precision of the graph."""
+    """Fails if the network isn't strongly typed, or if the manifest's precision isn't the precision of the graph."""
     src = opened(two_inputs(tmp_path / "half.onnx", TensorProto.FLOAT16))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "fp16"
@@ -93,8 +93,8 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
 
 
 def build_and_look(**words: Any) -> dict[str, Any]:
-    """Builds an engine in the child process. Returns the build's result, with an entry ``seen`` for the config
-    that TensorRT reports at the start of the build."""
+    """Builds an engine in the child process. Adds an entry ``seen`` to the build's result, with the settings that
+    TensorRT's builder has at the start of the build."""
     from accel.converters.to_tensorrt import build as tensorrt_build
 
     seen: dict[str, Any] = {"profiles": []}
@@ -124,7 +124,7 @@ def build_and_look(**words: Any) -> dict[str, Any]:
 
 
 def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the builder level, the workspace or a profile is parsed and recorded but never reaches TensorRT."""
+    """Fails if the builder level, the workspace or a profile isn't passed to TensorRT."""
     found: list[dict[str, Any]] = []
 
     def run(_target: str, **words: Any) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def chain(path: Path, count: int) -> Path:
 
 
 def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
-    """Fails if the build runs on the process's initial stack. A chain of 3500 nodes overflows the usual stack of 8 MB.
-    This test uses 700 nodes and 1 MB, because a long chain takes long to build."""
+    """Fails if the build runs on the main thread's small stack. A chain of 3500 nodes overflows the usual stack of 8
+    MB. This test uses 700 nodes and a stack of 1 MB, because a longer chain takes much longer to build."""
     path = chain(tmp_path / "chain.onnx", 700)
     script = textwrap.dedent(
         f"""

@@ -1,5 +1,5 @@
-"""Proves, without building an engine, that four things are correct: the build's options, the GPU probe, the kernel
-listing and the progress."""
+"""Proves, without building an engine, that the build's options, the GPU probe, the kernel listing and the progress are
+correct."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_options_out_of_range(wrong: dict[str, int]) -> None:
 
 
 def test_unknown_toolkit() -> None:
-    """Fails if an unknown toolkit is detected only when the build starts."""
+    """Checks that the config refuses an unknown toolkit before the build starts."""
     with pytest.raises(UnknownName, match="use one of tensorrt-rtx, tensorrt"):
         EngineFromOnnxConfig(toolkit="tensor-rt")
 
 
 def test_capabilities_are_probed_on_the_toolkit() -> None:
-    """Fails if the compute capabilities come from a table in accel instead of the toolkit. Also fails if accel accepts
-    a compute capability for a toolkit that builds only for its own GPU."""
+    """Checks that accel reads the supported compute capabilities from the toolkit. Also checks that accel refuses a
+    compute capability for a toolkit that builds only for the machine's own GPU."""
     members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
     rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
     assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}
@@ -93,7 +93,8 @@ def test_kernel_listing_is_read_as_it_stands() -> None:
 
 
 def test_progress_of_nested_phases() -> None:
-    """Fails if an inner phase doesn't count toward its parent's current step, or if the progress decreases."""
+    """Checks that the progress of an inner phase counts toward the current step of its parent phase, and that the
+    progress never decreases."""
     progress = BuildProgress()
     assert progress.fraction == 0
     progress.start("build", None, 4)
@@ -112,8 +113,8 @@ def test_progress_of_nested_phases() -> None:
 
 
 def test_engine_options_come_back_in_the_rebuild_command() -> None:
-    """Fails if an option is parsed as another option or with the wrong unit. Also fails if the rebuild command has
-    other options."""
+    """Fails if an engine option is parsed as another option or with the wrong unit. Also fails if the rebuild command
+    has other options than the original command."""
     texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
     found = parse_engine_options(texts)
     assert found == {
@@ -139,22 +140,22 @@ def test_engine_options_come_back_in_the_rebuild_command() -> None:
     ],
 )  # fmt: skip
 def test_engine_options_that_are_none(text: str) -> None:
-    """Fails if an unreadable option is silently ignored."""
+    """Fails if accel silently ignores an engine option that can't be parsed."""
     with pytest.raises(BadInputSpec, match=r"can't read engine .*; write"):
         parse_engine_options([text])
 
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if accel accepts version_compatible or a hardware compatibility level for TensorRT-RTX. version_compatible
-    breaks the build, and TensorRT-RTX ignores a hardware compatibility level."""
+    """Fails if accel accepts version_compatible or a hardware compatibility level for TensorRT-RTX. The option
+    version_compatible breaks the build, and TensorRT-RTX ignores a hardware compatibility level."""
     with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 
 def test_compatibility_is_asked_of_the_builder() -> None:
-    """Fails if the builder doesn't get the compatibility options, or if a level that this TensorRT lacks isn't
-    refused."""
+    """Checks that the builder gets the compatibility options, and that accel refuses a compatibility level that the
+    installed TensorRT lacks."""
     flags: list[str] = []
     toolkit = SimpleNamespace(
         BuilderFlag=SimpleNamespace(VERSION_COMPATIBLE="compatible"),

@@ -1,4 +1,5 @@
-"""Proves that bad sources and damaged engines are refused with the cause in the error and no file left behind."""
+"""Proves that accel refuses bad sources and damaged engines, names the cause in the error, and leaves no file
+behind."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def truncated(path: Path) -> Path:
 def test_files_that_are_no_model(
     broken: Callable[[Path], Path], source: Artifact, tmp_path: Path, folder: Path
 ) -> None:
-    """Fails if a file that is no model reaches TensorRT's parser, which parses an empty file or plain text as an empty
-    network."""
+    """Checks that a file that isn't a model is refused before TensorRT's parser. The parser reads an empty file or
+    plain text as an empty network."""
     src = replace(source, path=broken(folder / f"{broken.__name__}.onnx"))
     with pytest.raises(InvalidModel, match="export it again"):
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -60,8 +61,8 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the build skips the ONNX checker. Without this check, TensorRT builds a model whose outputs don't have
-    the declared shape."""
+    """Fails if the build skips the ONNX checker. Without the ONNX checker, TensorRT builds a model whose outputs don't
+    have the declared shape."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
     with pytest.raises(InvalidModel, match=r"fails the ONNX checker .*; export it again"):
@@ -70,8 +71,8 @@ def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_never_take_the_caller_down(seed: int, source: Artifact, tmp_path: Path) -> None:
-    """Fails if a corrupt model leads to anything but an engine or an AccelError, or if an error leaves a
-    file behind."""
+    """Checks that a corrupt model either becomes an engine or raises AccelError, and that the error leaves no file
+    behind."""
     rng = np.random.default_rng(seed)
     content = bytearray(source.path.read_bytes())
     for position in rng.integers(0, len(content), 8):
@@ -93,8 +94,8 @@ def one_node(path: Path, op: str, domain: str = "", **attributes: Any) -> Path:
 
 
 def quantized(path: Path, dtype: str | None, zero: int) -> Path:
-    """Makes a model of QuantizeLinear and DequantizeLinear with the given zero point, or without a zero point if
-    `dtype` is None."""
+    """Makes a model of QuantizeLinear and DequantizeLinear with the given zero point. If `dtype` is None, the nodes
+    have no zero point."""
     tail = [] if dtype is None else ["zero"]
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", *tail], ["q"], name="culprit"),
@@ -147,7 +148,7 @@ def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> 
 
 
 def test_symmetric_int8_builds(tmp_path: Path) -> None:
-    """Fails if the check that refuses unsigned QDQ also refuses symmetric int8, which TensorRT requires."""
+    """Checks that symmetric int8, which TensorRT requires, is accepted."""
     src = opened(quantized(tmp_path / "int8.onnx", "int8", 0))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "int8"
@@ -178,7 +179,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if TensorRT builds a model with a shape input that has no range of values."""
+    """Fails if an engine is built from a model whose input contains the sizes of other tensors."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))
@@ -187,8 +188,8 @@ def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_path: Path) -> None:
-    """Fails if accel accepts compute capability 9.0, for which TensorRT-RTX has no code, or if the error doesn't list
-    the supported capabilities."""
+    """Checks that accel refuses compute capability 9.0, which TensorRT-RTX lacks, and that the error lists the
+    supported capabilities."""
     with pytest.raises(UnsupportedHere, match=r"9\.0; it offers .*8\.6.*12\.0"):
         engine_from_onnx(source, EngineFromOnnxConfig(compute_capabilities=("9.0",)), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
@@ -198,14 +199,14 @@ def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_pa
 def test_missing_extra_is_named(
     toolkit: str, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a missing toolkit ends in an ImportError."""
+    """Checks that the error for a missing toolkit names the extra to install."""
     monkeypatch.setitem(RUNTIMES, toolkit, replace(RUNTIMES[toolkit], module="not_installed_anywhere"))
     with pytest.raises(MissingExtra, match=rf'pip install "accel-toolchain\[{toolkit}\]"'):
         engine_from_onnx(source, EngineFromOnnxConfig(toolkit=toolkit), tmp_path / "m.engine")
 
 
 def test_weights_outside_the_folder_are_refused(source: Artifact, tmp_path: Path) -> None:
-    """Fails if a model can load any file of the machine as its external weights."""
+    """Fails if a model can load external weights from a file outside its own folder."""
     model = onnx.load(str(source.path))
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
@@ -253,8 +254,8 @@ def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path
 
 
 def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Path) -> None:
-    """Fails if the check reads only the header of the engine. A changed weight shows only in the hash in the
-    manifest."""
+    """Fails if the check reads only the header of the engine. Only the hash in the manifest reveals a changed
+    weight."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     assert check_engine(copy.path) is None
     content = bytearray(copy.path.read_bytes())
@@ -264,8 +265,8 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
 
 
 def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
-    """Fails if `accel inspect --check` trusts matching hashes although the toolkit refuses the engine, or if the check
-    refuses a good engine."""
+    """Checks that `accel inspect --check` accepts a good engine, and refuses an engine that the toolkit refuses
+    although the hashes match."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     found = accel.inspect(copy.path, check=True)
     assert (found.intact, found.problem) == (True, "")
@@ -282,5 +283,5 @@ def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Pat
 
 
 def test_missing_engine(tmp_path: Path) -> None:
-    """Fails if the check of a missing file raises an OSError."""
+    """Checks that ``check_engine`` says that a missing file does not exist, and doesn't raise OSError."""
     assert "does not exist" in str(check_engine(tmp_path / "none.engine"))

@@ -1,8 +1,8 @@
-"""Proves that ``engine_from_onnx`` and the session use accel's operators as plugins, with a stand-in for TensorRT.
+"""Proves with a stand-in for TensorRT that ``engine_from_onnx`` and the session use accel's operators as plugins.
 
 The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
-if a plugin that doesn't exist replaces a function body. The tests also fail if the manifest contradicts the engine, or
-if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
+if an operator without a plugin loses its function body. The tests also fail if the manifest contradicts the engine, or
+if no warning names an operator without a plugin. The tests also fail if an engine is loaded before its plugins, or if
 plugins are loaded from a path in a manifest.
 """
 
@@ -87,7 +87,7 @@ def test_a_plugin_library_comes_first(
     assert layers[LAYER] == QUICK
     trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new engine is built
+    layers, made = built(fused, tmp_path)  # the cached engine doesn't use the library, so accel builds a new engine
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -98,8 +98,8 @@ def test_a_plugin_library_comes_first(
 def test_rows_that_the_library_has_no_kernel_for_are_not_its(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library gets a product with K = 15. The library's tensor-core kernels load 16 bytes at a time, so
-    they can't compute this product."""
+    """Fails if accel gives the plugin library a product with K = 15. The library's tensor-core kernels load 16 bytes at
+    a time, so they can't compute this product."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
@@ -148,9 +148,9 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
 def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a damaged plugin library is accepted by the build, the check of an engine or the session. Also fails if
-    the build, the check and the session raise different errors. The test makes accel find the library once by the
-    environment variable and once in the cache."""
+    """Fails if the build, the check of an engine or the session accepts a damaged plugin library. Also fails if the
+    build, the check and the session raise different errors. In one case the environment variable names the library, and
+    in the other case the library is in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
@@ -175,13 +175,13 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
 def test_the_model_is_read_once_in_each_process(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a process reads the model more than once. The parent process reads the precision, and the child process
-    reads everything that comes before the parser."""
+    """Fails if the parent process or the child process reads the model more than once. The parent process reads the
+    model for its precision, and the child process reads the model for all checks before the parser."""
     reads: list[str] = []
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # this list leaves out the reads of the stand-in's parser
+        reads.extend([path] if options else [])  # the stand-in's parser passes no options, so its reads aren't counted
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -192,8 +192,9 @@ def test_the_model_is_read_once_in_each_process(
 def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight. Also
-    fails if the node has no attributes for the sizes. With Triton, the convolution has to remain a quick plugin."""
+    """Checks that, without Triton, the plugin library computes a convolution whose number of channels is a multiple of
+    eight. Also checks that the node's attributes contain the kernel size, stride, padding and dilation. With Triton,
+    the convolution has to remain a quick plugin."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
     weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))
@@ -276,7 +277,7 @@ def test_an_engine_is_loaded_after_its_plugins(
     with pytest.raises(BadConfig, match="it is no such file"):
         load_plugins(trt, mixed, "9.0")
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
-    for _ in range(2):  # the second pass is a second engine in the same process
+    for _ in range(2):  # the second call loads a second engine in the same process
         load_plugins(trt, mixed, "9.0")
     assert trt.registry.loaded == [str(path)]
 
@@ -304,8 +305,8 @@ def test_the_check_of_an_engine_knows_its_plugins(
 
 @pytest.mark.gpu
 def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
-    """Fails if the engine's outputs differ from those of the function bodies in ONNX Runtime by more than four fp16
-    roundings of the largest value."""
+    """Compares the engine's outputs with the outputs of the function bodies in ONNX Runtime. The outputs may differ by
+    four fp16 roundings of the largest value."""
     pytest.importorskip("tensorrt", reason="needs the extra [tensorrt]")
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True)
     made = run_stage("engine_from_onnx", fused, config, out=tmp_path / "made.engine")
@@ -320,8 +321,8 @@ def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel doesn't choose the newest cached library that fits. The library must be built from these sources
-    and have tensor-core GEMMs for this GPU."""
+    """Checks that accel chooses the cached plugin library that fits this GPU and these sources. A library fits only if
+    it was built from the same sources and has tensor-core GEMMs for the GPU."""
     monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
     assert find_tensorrt_plugins((9, 0), tmp_path) is None
     plugins = digest_of(PLUGINS)

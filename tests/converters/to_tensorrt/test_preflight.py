@@ -48,14 +48,14 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume this scale for a bias
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias has this scale
         },
     )
 
 
 def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
-    """Fails if preflight doesn't list all four nodes. Also fails if a node has no cause, no fix, or no mark that says
-    whether the rewrite is safe."""
+    """Checks that preflight lists all four nodes that TensorRT refuses. Also checks that each listed node has a cause,
+    a fix, and a flag that says whether the rewrite is safe."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "--json")
     assert ran.code == 1, ran.stderr
@@ -79,8 +79,8 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
-    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128 the outputs
-    have to be bit-identical. With another zero point the outputs may differ by a step of the coarser scale."""
+    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128, the outputs
+    have to be bit-identical. With another zero point, the scale is coarser, and the outputs may differ by up to 10%."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -122,8 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if accel writes the rewritten model to a file although the model fails the gate. The rewrite in this test
-    makes the scales ten times too large."""
+    """Fails if accel writes a rewritten model that fails the gate. The rewrite in this test makes the scales ten times
+    too large."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -134,8 +134,8 @@ def test_a_fix_that_changes_the_model_is_not_published(
 
 
 def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if the error for a requantized graph above the gate's limit doesn't name the rewritten nodes and another
-    quantization method."""
+    """Checks that the error for a rewritten model that fails the gate names the rewritten nodes and advises quantizing
+    the float model again."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -161,8 +161,8 @@ def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
 
 
 def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
-    """Fails if preflight accepts bfloat16 for compute capability 7.5 or float8 for 8.6, or refuses either type for a
-    GPU that supports the type."""
+    """Checks that preflight refuses bfloat16 for compute capability 7.5 and float8 for 8.6, and accepts both types for
+    newer GPUs."""
     low = artifact(
         tmp_path / "b.onnx",
         [node("Relu", "x", "y")],
@@ -182,8 +182,8 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
 
 
 def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
-    """Fails if preflight accepts a type that TensorRT's parser refuses or misreads, or refuses a type that the parser
-    supports. TensorRT-RTX 1.7's parser is the reference. A uint8 input may only be cast."""
+    """Checks that preflight accepts exactly the types that the parser of TensorRT-RTX 1.7 supports. A uint8 input is
+    accepted only if its first node is a Cast."""
     refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
     for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
         for cast_first in (True, False):
@@ -204,8 +204,9 @@ def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain that is too long for the parser's stack reaches the parser and kills it. Also fails if the error
-    doesn't name the chain's last node with cause and fix. A graph with as many parallel nodes must not be refused."""
+    """Checks that a chain of nodes that overflows the parser's stack is refused before the parser runs. Also checks
+    that the error names the chain's last node, the cause and the fix. A graph with the same number of nodes in shorter
+    chains has to be accepted."""
     monkeypatch.setattr("accel.converters.to_tensorrt.preflight.LONGEST_CHAIN", 4)
 
     def chained(sources: list[str]) -> Path:
@@ -238,8 +239,8 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a wrong request ends in a traceback, or if preflight refuses a valid model. Also fails if preflight
-    accepts a GPU that the build refuses."""
+    """Checks that the error for a wrong request names the fix, that preflight accepts a valid model, and that preflight
+    refuses a GPU that the build refuses."""
     assert cli("preflight", digits.path).code == 0
     assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
@@ -255,7 +256,7 @@ def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the kernel table misses an ONNX node of the engine, or if the kernel counts don't add up."""
+    """Fails if the kernel table lacks an ONNX node of the engine, or if the kernel counts don't add up."""
     from accel.converters.to_tensorrt.kernel_table import fusions
 
     made = run_stage("engine_from_onnx", digits, EngineFromOnnxConfig(compute_capabilities=("8.6",)))
@@ -310,7 +311,7 @@ def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp
 
 
 def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Path) -> None:
-    """Fails if float64 in a local function remains in the file from which the engine is built."""
+    """Fails if --fix leaves float64 in a local function of the model."""
     path = tmp_path / "function.onnx"
     model = onnx.load(in_float64(path, 2.0).path)
     inside = list(model.graph.node)[:-1]
@@ -332,8 +333,8 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
     """Fails if --fix accepts a float32 rewrite with an error of 2%, although ``accel.optimize`` refuses the same
-    rewrite. Also fails if the error of --fix or of ``accel.optimize`` names no fix, or suggests a larger --max-drop,
-    which has no effect."""
+    rewrite. Also checks that both errors name the fix, and that the error from ``accel.optimize`` doesn't suggest
+    --max-drop."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
@@ -365,8 +366,8 @@ def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
 
 
 def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
-    """Fails if the exit code of -o without --fix says that a file was written. Also fails if the error for a factory
-    names options that preflight lacks."""
+    """Checks that -o without --fix is an error, because preflight writes a file only with --fix. Also checks that the
+    error for a Python factory advises `accel export`."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "-o", tmp_path / "x.onnx")
     assert (ran.code, ran.stdout) == (2, "")
@@ -379,8 +380,8 @@ def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
 
 def test_float8_of_another_toolkit(tmp_path: Path) -> None:
     """Fails if preflight reports a valid float8 file as invalid. ONNX Runtime fuses the QDQ nodes of this file into an
-    int8 product. Also fails if the outputs aren't those of float8, or if the file doesn't become an engine. For a GPU
-    without float8, optimize must not return the unchanged file."""
+    int8 product. Also fails if the outputs differ from float8 arithmetic, or if accel can't build an engine from the
+    file. For a GPU without float8, optimize must not return the unchanged file."""
     import ml_dtypes
 
     import accel

@@ -26,8 +26,8 @@ SIGNATURE = Signature(
 
 @st.composite
 def profile_texts(draw: st.DrawFn) -> list[str]:
-    """Draws the texts of a consistent profile and changes a few sizes by one, because a single wrong size causes most
-    contradictions."""
+    """Draws the texts of a consistent profile and changes a few sizes by one. Most contradictory profiles have a single
+    wrong size."""
     sizes = st.integers(0, 4)
     ranges = {dim: sorted(draw(st.tuples(sizes, sizes, sizes))) for dim in ("batch", "sequence")}
     texts = []
@@ -43,8 +43,8 @@ def profile_texts(draw: st.DrawFn) -> list[str]:
 
 @given(profile_texts())
 def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
-    """Fails if accel accepts a profile without a dynamic input, or a profile that changes a fixed dim. Also fails if
-    accel accepts two ranges for a shared dim, or min, opt and max out of order."""
+    """Checks that an accepted profile contains every dynamic input and doesn't change a fixed dim. Also checks that a
+    shared dim has a single range, and that min, opt and max are in order."""
     try:
         profiles = parse_profiles(texts, SIGNATURE)
     except BadInputSpec:
@@ -89,7 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_profiles_name_the_fix(case: str) -> None:
-    """Fails if a contradictory profile is accepted, or if the error names another cause."""
+    """Checks that a contradictory profile is refused with an error that names the cause."""
     texts, message = WRONG[case]
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles(texts, SIGNATURE)
@@ -97,8 +97,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Fails if the given inputs and the lines that the error suggests for missing inputs don't form a valid profile
-    together. If no given input has a dim, the signature gives the dim's range."""
+    """Checks that the --profile lines in the error complete the given profile lines to a valid profile. The error takes
+    the range of a dim from the given lines or, if no line has the dim, from the signature."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
@@ -112,7 +112,7 @@ def test_the_missing_line_can_be_copied() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
 def test_text_form_reads_back(steps: list[tuple[int, int, int]]) -> None:
-    """Fails if the text of a profile doesn't parse to the same profile."""
+    """Checks that parsing the text of a profile gives the same profile."""
     low = tuple(a for a, _, _ in steps)
     opt = tuple(a + b for a, b, _ in steps)
     high = tuple(a + b + c for a, b, c in steps)
@@ -142,7 +142,7 @@ def test_default_profile_is_the_signatures_ranges() -> None:
 
 
 def test_profiles_of_dims_that_go_in_steps() -> None:
-    """Fails if an engine is built for a size that the model rejects, or if the merged ranges lose their step."""
+    """Fails if accel accepts a size that isn't a multiple of the dim's step, or if the merged ranges lose the step."""
     signature = Signature((TensorSpec("x", "float32", ("batch", "height")),), (), {"height": DimRange(16, 32, 64, 4)})
     with pytest.raises(BadInputSpec, match=r"profile x=1x16,1x30,2x64, dim 1: .*30 is no multiple .* write 16:28:64:4"):
         parse_profiles(["x=1x16,1x30,2x64"], signature)

@@ -1,4 +1,5 @@
-"""Proves that builds share TensorRT's timing cache, and that a damaged or unwritable cache file fails no build."""
+"""Proves that builds share TensorRT's timing cache, and that a build succeeds with a damaged or unwritable cache
+file."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"y" * 100])
 def test_a_damaged_file_is_left_out(damage: bytes, tmp_path: Path) -> None:
-    """Fails if native code gets the bytes of a damaged cache file, or if a damaged cache file fails the build."""
+    """Checks that a damaged cache file isn't passed to TensorRT and doesn't make the build fail."""
     file = timing_file(tmp_path, "11.0.0", "9.0")
     kept = FakeConfig()
     use_timing_cache(kept, file)
@@ -96,9 +97,9 @@ def small(path: Path) -> Artifact:
 
 @pytest.mark.parametrize("toolkit", ["tensorrt", "tensorrt-rtx"])
 def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a build of ``tensorrt`` doesn't get the cache folder, or if the folder changes the stage's key. Also
-    fails if a build of ``tensorrt-rtx`` gets the folder, because this toolkit crashes when it serializes its timing
-    cache."""
+    """Checks that a build with ``tensorrt`` gets the folder for the timing cache, and that the folder doesn't change
+    the stage's key. Also checks that a build with ``tensorrt-rtx`` doesn't get the folder, because this toolkit crashes
+    when it serializes its timing cache."""
     asked: list[Any] = []
 
     def build(_: str, **words: Any) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the timing cache isn't set before the build, or isn't written after the build."""
+    """Checks that the timing cache is loaded before the build and written after the build."""
     config = FakeConfig()
     known_at_build: list[bytes | None] = []
 

@@ -1,9 +1,9 @@
 """Proves that ``engine_from_onnx`` transposes (K, N) weights so that the plugin library can compute the products.
 
-The tests fail if the library doesn't get a transformer's products, whose rows have two dimensions. The tests also fail
-if a weight isn't transposed, or if a weight is transposed although a node needs the original. The tests also fail if
-the source's file or folder changes. They also fail if the library gets a product for which it has no kernel, or if a
-node's attributes contradict its operator's name.
+The tests fail if the library doesn't get the matrix products of a transformer, which have two row dims. The tests also
+fail if a weight isn't transposed, or if another node that needs the original gets the transposed weight. The tests also
+fail if the source's file or folder changes. The tests also fail if the library gets a product for which it has no
+kernel, or if a node's attributes contradict the operator's name.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def multiplied(model: onnx.ModelProto) -> list[Any]:
 def test_a_transformers_products_are_the_librarys(
     external: bool, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library doesn't get products with (K, N) weights and rows in two dimensions, or if the source's file
-    or folder changes."""
+    """Fails if the library doesn't get products with (K, N) weights and two row dims, or if accel changes the source's
+    file or folder."""
     source = block(tmp_path / "block.onnx", external=external)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path)))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -110,8 +110,8 @@ def test_a_transformers_products_are_the_librarys(
 def test_a_weight_that_another_node_uses_stays_for_that(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a weight is transposed although a node needs the original. Also fails if two products with the same
-    weight make two transposed copies."""
+    """Fails if a node that needs the original weight gets the transposed weight. Also fails if two products with the
+    same weight make two transposed copies."""
     source = block(tmp_path / "block.onnx", shared=True)
     model = onnx.load(source.path)
     again = onnx.helper.make_node(DOWN, ["r", "w", "c", "y"], ["again"], domain="accel")
@@ -131,8 +131,8 @@ def test_a_weight_that_another_node_uses_stays_for_that(
 def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library gets a product with a computed weight or with twelve columns, or doesn't get a product with
-    sixteen columns. Also fails if the first two products don't run as function bodies without Triton."""
+    """Checks that the library gets a product with sixteen columns, but not a product with twelve columns or with a
+    computed weight. Without Triton, a product that the library doesn't get has to run as a function body."""
     source = block(tmp_path / "block.onnx")
     model = onnx.load(source.path)
     model.graph.node.insert(0, onnx.helper.make_node("Identity", ["u"], ["computed"]))
@@ -178,8 +178,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_weight_of_every_dtype_is_transposed(raw: bool, dtype: int, tmp_path: Path) -> None:
-    """Fails if a weight stored in raw_data or in the integer field isn't transposed. Also fails if the attributes don't
-    describe the weight's scales and dtypes."""
+    """Fails if a weight isn't transposed, whether ONNX stores the weight in ``raw_data`` or in a typed field. Also
+    fails if the node's attributes don't describe the product's scales and dtypes."""
     values = np.random.default_rng(0).integers(-100, 100, (32, 16)).astype(np.float32)
     tensor = onnx.helper.make_tensor("w", dtype, values.shape, values.reshape(-1).tolist())
     exact = numpy_helper.to_array(tensor)

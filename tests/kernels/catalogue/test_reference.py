@@ -1,4 +1,5 @@
-"""Proves that the numpy and torch references agree, and that the CPU path stays within the proven error bound.
+"""Proves that the numpy reference and the torch reference agree, and that the CPU path stays within the proven error
+bound.
 
 These tests fail if the numpy or the torch formula is wrong, for example in the order of scale, bias, activation and
 residual, or in the GELU. The tests fail if the CPU path rounds more than once or sums in less than fp32. The tests also
@@ -59,8 +60,8 @@ def run(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, to
 @given(spec=gemm_specs(), seed=st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_numpy_and_torch_agree_and_the_cpu_is_within_the_bound(spec: GemmSpec, seed: int) -> None:
-    """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. The references may differ by
-    1e-12 relative, which covers 40 roundings (the largest K) of 1e-16 and two erf calls."""
+    """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. The references may have a
+    relative difference of 1e-12, which covers 40 roundings (the largest K) of 1e-16 and two erf calls."""
     a, b, operands, _ = operands_of(spec, seed)
     exact = reference.gemm_torch(spec, a, b, operands)
     wide = {name: tensor.double().numpy() for name, tensor in operands.items()}
@@ -86,8 +87,8 @@ PLANTED: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_outside_the_bound(mistake: str) -> None:
-    """Fails if the bound accepts a planted mistake. Operands and output are fp16, because fp16 hides a mistake better
-    than fp32. The bound still separates GELU's tanh formula from its erf formula."""
+    """Fails if the bound accepts a planted mistake. The operands and the output are fp16, because fp16 hides a mistake
+    better than fp32. Even in fp16, the bound distinguishes GELU's tanh formula from its erf formula."""
     epilogue = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True, out_dtype="fp16")
     spec = GemmSpec(m=33, n=47, k=29, epilogue=epilogue)
     a, b, operands, _ = operands_of(spec)
@@ -118,9 +119,9 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     act: str,
     dtype: str,
 ) -> None:
-    """Fails if a convolution differs from the sum over the positions of its kernel. The fp32 output may differ by 1e-4
-    of the largest element, which covers 45 fp32 roundings (the largest K) and cancellation. The float64 output may
-    differ by 1e-12."""
+    """Fails if a convolution differs from a reference that sums over the positions of the kernel. The fp32 output may
+    differ by 1e-4 of the largest element, which covers 45 fp32 roundings (the largest K) and cancellation. The float64
+    output may differ by 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
@@ -152,9 +153,10 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
-    """Fails if the error of a quantized row exceeds rounding. For int8, rounding is half a step of the scale. For e4m3,
-    rounding is 1/16 relative, or 2**-10 (half the smallest step). The int8 and e4m3 bounds are widened by 4e-5, because
-    the fp32 quotient before rounding has an error of up to 127 * 2**-24 of a step."""
+    """Fails if the error of a quantized row exceeds the rounding error. For int8, the rounding error is half a step of
+    the scale. For e4m3, the rounding error is 1/16 of the value, but at least 2**-10 of the scale (half the smallest
+    step). The int8 and e4m3 bounds are widened by 4e-5, because the fp32 quotient before rounding has an error of up to
+    127 * 2**-24 of a step."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0
     x[4] *= 1e-6
@@ -175,8 +177,8 @@ def test_a_nan_row_keeps_a_nan_scale() -> None:
 
 
 def test_w8a8_equals_the_integer_product() -> None:
-    """Fails if the int8 path loses a single unit of the int32 sum. The comparison is exact, because the output is fp32
-    and the scales are powers of two."""
+    """Checks that the int8 path computes the int32 sum exactly. The comparison is exact, because the output is fp32 and
+    the scales are powers of two."""
     a = torch.randint(-128, 128, (5, 1000), dtype=torch.int8)
     b = torch.randint(-128, 128, (1000, 7), dtype=torch.int8)
     half = torch.tensor(0.5)
@@ -187,7 +189,8 @@ def test_w8a8_equals_the_integer_product() -> None:
 @pytest.mark.parametrize("wrong", [(1, 2, 3), (), "same", 1.5, [1, "2"]])
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
 def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
-    """Fails if three numbers are accepted where an option takes two, or if the error is torch's own message."""
+    """Checks that the error for a wrong stride, padding or dilation names the option and asks for one or two
+    numbers."""
     x, w = torch.ones(1, 5, 6, 3), torch.ones(2, 2, 2, 3)
     with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or two"):
         fused_conv2d(x, w, **{name: wrong})  # type: ignore[arg-type]
@@ -195,7 +198,7 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
 
 
 def test_a_number_is_no_matrix() -> None:
-    """Fails if a kernel raises IndexError because it reads a matrix shape before checking the number of dims."""
+    """Checks that an operand that isn't a matrix is refused with advice and not with an IndexError."""
     for a, b in ((torch.tensor(1.0), torch.ones(3, 5)), (torch.ones(3, 5), torch.tensor(1.0))):
         with pytest.raises(BadFeeds, match="reshape both to matrices"):
             fused_gemm(a, b)

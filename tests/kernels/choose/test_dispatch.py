@@ -22,7 +22,7 @@ from accel.kernels.choose import choices, dispatch
 from accel.kernels.native import launch as native_launch
 from accel.kernels.torch.gemm import fused_gemm
 
-# Dispatch uses these configurations if no size is a multiple of 16, because other tiles would then spill registers.
+# Dispatch uses these configurations for sizes that aren't multiples of 16, because other tiles would spill registers.
 FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 KINDS = ("triton", "cutlass", "cuda")
 
@@ -143,8 +143,8 @@ def test_a_residual_of_another_dtype_is_never_rounded() -> None:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the operator rounds the residual before dispatch. The product is -1e5 and the residual is 1e5. Their sum
-    is 0, but in fp16 the residual would be infinite."""
+    """Fails if the operator rounds the residual before dispatch. The product is -1e5 and the residual is 1e5. The sum
+    of product and residual is 0, but in fp16 the residual would be infinite."""
     seen = []
     right = dispatch.choose_for
 
@@ -189,7 +189,8 @@ def test_list_as_json() -> None:
 
 
 def test_what_is_listed_can_be_chosen() -> None:
-    """Fails if a listed configuration is a candidate for no problem, or if a candidate is missing from the list."""
+    """Checks that each listed configuration is a candidate for at least one problem, and that each candidate is
+    listed."""
     native = [*NATIVE, *HAND_WRITTEN]
     quantizers = (choices.choose_quantize("int8", (8, 0), triton_installed=t, native=native) for t in (True, False))
     reached = {choice.config.name for choice in quantizers if choice.config is not None}

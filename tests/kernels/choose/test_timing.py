@@ -1,6 +1,6 @@
 """Proves on the CPU, with a stand-in for the GPU's clock and graphs, that the tuner times only the kernel.
 
-These tests fail if the time of a call includes the launch from Python, or if the call's operands are in a cache.
+These tests fail if the time of a call includes the launch from Python, or if the GPU's cache can hold all operands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from accel.kernels.choose import tune
 
 
 class FakeGpu:
-    """A GPU whose clock advances only while the GPU works. Counts the recorded and timed calls of a kernel."""
+    """Imitates a GPU whose clock advances only while the GPU works. Counts the recorded and timed calls of a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, records: bool) -> None:
         self.now, self.launched, self.recording = 0.0, 0, False
@@ -52,7 +52,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def run(self) -> None:
-        """Runs a kernel of 5 microseconds. Python takes 80 microseconds to launch the kernel."""
+        """Imitates a kernel that takes 5 microseconds. Python takes 80 microseconds to launch the kernel."""
         self.launched += 1
         if not self.recording:
             self.now += 80.0
@@ -60,7 +60,7 @@ class FakeGpu:
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the measured time of a small kernel is the time of its launch, which makes all candidates look equally
-    fast. Also fails if a small kernel is recorded too few times to use every set of operands."""
+    fast. Also fails if the CUDA graph contains too few calls of a small kernel to use every set of operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"

@@ -1,8 +1,8 @@
-"""Proves the tuner's decisions on the CPU, with a stand-in for the timer and the candidates.
+"""Proves on the CPU that the tuner's decisions are right, with a stand-in for the timer and the candidates.
 
-These tests fail if a fast wrong candidate wins, or if a problem gets the entry of another bucket of sizes, epilogue,
-GPU, driver or library. The tests fail if a damaged table raises an error, or if a half-written table remains. The tests
-also fail if dispatch uses a tuned configuration that can't run the problem.
+These tests fail if a fast candidate with wrong results wins, or if a lookup ignores the bucket of sizes, the epilogue,
+the GPU, the driver or the library. The tests fail if a damaged table raises an error, or if a half-written table
+remains. The tests also fail if dispatch uses a tuned configuration that can't run the problem.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
     """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result without a scale, the bias
-    or the residual, with another activation, or with an element that is off by four units in the last place."""
+    or the residual, with another activation, or with a NaN in the last element."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -113,7 +113,7 @@ def verified(spec: GemmSpec, act: str) -> None:
 
 
 class NoFloat8Index(TorchDispatchMode):
-    """Imitates a torch that can't index float8 by a tensor."""
+    """Imitates a version of torch that can't index float8 by a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor and args[0].dtype == torch.float8_e4m3fn:
@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # the second table read the file before the first write, as another process could
+    other.put(second, entry)  # as in another process, the second table read the file before the first write
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -234,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``why`` doesn't give the tuner's choice for the tuned GPU (9.0), or gives it for another GPU."""
+    """Checks that ``why`` gives the tuner's choice only for the tuned GPU (9.0)."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
@@ -250,8 +250,8 @@ def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys, so problems
-    without a bias, with a residual, and with int8 input and bf16 output each need an entry."""
+    """Checks that the tuner makes an entry for each key that a layer looks up. Dispatch looks up exact keys. Problems
+    without a bias, problems with a residual, and int8 problems with a bf16 output each need an entry."""
     seen: list[GemmSpec] = []
 
     def tuned_one(spec: GemmSpec, _table: Table) -> tune.Tuned:
@@ -281,9 +281,9 @@ GEOMETRY = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
-    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with another padding, a
-    missing operand, a NaN in the last pixel or a wrong shape. The output has more than 256 pixels, so the tuner checks
-    only some pixels."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with a shifted image, a
+    missing operand, a NaN in the last pixel or a wrong shape. The output has more than 256 pixels, so that the tuner
+    checks only some pixels."""
     shape = ConvSpec(images=3, height=17, width=12, c_in=5, c_out=7, **GEOMETRY)
     for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
         operands = tune.operands_for(spec, torch.device("cpu"))
@@ -305,7 +305,7 @@ def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", test_gpu_kernels.DTYPES)
 def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
     """Fails if the operands of a GPU test overflow the output, or if the bound of a GPU test is too tight. The test
-    computes the reference in the GPU's arithmetic, which is as accurate as a kernel can be."""
+    computes the reference in fp32, which is as accurate as a kernel can be."""
     for sizes in (*test_gpu_kernels.RAGGED, *test_gpu_kernels.ALIGNED):
         for full in (False, True):
             spec = test_gpu_kernels.spec_of(dtype, "silu", sizes, full)
@@ -317,8 +317,8 @@ def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
 
 
 def test_what_a_library_has_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if each launch reads the build record. Reading the files and JSON of the record takes longer than a small
-    kernel."""
+    """Fails if each kernel launch reads the library's build record. Reading the files and JSON of the record takes
+    longer than a small kernel."""
     library = SimpleNamespace(path=tmp_path / "library.so", gemms={"sm90_fp16_pingpong_64x128": 0})
     (tmp_path / build.RECORD).write_text(json.dumps({"archs": ["sm_90a"], "files": ["sm90_fp16"]}))
     monkeypatch.setattr(native_launch, "installed", lambda _capability: library)
@@ -334,9 +334,9 @@ OPEN = (
 
 
 def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a result tuned with one driver is used with another driver. Several drivers offer the same CUDA version,
-    so the key contains the driver's own version. The key contains the CUDA version if the system doesn't report the
-    driver's version."""
+    """Fails if a result tuned with one driver is used with another driver. Several driver versions offer the same CUDA
+    version, so the tuner's key contains the driver version. The tuner's key contains the CUDA version only if the
+    system doesn't report the driver version."""
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     file = tmp_path / "version"
     for text, version in ((PROPRIETARY, "535.104.05"), (OPEN, "580.65.06"), ("", "13000"), ("NVRM\n", "13000")):
@@ -353,7 +353,7 @@ def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch:
 
 
 def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if tuning raises PackageNotFoundError on a PyTorch whose Triton has another package name."""
+    """Checks that tuning works if PyTorch's Triton was installed under another package name."""
     triton = pytest.importorskip("triton")
 
     def version(name: str) -> str:
@@ -369,8 +369,8 @@ def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_reference_on_a_gpu_has_no_tf32() -> None:
-    """Fails if the reference multiplies fp32 with ten bits (TF32), as cuDNN does by default. On a GPU without Triton,
-    the reference computes fp32 products."""
+    """Fails if the reference multiplies fp32 numbers in TF32, which has ten mantissa bits and is cuDNN's default. On a
+    GPU without Triton, the reference computes the fp32 products."""
     spec = replace(SPEC, in_dtype="fp32")
     assert dispatch._sums(spec, torch.device("cuda")) == torch.float64
     assert dispatch._sums(spec, torch.device("cpu")) == torch.float32
@@ -398,7 +398,7 @@ def test_every_way_to_a_convolution_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if ``--conv`` also tunes
+    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if ``--conv`` also tunes matrix
     products."""
     seen: list[GemmSpec | ConvSpec] = []
 

@@ -15,7 +15,8 @@ from tests.kernels.native.onnxruntime_models import INCLUDE
 
 @pytest.fixture(scope="session")
 def onnxruntime_library(shared: Path, one_worker: Callable[[str], AbstractContextManager[None]]) -> Path:
-    """Returns the library of the operators. The first test worker builds the library for all workers."""
+    """Returns the path of the library with the operators for ONNX Runtime. The first test worker builds the library for
+    all workers."""
     if not INCLUDE or shutil.which("g++") is None:
         pytest.skip("needs g++ and ONNX Runtime's headers in $ACCEL_ONNXRUNTIME_INCLUDE")
     with one_worker("onnxruntime-operators"):

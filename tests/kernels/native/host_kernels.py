@@ -1,7 +1,7 @@
-"""Calls the hand-written kernels on buffers of exact size, in a process with a sanitizer loaded.
+"""Calls the hand-written kernels on buffers of exact size, in a process that has loaded a sanitizer.
 
-The command line is ``python host_kernels.py library calls.npz results.npz``. ``calls.npz`` has a JSON array and the
-named operands for each call.
+The command line is ``python host_kernels.py library calls.npz results.npz``. For each call, ``calls.npz`` has a
+description in JSON and the named operands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes models that call the operators for ONNX Runtime, opens sessions of the models, and checks the results."""
+"""Makes models that call the operators for ONNX Runtime, opens sessions with these models, and checks the results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def spec_of(function: FusedConv2d) -> ConvSpec:
 
 
 def conv_inputs(function: FusedConv2d) -> dict[str, list[int]]:
-    """Returns the shapes of the inputs by name."""
+    """Returns the shapes of a convolution's inputs by name."""
     spec = spec_of(function)
     kernel, out = function.kernel, (spec.out_height, spec.out_width)
     found = {"image": SHAPES["image"], f"weight{kernel[0]}x{kernel[1]}": [FILTERS, CHANNELS, *kernel]}
@@ -179,7 +179,7 @@ def right_convolution(function: FusedConv2d, got: np.ndarray[Any, Any]) -> None:
 
 
 def opened(function: FusedGemm | FusedConv2d, folder: Path) -> OnnxRuntimeSession:
-    """Opens accel's session of a model with one operator that has no body."""
+    """Opens accel's session with a model of one operator that has no function body."""
     onnx.save(model([function], bodies=False), folder / "model.onnx")
     inputs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in SHAPES.items())
     out = (M, N)

@@ -24,8 +24,8 @@ from accel.kernels.proof import check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
 
-# The stand-in for nvcc writes the requested output and a scratch file. If $SLOW is set, the stand-in appends two
-# process ids to $STARTED and takes $SLOW seconds.
+# The stand-in for nvcc writes the requested output and a scratch file. If $SLOW is set, the stand-in also runs ``sleep
+# $SLOW`` and appends both process ids to $STARTED.
 NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "a stand-in, 1.0"; exit 0;; esac
 for word; do [ "$last" = -o ] && out=$word; last=$word; done
@@ -56,7 +56,7 @@ def until(true: Callable[[], object], seconds: float = 60) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder of the libraries, with the stand-in for nvcc first on PATH."""
+    """Puts the stand-in for nvcc first on PATH and returns the cache folder of the libraries."""
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text(NVCC)
@@ -82,8 +82,8 @@ def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
 
 @pytest.fixture
 def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
-    """Returns ``start("sm_90a")``, which runs the command in a separate process until two slow compilers are
-    running."""
+    """Returns ``start("sm_90a")``, which starts `accel kernels build` in a separate process and waits until two slow
+    compilers are running."""
     running: list[subprocess.Popen[str]] = []
 
     def begun(arch: str) -> subprocess.Popen[str]:
@@ -96,7 +96,7 @@ def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # A shell starts background jobs with SIGINT ignored, and the children of a background test suite
+                # A shell makes background jobs ignore SIGINT, and the child processes of a background test suite
                 # inherit this setting.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
@@ -148,7 +148,7 @@ def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
 
 
 def test_other_headers_are_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if the old library is still used after the CUTLASS headers were upgraded in place."""
+    """Fails if the build uses the cached library after an upgrade of the CUTLASS headers."""
     (tmp_path / "cutlass").mkdir()
     version = tmp_path / "cutlass" / "version.h"
     monkeypatch.setattr(build, "cutlass_includes", lambda: [tmp_path])

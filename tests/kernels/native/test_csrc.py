@@ -77,8 +77,9 @@ def gemv_case(dtype: str, act: str, m: int, n: int, k: int, full: bool) -> tuple
 @pytest.mark.proof
 @needs_compiler
 def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
-    """Fails if a kernel is wrong on the host. The error of gemv has to be within the proven bound, and the results of
-    quantize and im2col have to be exact. The sanitizers end the process at the first error."""
+    """Fails if a kernel that is compiled for the host computes a wrong result. The error of gemv has to be within the
+    proven bound, and the results of quantize and im2col have to be exact. The sanitizers end the process at the first
+    error."""
     calls: Calls = {}
     gemvs = {}
     for at, act in enumerate(ACTS):
@@ -169,7 +170,7 @@ def test_one_element_too_far_is_caught(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the library with nvcc for one architecture, one file at a time."""
+    """Builds the library for one architecture with nvcc, one source file at a time."""
     return build.build(["sm_90a"], units=(), jobs=1, cache=tmp_path_factory.mktemp("kernels")).path
 
 
@@ -221,8 +222,8 @@ def test_no_nvcc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    """Fails if accel loads a file that is not accel's library. A truncated library would end the process in dlopen, and
-    a library of another program lacks accel's C functions."""
+    """Fails if accel loads a file that is not accel's library. A truncated library would crash the process in dlopen,
+    and another program's library lacks accel's C functions."""
     file = tmp_path / "libaccel_kernels.so"
     other = Path(_ctypes.__file__).read_bytes()
     for content in (b"not a library", b"", other[:20000], other[:-1], other):

@@ -1,8 +1,8 @@
-"""Proves that the CUTLASS tiles match the table, compile to tensor-core instructions and reject wrong calls.
+"""Proves that the CUTLASS tiles match accel's table, compile to tensor-core instructions and reject wrong calls.
 
-These tests fail if the sources and the table don't have the same tiles. The tests fail if a family doesn't compile,
-loses its tensor-core instruction, spills registers or has its wgmma serialized. The tests also fail if the library
-doesn't load without a GPU, or if a wrong call doesn't return its error code.
+These tests fail if the C++ sources and accel's table don't have the same tiles. The tests fail if a family doesn't
+compile, loses its tensor-core instruction, spills registers or has its wgmma serialized. The tests also fail if the
+library doesn't load without a GPU, or if a wrong call doesn't return its error code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accel.kernels.native.library import ACTS, DTYPES, Library, Problem
 from accel.kernels.proof import check
 from tests.support import ROOT
 
-# One unit of each family, with the architecture for which the tests compile the unit.
+# Maps one unit of each family to the architecture for which the tests compile the unit.
 PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
 
 
@@ -77,7 +77,7 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     assert families(12, 0) == {"sm80", "sm120"}
     assert families(12, 1) == {"sm80"}
     for family in FAMILIES:
-        if all(arch.endswith("a") for arch in family.archs):  # the compiled library has the same check
+        if all(arch.endswith("a") for arch in family.archs):  # the compiled library checks the capability, too
             assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
     archs = {native: choices.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
@@ -98,8 +98,8 @@ def test_a_unit_that_does_not_exist_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> build.Built:
-    """Builds one unit of each family into one library, in parallel. The build takes minutes, so pytest's cache keeps
-    the last library."""
+    """Builds a library with one unit of each family, several units in parallel. The build takes minutes, so pytest's
+    cache keeps the last library."""
     if build.find_nvcc() is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
@@ -116,7 +116,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
     """Fails if a tile lacks a kernel for an architecture, or if a kernel lacks its family's instruction. Also fails if
-    the assembler reports spills or serialized wgmma, which a function call in the epilogue can cause."""
+    the assembler reports spills or serialized wgmma instructions. A function call in the epilogue can serialize
+    wgmma."""
     assert library.warnings == ()
     found = sass.products(library.path)
     gemms: Counter[tuple[str, str]] = Counter()
@@ -131,8 +132,8 @@ def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> 
 
 @pytest.mark.proof
 def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> None:
-    """Fails if the sources and the library together take 60 MB or more. Building all units for sm_90a takes many
-    minutes, so the test multiplies the mean size of a built kernel by the number of kernels."""
+    """Fails if the repository and a library for sm_90a together take 60 MB or more. Building all units for sm_90a takes
+    many minutes, so the test multiplies the mean size of a built kernel by the number of kernels."""
     root = ROOT
     if not (root / ".git").exists():
         pytest.skip("no git here to say what is tracked")
@@ -155,7 +156,7 @@ def test_the_library_names_what_it_holds(library: build.Built) -> None:
 
 @pytest.mark.proof
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if the table of proofs accepts a library without reading the library file."""
+    """Fails if `accel kernels check` reports that a library passes without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
     proof = check._tensor_cores(lambda _message, _fraction: None)
     assert proof.passed, proof.detail
@@ -177,8 +178,8 @@ def problem(**changed: object) -> Problem:
 
 @pytest.mark.proof
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
-    """Fails if a wrong field of the struct doesn't give the error code of this field. The test covers every field, so
-    it also finds a layout that differs between C and Python."""
+    """Checks that each wrong field of the problem's struct gives the right error code. The test changes every field, so
+    that a struct layout that differs between C and Python is found."""
     loaded = Library(library.path)
     config = "sm90_fp16_pingpong_64x128"
     wrong: list[tuple[dict[str, object], str]] = [
@@ -209,15 +210,14 @@ def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
 
 
 def test_a_planted_function_call_is_seen() -> None:
-    """Fails if the build drops the warnings of ptxas, on which the test of serialized wgmma relies."""
+    """Fails if the build drops ptxas's warnings about serialized wgmma or spilled registers."""
     said = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
     spilled = "ptxas warning : Registers are spilled to local memory in function 'x', 148 bytes spill stores"
     assert build.slow_code(f"x\n{said}\n{spilled}\nptxas info    : Used 168 registers") == [said, spilled]
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The record of the library with other sources is newer, as if the user had switched to another version of accel and
-    # back.
+    # The library from other sources has the newer record, as after a switch to another version of accel and back.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
@@ -245,7 +245,7 @@ def recorded(cache: Path, name: str, archs: list[str], files: list[str], age: in
 
 
 def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
-    """Fails if a newer library hides an older library that has more code for this GPU or the only code for this GPU."""
+    """Checks that the library with the most code for this GPU is chosen, even if a newer library exists."""
     whole = recorded(tmp_path, "hopper", ["sm_80", "sm_90a"], ["sm80_fp16", "sm90_fp16", "sm90_bf16", "gemv"], age=300)
     ampere = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "sm80_bf16", "gemv"], age=200)
     recorded(tmp_path, "bare", ["sm_80", "sm_90a"], ["gemv"], age=100)
@@ -259,8 +259,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a GPU is offered a kernel without code for this GPU. The family sm80 also supports sm_120, but a library
-    built for sm_80 alone has no code for sm_120."""
+    """Fails if dispatch is offered a kernel that has no code for its GPU. The family sm80 also supports sm_120, but a
+    library built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
@@ -279,7 +279,7 @@ def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, mon
 def test_a_wrong_library_in_the_environment_is_an_error(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a wrong file in ACCEL_KERNEL_LIBRARY is silently ignored and another implementation runs."""
+    """Checks that a wrong file in ACCEL_KERNEL_LIBRARY is an error, so that no other implementation runs silently."""
     path = tmp_path / "mine.so"
     if content is not None:
         path.write_bytes(content)

@@ -1,9 +1,10 @@
-"""Proves that dispatch runs the hand-written kernels correctly, on CPU tensors with kernels compiled for the host.
+"""Proves that dispatch runs the hand-written kernels correctly. The tests use CPU tensors, and kernels compiled for the
+host.
 
 These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
 unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
-multiplied in the wrong order. The tests also fail if ``why`` names an implementation that doesn't run. test_csrc.py
-tests the kernels alone, under ASan.
+multiplied in the wrong order. The tests also fail if ``why`` names an implementation that doesn't run. The tests in
+test_csrc.py run the kernels alone, under ASan.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
     ],
 )
 def test_gemv_takes_nothing_that_it_would_compute_wrongly(spec: GemmSpec, given: dict[str, Any]) -> None:
-    """Fails if dispatch chooses gemv although the rows are too many, the strides or a dtype are unsupported, or the
-    library lacks gemv."""
+    """Checks that dispatch doesn't choose gemv for too many rows, for unsupported strides or dtypes, or with a library
+    that lacks gemv."""
     assert "gemv" not in chosen(spec, **given)
     assert chosen(spec, triton_installed=False, **given).startswith("reference: Triton is not installed")
 
@@ -75,7 +76,7 @@ def test_a_convolution_without_triton_is_a_product_of_its_patches() -> None:
     assert chosen(CONV, tma_layout=True, native=EVERY).startswith("triton conv2d_64x64")
     small = replace(CONV, images=1)
     assert "patches multiplied by cuda gemv: M = 16" in chosen(small, triton_installed=False)
-    # No compiled kernel takes an unaligned product of 32 rows, so the reference (cuDNN) computes the whole
+    # No compiled kernel supports an unaligned product with 32 rows, so the reference (cuDNN) computes the whole
     # convolution.
     odd = replace(CONV, c_in=7)
     assert chosen(odd, **whole).startswith("reference: Triton is not installed")
@@ -100,8 +101,8 @@ def test_rows_are_quantized_by_what_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the library for the host with UBSan, which needs no separate process. Copies the library away from its
-    build record, so that accel accepts the library for any GPU."""
+    """Builds the library for the host with UBSan. Unlike ASan, UBSan needs no separate process. Copies the library to a
+    folder without a build record, so that accel accepts the library for any GPU."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("host")
@@ -110,7 +111,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Imitates a GPU of capability 8.0 without Triton. Returns the list of the called library functions."""
+    """Imitates a machine with a GPU of compute capability 8.0 and without Triton. Returns a list to which each call of
+    a library function adds the function's name."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(compiled))
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
@@ -183,8 +185,8 @@ def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str])
 def test_the_operator_runs_a_convolution_by_its_patches(
     dtype: str, at_once: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a convolution by patches has an error of more than four roundings of the largest element. The input is
-    three images with 2 x 1 outputs, and the kernel computes ``at_once`` images at a time."""
+    """Fails if a convolution that multiplies patches has an error of more than four roundings of the largest element.
+    Each of the three images has 2 x 1 output pixels, and the kernel computes ``at_once`` images at a time."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, generator=g).to(TORCH_DTYPES[dtype]) for size in ((3, 5, 4, 3), (6, 3, 2, 3)))
     operands = {

@@ -1,11 +1,12 @@
-"""Proves that the C++ operators, built against ONNX Runtime's headers, match the reference and the bodies.
+"""Proves that the C++ operators for ONNX Runtime match the reference and the function bodies.
 
 These tests fail if a name from ``accel.kernels.onnx.function`` has no operator, or if an operator differs from the
-float64 reference. The tests fail if ONNX Runtime inlines the body although the operator exists. The tests also fail if
-operands with wrong shapes give numbers instead of an error, or if a wrong operator passes the gate of ``accel
-optimize``.
+float64 reference. The tests fail if ONNX Runtime inlines a function body although the library has the operator. The
+tests also fail if operands with wrong shapes give numbers instead of an error, or if a wrong operator passes the gate
+of ``accel optimize``.
 
-ONNX Runtime's wheels lack the headers. Set $ACCEL_ONNXRUNTIME_INCLUDE to the folder of the headers.
+The tests need ONNX Runtime's headers, which its wheels lack. Set $ACCEL_ONNXRUNTIME_INCLUDE to the folder of the
+headers.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ from tests.kernels.native.onnxruntime_models import (
 
 @pytest.mark.proof
 def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 180 operators differs from the float64 reference on operands rounded to the operator's dtype. One
-    graph without bodies contains all operators. The bound is half a unit in the last place of the result, plus 1e-5 for
-    fp32 sums."""
+    """Compares 180 operators with the float64 reference, on operands that are rounded to the operator's dtype. One
+    model without function bodies contains all operators. The bound is half a unit in the last place of the result, plus
+    1e-5 for fp32 sums."""
     flags = itertools.product(PRODUCTS, ACTS, (False, True), (False, True), DTYPES)
     functions = [FusedGemm(product=p, act=act, bias=b, residual=r, dtype=d) for p, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -74,8 +75,8 @@ def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
 
 @pytest.mark.proof
 def test_products_with_scales_and_of_small_types_are_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 660 products differs from the reference. torch's export writes these products for W8A8 and fp8.
-    The products have row scales, column scales, int8 operands (whose sums are exact) or fp8 operands."""
+    """Fails if one of 660 products differs from the reference. PyTorch's exporter writes these products for W8A8 and
+    fp8. The products have row scales, column scales, int8 operands (whose sums are exact) or fp8 operands."""
     pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
     pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
     functions = [
@@ -117,9 +118,9 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, onnxr
 
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(onnxruntime_library: Path, tmp_path: Path) -> None:
-    """Fails if ONNX Runtime doesn't run the operator, or if the operator's result differs from the body's. The bound
-    for a product and a convolution in fp32 is 1e-5 of the largest element, because the operator and the body round in
-    different orders."""
+    """Fails if ONNX Runtime doesn't run the operator, or if the operator's result differs from the result of the
+    function body. The bound for a product and a convolution in fp32 is 1e-5 of the largest element, because the
+    operator and the function body sum in different orders."""
     product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
     conv = convolution(residual=True)
     made = model([product, conv], bodies=True)
@@ -159,14 +160,14 @@ def test_operands_that_do_not_fit_are_an_error(
 
 @pytest.mark.proof
 def test_every_convolution_is_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 240 convolutions without bodies differs from the float64 reference. The convolutions cover every
+    """Compares 240 convolutions without function bodies with the float64 reference. The convolutions cover every
     epilogue and dtype, with strides, padding and dilation that differ by axis. The bound is half a unit in the last
     place of the result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
     with pytest.raises(Exception, match=r"is not a registered function/op"):
-        session(made, options(onnxruntime_library))  # the options don't name the convolutions of the model
+        session(made, options(onnxruntime_library))  # these session options don't name the model's convolutions
     given = feeds()
     for function, got in zip(
         functions, session(made, options(onnxruntime_library, *functions)).run(None, given), strict=True
@@ -203,8 +204,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
-    """Fails if an operator name that doesn't describe a convolution raises an error. ONNX Runtime has to run the body
-    of such an operator."""
+    """Checks that an operator name that doesn't describe a convolution raises no error. ONNX Runtime has to run the
+    body of such an operator."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name
@@ -218,12 +219,12 @@ def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path,
 def test_a_wrong_operator_does_not_pass_the_gate(
     onnxruntime_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the gate of ``accel optimize --kernels`` accepts a wrong operator. The library computes the fused
-    convolution once correctly and once without the stride."""
+    """Fails if the gate of ``accel optimize --kernels`` accepts a wrong operator. One library computes the fused
+    convolution correctly, and another library ignores the stride."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
 
     def fuse(operators: Path, seed: int) -> Artifact:
-        # The weights are new each time, because a process caches the outputs of a model.
+        # Each call draws new weights, because accel caches the outputs of a model in the process.
         weight = np.random.default_rng(seed).standard_normal((4, 3, 3, 3)).astype(np.float32)
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["c"], strides=[2, 1], pads=[1, 1, 1, 1]),

@@ -1,8 +1,10 @@
-"""Proves that the C++ plugins for TensorRT (IPluginV3) compile, and compute correctly if called as TensorRT does.
+"""Proves that the C++ plugins for TensorRT (IPluginV3) compile, and compute correct results if called in TensorRT's
+way.
 
 The tests compile against stub headers (``tensorrt_stub/``), and also against the real headers if
-``$ACCEL_TENSORRT_INCLUDE`` names their folder. TensorRT's library itself is not used. The tests cover the plugins' own
-logic, with the kernels compiled for the host. A stand-in for the tensor-core GEMM computes products of 24 columns.
+``$ACCEL_TENSORRT_INCLUDE`` names the folder of TensorRT's headers. The tests don't use TensorRT's library itself. The
+tests cover the plugins' own logic and use kernels that are compiled for the host. In place of the tensor-core GEMM, a
+simple GEMM on the host computes products of 24 columns.
 
 These tests fail if a name from ``accel.kernels.onnx.function`` has no creator or gets the wrong epilogue. The tests
 fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
@@ -44,12 +46,12 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def nhwc(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an image or a weight with its channels last in memory, and any other tensor unchanged."""
+    """Returns a tensor with four dims in PyTorch's channels-last memory format, and any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 class Plugins:
-    """Loads the plugin library, and a driver that calls the library as TensorRT does."""
+    """Loads the plugin library, and a driver that calls the library in TensorRT's way."""
 
     def __init__(self, library: Path, driver: Path) -> None:
         self._library, self._driver = ctypes.CDLL(str(library)), ctypes.CDLL(str(driver))
@@ -105,7 +107,7 @@ class Plugins:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the kernels for the host, without CUTLASS. A stand-in computes products of 24 columns with more than 16
+    """Builds the kernels for the host, without CUTLASS. A simple GEMM computes products of 24 columns with more than 16
     rows."""
     folder = tmp_path_factory.mktemp("kernels")
     sources = shutil.copytree(build.SOURCES, folder / "csrc")
@@ -130,7 +132,7 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bridges, "PLUGINS", copied)
         library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
-    # The driver is copied, because the stub headers in the original folder would hide the real headers.
+    # Copies the driver, because the stub headers in its folder would hide the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
     words = ["g++", "-std=c++20", "-fPIC", "-shared", *folders, driver, "-o", folder / "driver.so"]
@@ -139,8 +141,8 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
 
 
 def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> dict[str, torch.Tensor]:
-    """Returns operands by name, in the dtypes and the order of the ONNX function's inputs. ``m`` is the number of rows,
-    or the sizes of the row dims."""
+    """Returns a dict of operands, in the dtypes and the order of the ONNX function's inputs. ``m`` is the number of
+    rows, or the sizes of the row dims."""
     rows = m if isinstance(m, tuple) else (m,)
     g = torch.Generator().manual_seed(math.prod(rows) * n + k)
     shapes: dict[str, tuple[int, ...]] = {"a": (*rows, k), "b": (n, k)}
@@ -175,8 +177,8 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Fails if a layer's error exceeds ``gemm_bound``. The test describes every combination of operands once by the
-    layer's name and once by fields alone, with the rows in one to three dims."""
+    """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands twice, described by
+    the layer's name and by the plugin's fields. The rows have one to three dims."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -205,9 +207,9 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @needs_compiler
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
-    """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. Each dim
-    here is small, but the product of the dims, or of their maxima, is too large for the kernel for few rows. The bound
-    is ``gemm_bound`` of the stand-in for a tensor-core GEMM."""
+    """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. In this
+    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16, the limit of the kernel
+    for few rows."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -258,8 +260,8 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Each row is a kernel, stride, padding and dilation. One geometry differs by axis, and one has an image that equals its
-# patches.
+# Each row has the kernel, stride, padding and dilation of a convolution. The first geometry differs by axis, and the
+# patches of the second geometry equal the image.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 
@@ -317,8 +319,8 @@ def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int =
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
-    """Fails if a convolution's error exceeds ``gemm_bound``. The kernel for few rows computes every epilogue, for 16 or
-    15 output pixels."""
+    """Fails if a convolution's error exceeds ``gemm_bound``. The test covers every epilogue, with 16 or 15 output
+    pixels, so that the kernel for few rows computes the product."""
     for act in ACTS:
         for flags in range(4):
             epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}
@@ -332,8 +334,8 @@ def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plug
 @pytest.mark.proof
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_of_more_images_than_fit_at_a_time(geometry: int, plugins: Plugins) -> None:
-    """Fails if the convolution of five images differs from the reference. The images are computed in parts of two, two
-    and one. A stand-in for a tensor-core GEMM computes the products."""
+    """Fails if a convolution of five images differs from the reference. The plugin computes two, two and one images at
+    a time, because the workspace holds the patches of two images."""
     status, error, tactics = run_convolution(plugins, conv_spec(geometry, images=5, c_out=24, act="silu"))
     assert (status, tactics) == (0, 1), plugins.said
     assert error <= 1
@@ -358,8 +360,8 @@ def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
 @needs_compiler
 @pytest.mark.proof
 def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
-    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the plugin passes the
-    overflow check and refuses the problem because of the dtype."""
+    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the problem passes the
+    overflow check, and the error is about the dtype."""
     library = native.Library(kernels)
     for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
         problem = native.Problem(

@@ -1,6 +1,6 @@
 """Builds an ONNX file with TensorRT-RTX in a separate process, and prints the kernels of the engine.
 
-The second argument is the compute capability (default: ``SM86``).
+The second argument is the compute capability, by default ``SM86``.
 """
 
 from __future__ import annotations

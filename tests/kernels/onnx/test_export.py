@@ -1,8 +1,8 @@
-"""Proves that ``torch.onnx.export`` turns fused modules into operator nodes with bodies and the same outputs.
+"""Proves that ``torch.onnx.export`` turns fused modules into operator nodes with function bodies and the same outputs.
 
-These tests fail if an operator has no translation, or if two operators have the same name. The tests fail if a body
-differs from its operator in a scale, a cast or the order of the operands. The tests also fail if ONNX Runtime can't run
-a fused module from ``accel export``.
+These tests fail if an operator has no translation, or if two operators have the same name. The tests fail if a function
+body differs from the operator in a scale, a cast or the order of the operands. The tests also fail if ONNX Runtime
+can't run a fused module from ``accel export``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 
 class Calls(nn.Module):
-    """A module that only calls one operator."""
+    """Wraps a single operator in a module."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is
-    1e-5 of the largest element, a handful of fp32 roundings."""
+    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is 1e-5
+    of the largest element, which covers several fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -110,8 +110,8 @@ def test_a_fused_module_exports_to_the_operators() -> None:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "fp8_e4m3"])
 def test_gemm_with_scales(dtype: str, act: str) -> None:
-    """Fails if the body's error exceeds the operator's bound. The body computes in fp32 and rounds once, as a kernel
-    does."""
+    """Fails if the error of the function body exceeds the operator's bound. The function body computes in fp32 and
+    rounds once, as a kernel does."""
     g = torch.Generator().manual_seed(0)
     kind, out = reference.TORCH_DTYPES[dtype], torch.float16
     draw = (
@@ -120,7 +120,7 @@ def test_gemm_with_scales(dtype: str, act: str) -> None:
         else (lambda *s: torch.randn(s, generator=g))
     )
     a, b = (draw(*shape).float() for shape in ((5, 7), (7, 3)))
-    a, b = a.to(kind).float(), b.to(kind).float()  # numpy has no float8, so the graph casts
+    a, b = a.to(kind).float(), b.to(kind).float()  # numpy has no float8, so the exported graph casts float32 inputs
     size = 0.01 if dtype == "int8" else 1.0
     bias, residual = torch.randn(3, generator=g), torch.randn(5, 3, generator=g).half()
     row, col = (size * (0.5 + torch.rand(n, generator=g)) for n in (5, 3))
@@ -166,7 +166,7 @@ def test_conv_with_residual() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_quantize(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Fails if a quantized value differs from the operator's, even in a row of zeros or a row with a NaN."""
+    """Fails if a quantized value differs from the operator's value, even in a row of zeros or a row with a NaN."""
     x = (torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 20).to(source)
     x[1], x[2, 7] = 0, float("nan")
 

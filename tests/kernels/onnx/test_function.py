@@ -1,4 +1,5 @@
-"""Proves that ``accel::FusedGemm`` and ``accel::FusedConv2d`` replace the right ONNX patterns with correct bodies.
+"""Proves that ``accel::FusedGemm`` and ``accel::FusedConv2d`` replace the right ONNX patterns, and that their function
+bodies are correct.
 
 These tests fail if a function body differs from the float64 reference, or if a pattern is missed. The tests fail if a
 pattern is fused although its sum broadcasts, or although a node outside the pattern reads an inner value. The tests
@@ -52,7 +53,7 @@ def model(
     conv: dict[str, Any] | None = None,
 ) -> onnx.ModelProto:
     """Returns the model that ``text`` describes in lines such as ``out = Op(in, in)``. The input x and the output y
-    have ``shape``. ``conv`` contains the options of a Conv."""
+    have the shape ``shape``. ``conv`` contains the attributes of the Conv nodes."""
     nodes = []
     for line in text.strip().splitlines():
         out, call = (part.strip() for part in line.split("="))
@@ -158,8 +159,8 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Fails if a body differs from float64 by more than 2e-6 of the largest element. The bound covers eight fp32
-    roundings of 6e-8 each, and the roundings of one activation."""
+    """Fails if a function body differs from the float64 reference by more than 2e-6 of the largest element. The bound
+    covers eight fp32 roundings of 6e-8 each, and the roundings of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
@@ -179,7 +180,7 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
 
 
 def test_check_runs_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``accel kernels check`` accepts a body that computes another activation."""
+    """Fails if ``accel kernels check`` accepts a function body that computes another activation."""
     found = check_host.body_errors()
     assert len(found) == 15
     assert max(found.values()) <= 1
@@ -215,7 +216,7 @@ CONVS = {
 @pytest.mark.parametrize("opset", [17, 20])
 def test_convolutions(case: str, opset: int) -> None:
     """Fails if a convolution is not fused as expected, or if the output changes by more than 1e-5 of its largest
-    element. Each sum has 36 fp32 products."""
+    element. Each output element is a sum of 36 fp32 products."""
     text, attributes, wanted = CONVS[case]
     constants = [constant("k", 4, 4, 3, 3), constant("kd", 4, 1, 3, 3), constant("kb", 4)]
     before = model(text, constants, opset, shape=("batch", 4, 5, 8), conv={"pads": [1, 1, 1, 1], **attributes})
@@ -287,7 +288,7 @@ def test_a_model_without_functions_is_refused() -> None:
 
 
 def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
-    """Returns the computing kernels of the engine that TensorRT-RTX builds for sm_86."""
+    """Builds an engine for sm_86 with TensorRT-RTX and returns the kernels that compute ONNX nodes."""
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, timeout=200, check=True)
@@ -300,9 +301,9 @@ def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.proof
 def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
-    """Fails if the fused model gets other kernels than the plain model. TensorRT-RTX inlines the functions, so the
-    functions cost nothing. The first layer becomes one kernel with product, bias and GELU. TensorRT-RTX computes the
-    residual of the second layer in a separate kernel."""
+    """Fails if TensorRT-RTX builds other kernels from the fused model than from the plain model. TensorRT-RTX inlines
+    the functions, so that the functions cost no time. The first layer becomes one kernel that computes the product, the
+    bias and the GELU. TensorRT-RTX computes the residual of the second layer in a separate kernel."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
     plain = model(TWO_LAYERS, W)
     made = onnx.ModelProto.FromString(plain.SerializeToString())

@@ -1,8 +1,8 @@
 """Proves that ``accel optimize --kernels`` writes the fused operators and keeps the model's outputs.
 
-These tests fail if the flag is ignored, or if a candidate that can't use the operators is made without a warning. The
-tests also fail if the fused model doesn't run in ONNX Runtime, or if its outputs differ by more than the stage's gate
-allows.
+These tests fail if --kernels is ignored, or if a candidate that can't use the fused operators is made without a
+warning. The tests also fail if the fused model doesn't run in ONNX Runtime, or if its outputs differ by more than the
+stage's gate allows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accel.tables.target import TARGETS, Target
 
 @pytest.fixture
 def my_softmax(tmp_path: Path) -> Path:
-    """Returns a model in which no pattern can be fused."""
+    """Returns the path of a model in which no pattern can be fused."""
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["y"])], "g", value[:1], value[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -42,9 +42,9 @@ def fused_nodes(path: Path) -> Counter[str]:
 
 @pytest.mark.proof
 def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if a pattern of MiniLM is not fused. Each of the six layers has six products, all with a bias: query, key
-    and value, two products with a residual, and a product with a GELU. The stage's gate lets the outputs change by 1e-4
-    of their norm."""
+    """Fails if a pattern of MiniLM is not fused. Each of the six layers has six products with a bias. The products for
+    query, key and value have only a bias, two products also have a residual, and one product also has a GELU. The
+    stage's gate lets the outputs change by 1e-4 of their norm."""
     out = tmp_path / "fused"
     words = ["optimize", minilm.path, "--kernels", "--target", "ort-cpu", "--rounds", "5", "-o", out]
     ran = cli(*words)
@@ -78,9 +78,8 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Fails if the source is chosen although the fused model was faster in the first measurement. In the second
-    measurement, with other session options, the fused model is no longer faster. The test replaces all measured times
-    by fixed times."""
+    """Checks that the fused model is chosen if the fused model was faster in the first measurement only. The second
+    measurement uses other session options. The test replaces all measured times by fixed times."""
     ratios = iter([2.0])
 
     def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
@@ -131,8 +130,8 @@ def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
 
 
 def test_a_model_without_products_is_not_called_fused(my_softmax: Path, tmp_path: Path) -> None:
-    """Fails if a model without products counts as fused. The candidate is made, the candidate's record says that
-    nothing was fused, and the model is unchanged."""
+    """Checks that a model without products isn't fused. The candidate is made anyway, and its record says that nothing
+    was fused."""
     result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
     assert fused_nodes(result.artifact.path) == Counter()
     fused = next(record for record in result.artifact.history if record["name"] == "fuse_kernels")

@@ -1,7 +1,8 @@
-"""Proves, without a GPU, that TensorRT-RTX fuses the function bodies into few kernels for three GPU architectures.
+"""Proves, without a GPU, that TensorRT-RTX fuses the function bodies into the expected kernels for three GPU
+architectures.
 
-These tests fail if a body doesn't build, or if the epilogue of a product isn't in the product's kernel. The tests fail
-if int8 or fp8 operands are converted to another type before the product.
+These tests fail if TensorRT-RTX can't build a function body, or if the epilogue of a product isn't in the product's
+kernel. The tests fail if int8 or fp8 operands are converted to another type before the product.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def model(
     out: tuple[int, Sequence[int | str]],
     weights: list[onnx.TensorProto],
 ) -> onnx.ModelProto:
-    """Returns a model from ``x`` to ``y``. ``image`` is the dtype and shape of ``x``. Each call is an operator with its
-    inputs and outputs."""
+    """Returns a model with the input ``x`` and the output ``y``. ``image`` is the dtype and shape of ``x``. Each item
+    of ``calls`` has an operator, the names of its inputs, and the names of its outputs."""
     nodes = [helper.make_node(f.name, inputs, outputs, domain=DOMAIN) for f, inputs, outputs in calls]
     ends = [helper.make_tensor_value_info(name, *end) for name, end in (("x", image), ("y", out))]
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
@@ -65,7 +66,8 @@ def model(
 
 
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
-    """Returns the computing kernels of the engine, each with the bare names of its nodes as ``parts``."""
+    """Builds an engine and returns the kernels that compute ONNX nodes. The entry ``parts`` has the short names of a
+    kernel's nodes."""
     take_fp8_bodies(made)  # the engine build calls this function too
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
@@ -84,7 +86,8 @@ def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", WORDS)
 def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> None:
-    """Fails if a layer of product, bias and GELU, or of product, bias and residual, becomes several kernels."""
+    """Fails if a layer becomes several kernels. One layer has a product, a bias and a GELU, and the other layer has a
+    product, a bias and a residual."""
     gelu = FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=dtype)
     added = FusedGemm(product="gemm_nt", act="none", bias=True, residual=True, dtype=dtype)
     calls: list[tuple[Function, list[str], list[str]]] = [
@@ -133,7 +136,7 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Fails if TensorRT's parser gets the body for ONNX Runtime, which TensorRT's parser refuses."""
+    """Checks that an engine build replaces the fp8 function body for ONNX Runtime, which TensorRT's parser refuses."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))

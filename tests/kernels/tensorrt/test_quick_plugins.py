@@ -2,7 +2,8 @@
 
 These tests fail if the PTX of a variant doesn't assemble or has no tensor-core product. The tests fail if a kernel has
 more parameters than TensorRT passes, or if their order isn't inputs, M, N, K, output. The tests also fail if the
-kernels differ from the reference in the interpreter, or if grid and scalars don't match the shapes.
+kernels differ from the reference in Triton's interpreter, or if the launch grid and the scalar arguments don't match
+the shapes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def function(product: str, bias: bool, residual: bool, dtype: int = TensorProto.
 
 
 def parameters(kernel: Any) -> list[str]:
-    """Returns the parameters of a kernel, read from its PTX."""
+    """Reads the kinds of a kernel's parameters from the PTX."""
     entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
     assert entry is not None
     assert entry[1] == kernel.name
@@ -77,8 +78,8 @@ def test_the_ptx_of_a_convolution(bias: bool, residual: bool, tmp_path: Path) ->
 
 
 def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:
-    """Fails if shapes or grid are wrong for two images of 9x8. The output has (9 + 2 - 3) // 2 + 1 = 5 rows and 8 - 4 +
-    1 = 5 columns, and tiles cover 64 pixels and 64 channels."""
+    """Fails if the output shape or the launch grid is wrong for a convolution of two images of 9x8. The output has (9 +
+    2 - 3) // 2 + 1 = 5 rows and 8 - 4 + 1 = 5 columns, and a tile covers 64 pixels and 64 channels."""
     name = register(convolution(True, True))
     assert name == "accel::FusedConv2d_k3x2_s2x1_p1x0_d1x3_bias_silu_residual_fp16"
     inputs = (Descriptor(2, 6, 9, 8), Descriptor(70, 6, 3, 2), Descriptor(70), Descriptor(2, 70, 5, 5))
@@ -160,8 +161,8 @@ def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. The stand-in tests the
-    arithmetic of grid and shapes, but not TensorRT itself."""
+    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. With the stand-in, the
+    tests can check the arithmetic of the launch grid and the shapes, but not TensorRT itself."""
     plugin = quick_plugins()
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
@@ -174,8 +175,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("product", ["matmul", "gemm_nt"])
 def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
-    """Fails if shapes or grid are wrong for (3, 50, 96) times (96, 130). The output has 150 rows and 130 columns, and a
-    tile is 64x64."""
+    """Fails if the output shape or the launch grid is wrong for a product of (3, 50, 96) and (96, 130). The output has
+    150 rows and 130 columns, and a tile is 64x64."""
     name = register(function(product, True, True))
     assert name == f"accel::FusedGemm_{product}_bias_gelu_erf_residual_fp16"
     a = Descriptor(150, 96) if product == "gemm_nt" else Descriptor(3, 50, 96)
@@ -183,8 +184,8 @@ def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
     inputs = (a, b, Descriptor(130), Descriptor(*a.shape_expr[:-1], 130))
     out = registered[f"{name} shapes"](*inputs)
     assert (out.shape_expr, out.dtype) == ([*a.shape_expr[:-1], 130], "that of the first")
-    # TensorRT reads a plugin's inputs from the function signatures. TensorRT requires the arguments ``outputs`` and
-    # ``tactic`` and four return values of the kernel function.
+    # TensorRT reads a plugin's inputs from the function signatures. The kernel function needs the arguments ``outputs``
+    # and ``tactic`` and has to return four values.
     names = ["a", "b", "bias", "residual"]
     shapes, launched = (inspect.signature(registered[f"{name} {what}"]) for what in ("shapes", "kernel"))
     assert list(shapes.parameters) == names

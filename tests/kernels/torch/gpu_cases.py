@@ -32,7 +32,7 @@ def main() -> None:
                 error = tune.largest_error(spec, operands, got)
                 assert error <= 1, (config.name, spec, error)
                 ran += 1
-    for c_in, c_out in ((11, 13), (16, 24)):  # for 16 and 24 channels, the test also multiplies the patches
+    for c_in, c_out in ((11, 13), (16, 24)):  # with 16 and 24 channels, im2col is a candidate, too
         shape = ConvSpec(images=2, height=7, width=5, c_in=c_in, c_out=c_out, kernel=(3, 2), stride=(2, 1))
         for conv in tune.conv_specs(["fp16", "int8"], ["silu"], [shape]):
             x, w, given = operands = tune.operands_for(conv, device)

@@ -21,7 +21,7 @@ from accel.kernels.torch.verify import verify
 
 
 class Block(nn.Module):
-    """A residual block with the patterns conv+bn+silu, conv+bn, linear+gelu and linear+residual."""
+    """Computes a block with the patterns conv+bn+silu, conv+bn+relu, linear+gelu and linear+residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ def test_every_pattern_is_matched_and_reported() -> None:
 
 
 def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``accel.fuse(module)`` doesn't work as the README shows, with and without inputs. Without inputs the
-    shapes are unknown, so the sum isn't fused and each layer is verified alone."""
+    """Fails if ``accel.fuse(module)`` doesn't work as the README shows, with and without inputs. Without inputs, the
+    shapes are unknown, so ``fuse`` doesn't fuse the sum and verifies each layer alone."""
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(2, 3, 9, 7)
     call: Any = accel.fuse
@@ -127,7 +127,7 @@ def test_a_module_that_can_not_be_traced_is_swapped_by_its_structure() -> None:
 
 
 class Residual(nn.Module):
-    """A conv + bn + relu block plus a skip branch with its own convolution, strides, padding and width."""
+    """Adds a skip branch with a convolution to a conv + bn + relu block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_linear(dtype: torch.dtype) -> None:
-    """Fails if the outputs differ by more than four roundings of the dtype, the limit inside ``fuse``. The fused layer
-    rounds once, and the original layer rounds twice."""
+    """Checks that ``fuse`` accepts a half-precision layer. The limit inside ``fuse`` is four roundings of the dtype.
+    The fused layer rounds once, and the original layer rounds twice."""
     model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()).to(dtype).eval(), torch.randn(2, 5, 32, dtype=dtype)
     fused, report = fuse(model, (x,))
     assert [str(m) for m in report.matches] == ["0: linear + gelu_erf"]
@@ -216,7 +216,7 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
 
 
 class Written(nn.Module):
-    """A module with statements that write to their input and have no other effect."""
+    """Contains statements whose only effect is to write to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Written(nn.Module):
 
 
 class Inherited(Written):
-    """A module that inherits its ``forward``."""
+    """Inherits ``forward`` from another module."""
 
 
 class Optional(nn.Module):
@@ -251,7 +251,7 @@ class Optional(nn.Module):
 
 
 class OneByOne(nn.Module):
-    """A module that calls the layers of its Sequential one by one, in a loop that depends on values and can't be
+    """Calls the layers of its Sequential one by one. The loop depends on tensor values, so the module can't be
     traced."""
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ class OneByOne(nn.Module):
 
 
 class Twice(nn.Module):
-    """A module that can't be traced, with the same pool twice in a Sequential."""
+    """Contains the same pooling layer twice in a Sequential, and can't be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,8 +287,8 @@ class Twice(nn.Module):
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
     """Fails if statements that write to their input disappear or run at another time, or if an optional argument is
-    ignored. Also fails if ``fuse`` joins neighbors in a Sequential whose layers are called one by one, or layers that
-    aren't neighbors."""
+    ignored. Also fails if ``fuse`` fuses layers that aren't adjacent, or adjacent layers of a Sequential that the
+    module calls one by one."""
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)
     wanted = model(x.clone())
@@ -347,7 +347,7 @@ def test_hooks_and_parametrizations_are_left_alone() -> None:
 
 
 def test_a_module_that_loses_an_output() -> None:
-    """Fails if a fused module with fewer outputs raises anything but the error that tells what to do."""
+    """Checks that the error for a fused module that returns fewer outputs advises leaving the module unfused."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

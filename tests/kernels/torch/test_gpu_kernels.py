@@ -1,9 +1,9 @@
-"""Proves on a GPU that the kernels are correct for every dtype and activation, and for any sizes, without races.
+"""Proves on a GPU that the kernels are correct for every dtype, every activation and any size.
 
-These tests fail if a kernel that passes in the interpreter is wrong on the hardware because of a wrong descriptor, a
-missing barrier, or an epilogue on the wrong row. The bound is ``gemm_bound``, which is proven per element. For fp8, the
-bound also covers the error of sums that the tensor cores keep in 14 bits. The tests run every candidate, not only the
-candidate that dispatch chooses.
+These tests find faults that appear only on the hardware, such as a wrong descriptor, a missing barrier, or an epilogue
+on the wrong row. The error bound is ``gemm_bound``, which is proven per element. For fp8, the error bound also covers
+partial sums that the tensor cores keep in 14 bits. The tests run every candidate, not only the candidate that dispatch
+chooses.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# The sizes include less than a tile, one more than a tile, a K that isn't a multiple of the tile, every alignment, and
-# rows that are multiples of 16 bytes (for CUTLASS and TMA).
+# The sizes are smaller than a tile, one larger than a tile, and not multiples of a tile, with every alignment. The rows
+# of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -74,8 +74,8 @@ def triton_runs(dtype: str) -> bool:
     return arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
 
 
-# For each alignment of each epilogue, Triton compiles a kernel, which takes seconds. The cases are separate tests, so
-# that the compilations run side by side.
+# Triton compiles a kernel for each alignment of each epilogue, and each compilation takes seconds. The cases are
+# separate tests, so that the compilations run in parallel.
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_activations(dtype: str, act: str) -> None:
@@ -93,7 +93,8 @@ def test_triton_shapes(dtype: str, sizes: tuple[int, int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
-    """Returns the library of ``$ACCEL_KERNEL_LIBRARY``, or else a library built here for this GPU."""
+    """Returns the library that ``$ACCEL_KERNEL_LIBRARY`` names. If the variable isn't set, builds a library for this
+    GPU."""
     if not os.environ.get("ACCEL_KERNEL_LIBRARY"):
         if build.find_nvcc() is None:
             pytest.skip("needs nvcc, or a library in ACCEL_KERNEL_LIBRARY")
@@ -139,8 +140,8 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [1500, 9000])
 def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
-    """Fails if a quantized value differs from the reference, which has the same divisions and rounding. Triton
-    reads the elements of a row with more than 8192 elements twice."""
+    """Fails if a quantized value differs from the reference, which divides and rounds in the same way. The Triton
+    kernel reads a row twice if the row has more than 8192 elements."""
     x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
     wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
@@ -180,15 +181,15 @@ def test_conv2d(dtype: torch.dtype, act: str) -> None:
 @pytest.mark.parametrize("given", [(), ("bias",), ("residual",), ("bias", "residual")], ids="+".join)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> None:
-    """Fails if the plugin's convolution is wrong. The operands have channels first, as in TensorRT's call."""
+    """Fails if the plugin's convolution is wrong. The operands have their channels first, as TensorRT passes them."""
     for geometry in ({"kernel": (1, 1)}, {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}):
         assert interpret.plugin_conv(dtype, given, geometry, "cuda") <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
-    """Fails if an implementation of a convolution is wrong in any dtype. The implementations are the two Triton tiles
-    and, for 32 input channels, the product of the patches. The bound is the same as for the convolution's product."""
+    """Fails if an implementation of a convolution is wrong in any dtype. The implementations are two Triton kernels
+    and, for 32 input channels, im2col with a matrix product. The error bound is the bound of the matrix product."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):
@@ -225,7 +226,7 @@ def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.Mo
 
 
 def test_the_public_face_takes_any_strides(library: Library) -> None:
-    """Fails if dispatch's choice gives wrong results on operands that don't fit a TMA descriptor."""
+    """Fails if ``fused_gemm`` gives wrong results for operands whose strides don't fit a TMA descriptor."""
     g = torch.Generator("cuda").manual_seed(0)
     for a_of, b_of in ((lambda t: t, lambda t: t), (lambda t: t.t().contiguous().t(), lambda t: t[::2, 1::3])):
         a = a_of(torch.randn(130, 96, generator=g, device="cuda").half())
@@ -253,8 +254,9 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
-    """Fails if the fake implementation differs in stride or dtype from the GPU's result, or if the compiler decomposes
-    the operator. The fp16 result may differ from the plain module by four roundings of the largest element."""
+    """Fails if the operator's fake implementation gives other strides or another dtype than the GPU, or if
+    ``torch.compile`` decomposes the operator. The fp16 result may differ from the plain module by four roundings of the
+    largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():

@@ -1,8 +1,8 @@
-"""Proves that the PyTorch operators pass opcheck, have correct gradients and stay whole under torch.compile.
+"""Proves that accel's PyTorch operators pass opcheck, have correct gradients and aren't decomposed by torch.compile.
 
 These tests fail if a schema is wrong about mutation or aliasing, or if an autograd formula is wrong. The tests fail if
-a fake implementation differs from the real implementation in shape, dtype or stride. The tests also fail if compiling
-breaks the graph or decomposes the operator.
+a fake implementation differs from the real implementation in shape, dtype or stride. The tests also fail if
+torch.compile breaks the graph or decomposes the operator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_opcheck_gemm(act: str, dtype: torch.dtype) -> None:
 
 
 def test_opcheck_fp8() -> None:
-    """Fails if opcheck's test of the fake implementation fails for fp8. The other checks need fp8 arithmetic, which
+    """Checks that the fake implementation passes opcheck for fp8. The other tests of opcheck need fp8 arithmetic, which
     torch lacks on the CPU."""
     a, b = (made(*s, grad=False).to(torch.float8_e4m3fn) for s in ((3, 16), (4, 16)))
     torch.library.opcheck(
@@ -86,8 +86,9 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """Fails if compiling breaks the graph, which raises an error with fullgraph. Also fails if the captured graph
-    doesn't call the operators by name, or if a compiled result differs from the uncompiled result."""
+    """Fails if torch.compile breaks the graph. With ``fullgraph=True``, a graph break raises an error. Also fails if
+    the captured graph doesn't call the operators by name, or if a compiled result differs from the uncompiled
+    result."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

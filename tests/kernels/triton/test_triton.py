@@ -1,7 +1,8 @@
 """Proves that the Triton kernels are correct in the interpreter and compile for every architecture.
 
-These tests fail if a kernel differs from the reference on sizes that don't fill a tile, or if a planted mistake isn't
-caught. The tests fail if a configuration loses its tensor-core instruction, spills or overruns shared memory.
+These tests fail if a kernel differs from the reference on sizes that don't fill a tile, or if the comparison misses a
+deliberate mistake in a kernel. The tests fail if a configuration isn't compiled to its tensor-core instruction, spills
+registers or needs too much shared memory.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from accel.kernels.triton import kernels as triton_kernels
 from accel.kernels.triton.launch import row_config
 from tests.kernels.choose.test_dispatch import FOR_ANY
 
-# Triton 3.9 warns although the option is set, because the option's default will change.
+# Triton 3.9 warns about TRITON_DEFAULT_FP_FUSION although accel sets the option.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
 SOURCE = Path(triton_kernels.__file__)
 
 
 @pytest.mark.proof
 def test_every_configuration_is_right_in_the_interpreter() -> None:
-    """Fails if a configuration is wrong. The bound of a product is ``gemm_bound``, which is proven per element. The
-    bound of a convolution is 1e-4 of the largest element. Quantization has to be exact."""
+    """Fails if a kernel configuration gives wrong results. The error bound of a product is ``gemm_bound``, which is
+    proven per element. The error bound of a convolution is 1e-4 of the largest element. Quantization has to be
+    exact."""
     found = interpret.run()
     assert {name for name, value in found.items() if not value <= 1} == set()
     for config in CONFIGS:
@@ -79,8 +81,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Fails if a row of at most 8192 elements is read twice. The test makes the second read wrong, which may change
-    only the longer rows."""
+    """Checks that the kernel reads a row of at most 8192 elements only once. The test makes the second read wrong, so
+    that only the results of longer rows may change."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -129,8 +131,8 @@ def wanted() -> Iterator[Wanted]:
 
 @pytest.fixture(scope="module")
 def on_every_core(request: pytest.FixtureRequest) -> Iterator[dict[Wanted, Future[cross.Compiled]]]:
-    """Compiles the kernels for the selected tests in processes on all cores. The keys are name, dtype, architecture and
-    whether the sizes are aligned."""
+    """Compiles the kernels for the selected tests in processes on all cores. Each key consists of the configuration's
+    name, the dtype, the architecture, and a flag for aligned sizes."""
     wanted: list[Wanted] = [
         tuple(item.callspec.params[name] for name in ("name", "dtype", "arch", "aligned"))
         for item in request.session.items
@@ -177,14 +179,15 @@ def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemm_64x64", "int8"), ("gemm_16x64_split", "fp8_e4m3")])
 def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None:
-    """Fails if a small tile spills on an unaligned problem, as the same tile with four warps does."""
+    """Checks that a small tile spills no registers on an unaligned problem. The same tile with four warps would spill
+    registers."""
     assert cross.compile_config(get(name), dtype, 90, aligned=False).problem == ""
     assert "spilled" in cross.compile_config(replace(get(name), warps=4), dtype, 90, aligned=False).problem
 
 
 def test_a_large_tile_spills_without_vectors() -> None:
-    """Fails if the large tile no longer spills without vector loads. Dispatch could then use the large tile for
-    unaligned problems."""
+    """Checks that the large tile still spills registers without vector loads. Once the large tile spills no registers,
+    dispatch can use this tile for unaligned problems."""
     assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
 
 
@@ -198,7 +201,7 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum all of K themselves, as is Triton's default on Hopper. Sums inside the tensor cores
+    """Fails if the tensor cores sum over all of K, which is Triton's default on Hopper. Sums inside the tensor cores
     have only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
@@ -242,7 +245,7 @@ def test_the_type_of_the_operands_is_read_from_the_ptx(ptx: str) -> None:
 @pytest.mark.parametrize(("dtype", "word"), [("int8", "s8"), ("fp8_e4m3", "e4m3"), ("bf16", "bf16")])
 def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) -> None:
     """Fails if fp8 or int8 operands are widened to fp16, which gives the same result at half the speed. The type in the
-    instruction reveals the widening."""
+    tensor-core instruction shows whether the operands were widened."""
     made = cross.compile_config(get("gemm_64x64"), dtype, 90)
     assert made.instruction == f"wgmma {word}"
     assert made.problem == ""
@@ -250,8 +253,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a proof that runs without a GPU fails, if the proof for the GPU isn't reported as not run, or if the
-    command ignores a failed proof."""
+    """Checks that all proofs of `accel kernels check` that need no GPU pass, and that the proof for the GPU is reported
+    as not run. Also checks that the command reports a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

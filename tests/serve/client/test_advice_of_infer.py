@@ -1,4 +1,4 @@
-"""``accel infer`` names its own options in its errors, and shows its progress."""
+"""Proves that ``accel infer`` names its own options in its errors, and shows its progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel.serve.security.access import Access, Permission
 
 
 def refuse(_: Any, context: grpc.ServicerContext) -> None:
-    """Answers every call as a server does if the token is missing."""
+    """Answers every call with the error of a server that needs a token."""
     try:
         Access((Permission("web", "0" * 64),)).check(None)
     except ServeError as error:
@@ -28,8 +28,8 @@ def refuse(_: Any, context: grpc.ServicerContext) -> None:
 
 
 def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path: Path) -> None:
-    """Fails if the error of ``accel infer`` names a header instead of ``--token`` and ACCEL_TOKEN, because the user of
-    the command can't send headers. Also fails if the error in Python names the option of the command."""
+    """Checks that the error of ``accel infer`` for a missing token names ``--token`` and ACCEL_TOKEN. Also checks that
+    the error in Python names the argument ``token`` and not the command's option."""
     np.savez(tmp_path / "x.npz", x=np.zeros((1, 2), np.float32))
     server = grpc.server(ThreadPoolExecutor(1))
     methods = {"ModelMetadata": grpc.unary_unary_rpc_method_handler(refuse)}
@@ -47,8 +47,8 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
 
 
 def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Fails if the log ends with an unfinished count, such as "0 of 5 samples", or doesn't give the number of samples.
-    Also fails if the progress bar doesn't end at 100%."""
+    """Fails if the log ends with an unfinished count, such as "0 of 5 samples", or lacks the number of samples. Also
+    fails if the progress bar doesn't end at 100%."""
     seen: list[float | None] = []
     log = PlainLines()
 

@@ -25,7 +25,8 @@ output { name: "scores" data_type: TYPE_FP32 dims: [3] label_filename: "labels.t
 
 
 def model(folder: Path, shape: list[Any], dtype: int = FLOAT, *, scores: bool = False) -> None:
-    """Writes a model that returns ``x`` unchanged or, with ``scores``, the mean of each channel of an NCHW image."""
+    """Writes a model that returns ``x`` unchanged. If ``scores`` is true, the model returns the mean of each channel of
+    an NCHW image."""
     folder.mkdir(parents=True)
     if scores:
         nodes, out = [build.node("GlobalAveragePool", "x", "g"), build.node("Flatten", "g", "scores")], ["batch", 3]
@@ -80,8 +81,8 @@ def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
 
 
 def test_pixels_as_the_model_takes_them(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a pixel arrives at another position, in another channel or with another value than the model's layout
-    and the normalization require."""
+    """Checks that each pixel reaches the model at the position, in the channel and with the value that the model's
+    layout and the normalization require."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "p.png")
     mean, std = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.5])
@@ -113,7 +114,7 @@ def test_images_of_any_size_go_as_they_are(url: str, pictures: Path, cli: Any) -
 
 
 def test_the_way_up(tmp_path: Path) -> None:
-    """Fails if a photograph is not rotated by its EXIF orientation."""
+    """Checks that an image is rotated according to its EXIF orientation."""
     upright = np.zeros((2, 4, 3), np.uint8)
     upright[0, 0] = 255
     turned = Image.fromarray(np.rot90(upright).copy())
@@ -146,7 +147,8 @@ def test_the_way_up(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: tuple[str, ...], says: str) -> None:
-    """Fails if a bad image or option ends in a traceback, is sent to the server, or isn't named in the error."""
+    """Checks that a bad image or a bad option is refused before the server gets a request, with an error that names the
+    cause."""
     good = Image.new("RGB", (64, 64), COLOURS["red"])
     good.save(tmp_path / "good.png")
     good.save(tmp_path / "gif.png", format="GIF")
@@ -162,8 +164,8 @@ def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: t
 
 
 def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if images are sent to a model without an image input, or if an input of encoded image bytes is
-    normalized."""
+    """Checks that images are refused for a model without an image input, and that --normalize is refused for an input
+    of UINT8 pixels."""
     ran = cli("infer", "rows", "--url", url, "--input", pictures, "-q")
     assert ran.code == 2
     assert "doesn't take one image" in ran.stderr
@@ -174,18 +176,19 @@ def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None
 
 
 def test_a_picture_that_unpacks_to_a_huge_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a small image file that unpacks to a huge image can fill the memory."""
+    """Checks that a small file that decompresses to a huge image is refused, so that the image can't fill the
+    memory."""
     Image.new("RGB", (60, 50)).save(tmp_path / "bomb.png")
     image = ImageInput(name="x", datatype="FP32", channels=3, height=4, width=4, channels_first=True, batched=True)
     assert image.read(tmp_path / "bomb.png").shape == (3, 4, 4)
-    for limit in (2000, 1000):  # Pillow warns at the first limit and refuses at the second
+    for limit in (2000, 1000):  # Pillow warns with the first limit and refuses the image with the second
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(BadData, match="can't read"):
             image.read(tmp_path / "bomb.png")
 
 
 def test_classes_of_arrays(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if ``--classes`` works for images but not for arrays."""
+    """Checks that ``--classes`` also works for arrays."""
     np.savez(tmp_path / "x.npz", x=np.stack([np.full((3, 4, 5), [[[1.0]], [[3.0]], [[2.0]]], np.float32)] * 9))
     ran = cli("infer", "colours", "--url", url, "--input", tmp_path / "x.npz", "--classes", "1", "--json", "-q")
     assert ran.code == 0, ran.stderr

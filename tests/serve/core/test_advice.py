@@ -1,4 +1,5 @@
-"""Proves that errors and warnings explain requests that the model can't run, NaN inputs and wrong ports."""
+"""Proves that errors and warnings explain three problems: requests that the model can't run, NaN inputs and wrong
+ports."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """Makes two models. ``words`` looks tokens up in a table of 11 rows. ``later`` adds three to each token before the
-    lookup."""
+    """Makes two models. The model ``words`` looks tokens up in a table of 11 rows. The model ``later`` adds three to
+    each token before the lookup."""
     root = tmp_path / "models"
     for name, nodes in (
         ("words", [build.node("Gather", "table ids", "y")]),
@@ -43,8 +44,8 @@ def words(tmp_path: Path) -> Path:
 
 
 def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> None:
-    """Fails if a wrong token in a request counts as a server error, or if a wrong index that the model computed counts
-    as a client error."""
+    """Checks that a wrong token in a request is a client error, and that a wrong index that the model computed is a
+    server error."""
     process = start(words, http_port=0)
 
     def ask(model: str, *ids: int) -> np.ndarray:
@@ -68,8 +69,9 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
 
 @pytest.mark.parametrize("wrong", [-1, 8, 99])
 def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
-    """Fails if the server answers a request with an integer outside the manifest's range. The table has more rows than
-    the range, and a negative integer would count from the end of the table."""
+    """Checks that the server refuses a request whose integer is outside the manifest's range. The model itself would
+    accept 8, because its table has more rows than the range, and would count a negative integer from the end of the
+    table."""
     (tmp_path / "words" / "1").mkdir(parents=True)
     made = build.artifact(
         tmp_path / "words" / "1" / "model.onnx",
@@ -92,8 +94,8 @@ def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
 
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
-    """Fails if a request beyond a dim's range is refused although the model can run it. Fails if a request that the
-    model can't run counts as a server error beyond the range, or as a client error within the range."""
+    """Checks that a request beyond a dim's range is answered if the model can run the request. Also checks that a
+    request that the model can't run is a client error beyond the range, and a server error within the range."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(
@@ -130,8 +132,8 @@ def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any
 
 
 def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if NaN in a file is refused or causes no warning, or if a file without NaN causes a warning. NaN isn't
-    refused, because some models accept NaN."""
+    """Checks that NaN in a file causes a warning, and that a file without NaN causes no warning. NaN isn't refused,
+    because some models accept NaN."""
     url = f"127.0.0.1:{start(repository).ports['grpc']}"
     x = np.ones((3, 4), np.float32)
     np.savez(tmp_path / "good.npz", x=x)
@@ -148,8 +150,8 @@ def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: 
 
 
 def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if the error for a REST port, an http:// address or the port of another program says that no server is
-    there."""
+    """Checks that the error for a REST port or an http:// address names the mistake. Also checks that the error for
+    another program's port doesn't say that no server answers."""
     process = start(repository, http_port=0)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 4), np.float32))
 
@@ -162,7 +164,7 @@ def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) 
     code, said = ask(f"http://127.0.0.1:{process.ports['grpc']}")
     assert (code, "no gRPC address; give HOST:PORT" in said) == (2, True), said
     assert ask(f"grpc://127.0.0.1:{process.ports['grpc']}") == (0, "")
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # this server closes every connection
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # this program closes every connection
 
         def hang_up() -> None:
             while True:
@@ -179,8 +181,8 @@ def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) 
 
 
 def test_check_says_what_a_run_found(words: Path, cli: Any) -> None:
-    """Fails if --check doesn't report that a model refused the inputs of the warm-up, or if --check counts such a model
-    as broken."""
+    """Checks that --check warns about a model that refused the inputs of the warm-up, and still counts the model as
+    ready."""
     linear(words / "linear" / "1")
     (words / "tall" / "1").mkdir(parents=True)
     build.artifact(
