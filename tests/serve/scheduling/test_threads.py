@@ -93,7 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if waiting requests don't run after a caller's thread has finished  with the instance."""
+    """Fails if waiting requests don't run after a caller's thread has finished with the instance."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
