@@ -30,7 +30,7 @@ def test_the_symlinks_are_tracked_as_links() -> None:
 def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     """Fails if the wheel lacks a module of a linked folder, a CUDA source or py.typed. Also fails if the wheel has a
     top-level folder other than accel."""
-    checkout = tmp_path / "checkout"  # a copy, because a build writes folders into its checkout
+    checkout = tmp_path / "checkout"  # builds in a copy, because a build writes folders into its checkout
     checkout.mkdir()
     for name in ("accel", "converters", "kernels", "serve"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)
@@ -59,8 +59,8 @@ SOURCES = [path for folder in ("accel", *PARTS) for path in (ROOT / folder).rglo
 
 
 def test_parts_are_imported_through_accel() -> None:
-    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would load
-    ``converters``, ``kernels`` or ``serve`` twice, and a wheel lacks these packages."""
+    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A top-level import of
+    these packages loads modules twice in a checkout, and fails in a wheel."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -70,8 +70,7 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """In this test, git wrote the links of the checkout as text files. Fails if the error is only ``No module named``
-    when the links of the checkout are text files."""
+    """Checks that importing accel names the git setting to change if git wrote the checkout's links as text files."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()
@@ -86,8 +85,8 @@ def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
 
 def test_nothing_that_runs_names_the_tuner() -> None:
     """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, because the module could then load
-    the tuner at first use. A server with the tuner might time kernels while it serves requests. (import-linter checks
-    the imports.)"""
+    the tuner at run time. A server with the tuner might time kernels while it serves requests. import-linter checks the
+    import statements."""
     tuner = re.compile(r"accel\.kernels\.choose\.tune([.:]|$)")
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -116,7 +115,7 @@ def test_every_folder_says_what_lives_there() -> None:
 
 def test_an_errors_text_becomes_one_line_in_one_place() -> None:
     """Fails if a module joins the lines of an error itself instead of calling ``accel.errors.one_line``. Also fails if
-    this function loses text, keeps a line break or exceeds the given length."""
+    ``one_line`` loses text, keeps a line break or exceeds the given length."""
     from accel.errors import one_line
 
     error = ValueError("first\n\n  second\tthird " + "x" * 400)

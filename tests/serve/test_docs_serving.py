@@ -20,7 +20,7 @@ from accel.serve.protocol import messages as proto
 from tests.support import ROOT
 from tests.support.serving import WEIGHTS, linear, routes, tensor
 
-# test_four_commands.py covers the four commands above this heading.
+# test_four_commands.py covers the four commands above the heading "Files for the examples".
 HEADING = "\n## Files for the examples\n"
 PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
@@ -34,7 +34,7 @@ def section(title: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes the files of the page with the page's own script, commands and code blocks."""
+    """Makes the example files of serving.md with the script, commands and code blocks in serving.md."""
     if shutil.which("openssl") is None:
         pytest.skip("the command openssl isn't installed")
     monkeypatch.chdir(tmp_path)
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_configs(folder: Path, start: Any) -> None:
-    """Fails if the server refuses a config of the page, or if a config doesn't have the documented effect."""
+    """Fails if the server refuses a config in serving.md, or if a config doesn't have the documented effect."""
     process = start(folder / "models")
     x = np.array([[1, -2, 0.5, 3]], np.float32)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -97,7 +97,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
 
 
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
-    """Fails if a command of the page doesn't work as written, except for the ports, or if the page's tokens don't have
+    """Fails if a command in serving.md doesn't work as written on free ports, or if the tokens in serving.md don't have
     the documented rights."""
     check, begin, infer = map(shlex.split, TO_RUN)
     ran = cli(*check[1:])
@@ -125,7 +125,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    """Fails if the page leaves out a field of the protocol's config or one of accel's own parameters."""
+    """Fails if serving.md leaves out a field of the protocol's ModelConfig message or one of accel's own parameters."""
     said = set(re.findall(r"`([a-z_A-Z.]+)`", section("config.pbtxt")))
     fields = {field.name for field in proto.message("ModelConfig").DESCRIPTOR.fields}
     assert fields <= said, fields - said
@@ -148,7 +148,7 @@ def test_every_field_is_on_the_page() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None:
-    """Fails if a config that requests an unsupported feature is served, or if the error doesn't name the reason."""
+    """Fails if a config that requests an unsupported feature is served, or if the error doesn't name the feature."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
     ran = cli("serve", tmp_path / "models", "--check", "--json")
@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None
 
 
 def test_the_table_of_endpoints() -> None:
-    """Fails if the server has a route that the page's table lacks, or if the table has a path without a route."""
+    """Fails if the table of HTTP endpoints in serving.md differs from the server's routes."""
     rows = re.findall(r"^\| (GET|POST) \| `([^`]+)` \|", section("HTTP endpoints"), re.MULTILINE)
     whole = {(method, re.sub(r"[\[\]]", "", path)) for method, path in rows}
     short = {(method, re.sub(r"\[.*?\]", "", path)) for method, path in rows}

@@ -31,7 +31,7 @@ def free_ports() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if one of the page's four commands doesn't work as written, apart from the ports."""
+    """Fails if one of the four commands in serving.md doesn't work as written on free ports."""
     monkeypatch.chdir(my_model.parent)
     np.savez("samples.npz", x=np.random.default_rng(0).standard_normal((24, 3, 32, 32)).astype(np.float32))
     assert cli("export", "my_model.py:make", "--input", "x:float32[batch,3,32,32]", "-o", "my.onnx", "-q").code == 0
@@ -62,8 +62,8 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
 def test_the_four_commands_with_a_real_model(
     minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a text model can't be optimized, served and read by Triton's client without further options. Also fails
-    if the embeddings differ from the original model's by more than `accel optimize` allows."""
+    """Fails if optimizing, serving or querying a text model needs further options. Also fails if the embeddings differ
+    from the original model's embeddings by more than `accel optimize` allows."""
     monkeypatch.chdir(tmp_path)
     source = minilm.copy_to(tmp_path / "minilm.onnx")
     (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())

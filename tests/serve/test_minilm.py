@@ -17,8 +17,8 @@ from tests.support.serving import Start
 
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if the server's embeddings differ from those of a session, at one of several lengths and batch sizes. Also
-    fails if the server doesn't detect that batches may be padded along the dynamic length."""
+    """Fails if the server's embeddings differ from the embeddings of a session at the tested lengths and batch sizes.
+    Also fails if the server doesn't detect the dim along which batches may be padded."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()
     process = start(tmp_path)

@@ -21,7 +21,7 @@ MISSING = "needs Chromium: apt-get install chromium"
 # In CI, tests fail without a browser instead of being skipped.
 browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
-# A container's /dev/shm is too small for a browser, and a browser asks questions in its first run.
+# A container's /dev/shm is too small for a browser, and a browser shows dialogs in its first run.
 QUIET = ("--disable-dev-shm-usage", "--no-first-run")
 
 
@@ -48,14 +48,14 @@ def document(folder: Path, address: str, milliseconds: int = 3000) -> str:
 
 
 def screenshot(folder: Path, address: str, *words: str) -> Path:
-    """Takes a screenshot of a window of 1200 by 700 in ``folder``."""
+    """Saves a screenshot of a window of 1200 by 700 pixels in ``folder``."""
     shot = folder / "shot.png"
     _run(folder, "--window-size=1200,700", f"--screenshot={shot}", *words, address)
     return shot
 
 
 class Page:
-    """An open page in a browser. Evaluates scripts and clicks as a user does, through the DevTools protocol."""
+    """An open page in a browser. Evaluates scripts, and sends mouse events, through the DevTools protocol."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._write, self._read = to_browser, from_browser
@@ -116,7 +116,7 @@ class Page:
 
 @contextmanager
 def opened(folder: Path, address: str) -> Iterator[Page]:
-    """Opens the page at ``address`` in a window of 1200 by 700."""
+    """Opens the page at ``address`` in a window of 1200 by 700 pixels."""
     command = chromium(folder, "--window-size=1200,700", "--remote-debugging-pipe", "about:blank")
     to_browser, from_browser = os.pipe(), os.pipe()
     ends = (to_browser[0], from_browser[1])

@@ -1,4 +1,4 @@
-"""Features of the CPU that the tests run on."""
+"""Finds the features of the CPU on which the tests run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def has_bf16() -> bool:
 
 
 def needs_vnni() -> None:
-    """Skips the rest of a test that bounds the error of int8 in ONNX Runtime if the CPU is an x86 CPU without VNNI. On
-    an x86 CPU without VNNI, sums of two products saturate in 16 bits."""
+    """Skips the rest of the test on an x86 CPU without VNNI. On such a CPU, ONNX Runtime's int8 sums of two products
+    saturate in 16 bits, so no bound on the int8 error holds."""
     if int8_saturates():
         pytest.skip("ONNX Runtime's int8 saturates on this CPU: it has no VNNI")

@@ -39,8 +39,8 @@ def value(name: str, shape: Sequence[int | str], dtype: int = FLOAT) -> onnx.Val
 
 
 def two_inputs(path: Path, dtype: int = FLOAT) -> Path:
-    """Makes a model of two linear layers over the embeddings of tokens, with a mask. Tokens and mask share both dynamic
-    dims."""
+    """Makes a model with token embeddings, a mask and two linear layers. The tokens and the mask have the same two
+    dynamic dims."""
     rng = np.random.default_rng(0)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     nodes = [
@@ -76,7 +76,8 @@ def two_inputs_source(folder: Path) -> Artifact:
 
 
 def two_inputs_engine(source: Artifact, folder: Path) -> Artifact:
-    """Builds an engine for two GPU architectures with ``run_stage``. The engine has the ranges of the signature."""
+    """Builds an engine for two GPU architectures with ``run_stage``. The engine accepts the dim ranges of the source's
+    signature."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
     cache = StageCache(folder / "cache")
     return run_stage("engine_from_onnx", source, config, cache=cache, out=folder / "two.engine")

@@ -1,4 +1,4 @@
-"""A fake CUDA and a fake engine in plain memory, with which the TensorRT session runs without a GPU."""
+"""A fake CUDA and a fake engine in plain memory. The fakes let the TensorRT session run without a GPU."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def array_at(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
 
 
 class FakeContext:
-    """Computes ``y = 2 * x``, and the indices ``where`` of the positive numbers. The number of indices depends on
-    the data."""
+    """Computes ``y = 2 * x``, and the indices ``where`` of the positive numbers in ``x``. The number of indices depends
+    on the data."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine

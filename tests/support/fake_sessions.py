@@ -1,4 +1,4 @@
-"""A clock that the test sets, and sessions that record their work, for the tests of the scheduler."""
+"""Provides the tests of the scheduler with a clock that the test sets and with sessions that record their runs."""
 
 from __future__ import annotations
 

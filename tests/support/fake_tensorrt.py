@@ -1,5 +1,5 @@
-"""A stand-in for TensorRT: a registry of plugins and a parser. Like TensorRT's parser, this parser chooses between
-plugin and function body. The stand-in builds an engine that lists its layers as JSON."""
+"""A stand-in for TensorRT with a registry of plugins and a parser. Like TensorRT's parser, this parser chooses between
+a plugin and a function body. The stand-in builds an engine that lists its layers as JSON."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class FakeTensorRT(ModuleType):
 
 
 def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
-    """Returns the model with its external weights. Reads the weights as TensorRT's parser does. TensorRT reads from the
-    folder of ``path``, also through links, but never from a parent folder."""
+    """Returns the model with its external weights. Reads the weights as TensorRT's parser does. TensorRT reads files in
+    the folder of ``path`` and follows links, but never reads a parent folder."""
     model = onnx.ModelProto.FromString(content)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -187,7 +187,7 @@ def quick_plugins(registry: Registry | None = None) -> ModuleType:
 
 
 def kernel(function: Any, arch: int) -> PluginKernel:
-    """Replaces ``compile_kernel``: returns a kernel without PTX code."""
+    """Replaces ``compile_kernel`` in tests. Returns a kernel without PTX code."""
     assert arch == 80
     return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
 

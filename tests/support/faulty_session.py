@@ -1,6 +1,6 @@
-"""A session in the server's own process that raises or hangs on request.
+"""A session in the server's own process that raises or hangs if the input requests a fault.
 
-``faulty_sessions`` has sessions for a server's child processes.
+``faulty_sessions`` makes sessions in a server's child processes fail.
 """
 
 from __future__ import annotations

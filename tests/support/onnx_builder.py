@@ -28,7 +28,7 @@ def artifact(
     opset: int = 20,
     dims: dict[str, DimRange] | None = None,
 ) -> Artifact:
-    """Saves an ONNX file of these nodes and opens it."""
+    """Saves the nodes as an ONNX file, and opens the file."""
     graph = helper.make_graph(
         nodes,
         "g",
@@ -43,7 +43,7 @@ def artifact(
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """Makes a node. ``-`` stands for an omitted input."""
+    """Makes a node. The name ``-`` omits an optional input."""
     names = ["" if name == "-" else name for name in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=f"n_{outputs.split()[0]}", **attributes)
 

@@ -31,7 +31,7 @@ from tests.support import onnx_builder as build
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 
-# An ensemble of "linear" and "relu", one after the other.
+# An ensemble that runs "linear" and then "relu".
 ENSEMBLE = """
 max_batch_size: 8
 input { name: "image" data_type: TYPE_FP32 dims: [4] }
@@ -44,13 +44,13 @@ ensemble_scheduling {
 }
 """
 
-# A folder for the server's Python path. sitecustomize.py in this folder makes models under "bad" fail as their input
-# says.
+# A folder for the server's Python path. The file sitecustomize.py in this folder makes models under "bad" fail if the
+# input requests a fault.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 
 def linear(folder: Path, scale: float = 1.0) -> Path:
-    """Writes ``y = scale * x @ WEIGHTS`` with a dynamic batch."""
+    """Writes a model ``y = scale * x @ WEIGHTS`` with a dynamic batch."""
     folder.mkdir(parents=True, exist_ok=True)
     return build.artifact(
         folder / "model.onnx",
@@ -85,7 +85,8 @@ Start = Callable[..., ServingProcess]
 
 
 def plain(process: Any, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    """Returns the status and body of a GET, or of a POST of ``body``. ``_`` in a header's name stands for ``-``."""
+    """Sends a GET request, or a POST request with ``body``, and returns the status and the response body. In a header's
+    name, ``_`` is replaced by ``-``."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{process.ports['http']}{path}",
         data=body,
@@ -212,7 +213,7 @@ class Load:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Waits for at most a minute until the condition holds."""
+    """Waits for at most a minute until the condition is true."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline

@@ -111,25 +111,26 @@ def one_head() -> torch.nn.Module:
 
 
 def all_heads() -> torch.nn.Module:
-    """Makes a model whose attention, on two ranks, splits its features into twice as many heads of half the width."""
+    """Makes a model whose attention always has four heads. On two ranks, each head has half the width."""
     return _counting(4, -1)
 
 
 def whole_heads() -> torch.nn.Module:
-    """Makes a model whose attention, on two ranks, expects more features than its rank has."""
+    """Makes a model whose attention expects four heads of width 8. On two ranks, a rank has too few features."""
     return _counting(4, 8)
 
 
 def one_product() -> torch.nn.Module:
     """Makes a model whose attention computes queries, keys and values in one product.
 
-    On two ranks, each rank wrongly cuts its half of the joined queries, keys and values into thirds.
+    On two ranks, each rank has half of the joint product, so splitting this half into queries, keys and values is
+    wrong.
     """
     return _counting(-1, 8, together=True)
 
 
 def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Makes sequences of 15 tokens, which two ranks can't share equally."""
+    """Makes sequences of 15 tokens, which can't be split evenly over two ranks."""
     return [(ids[:15], targets[:15]) for ids, targets in data()]
 
 
@@ -160,7 +161,7 @@ def wrong_chain() -> torch.nn.Module:
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the default loss as a user may write it, for plain logits of the whole vocabulary."""
+    """Computes the default loss in a user's own code, from logits of the whole vocabulary."""
     assert type(outputs) is torch.Tensor
     assert outputs.shape[-1] == VOCABULARY
     picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

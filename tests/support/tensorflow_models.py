@@ -1,4 +1,4 @@
-"""Makes the TensorFlow models once. A separate process makes the models, because the suite's process must not import
+"""Makes the TensorFlow models once. A separate process makes the models, because pytest's process must not import
 TensorFlow."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves that CUDA shared memory works, with a fake CUDA on plain memory and on a GPU if the machine has one."""
+"""Proves that CUDA shared memory works. Most tests use a fake CUDA in plain memory, and one test needs a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 
 class FakeGpu:
-    """Keeps allocations by handle, and counts in ``opened`` how often each allocation is open. Accesses no byte outside
-    an allocation."""
+    """A fake GPU that stores allocations by handle. ``opened`` counts how often each allocation is open. An access
+    outside the open allocations raises."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, Any] = {}
@@ -84,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Start, face: str) -> None:
-    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response
-    contains the outputs as well. Also fails if the region isn't listed, or stays open after unregistering."""
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response also
+    contains the outputs. Also fails if the region isn't listed, or stays open after it was unregistered."""
     process = start(repository, http_port=0)
     module = triton if face == "grpc" else triton_http
     handle = gpu.allocate(1024)
@@ -125,8 +125,8 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
 
 
 def test_registering(gpu: FakeGpu) -> None:
-    """Fails if the server accepts, or leaves open, an invalid handle or a handle to less memory than declared. Also
-    fails if two regions share a name, or if an unregistered region is read."""
+    """Fails if the server accepts an invalid handle, or a handle to less memory than the request declares. Also fails
+    if a refused handle stays open, if two regions share a name, or if an unregistered region is read."""
     memory = SharedMemory()
     handle = base64.b64decode(gpu.allocate(100))
     for arguments in (

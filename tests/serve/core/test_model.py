@@ -1,4 +1,4 @@
-"""Proves that replacing a version during a request loses no request, and that streams keep the order of responses."""
+"""Proves that no request is lost when a model version is replaced, and that streams keep the order of responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.serving import WEIGHTS, linear
 
 
 def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
-    """Fails if a request that looked up the old version just before its replacement doesn't run on the new version."""
+    """Checks that a request runs on the new version if the old version is replaced between the lookup and the
+    submission."""
     linear(tmp_path / "linear" / "1")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
     repository.start()
@@ -87,7 +88,7 @@ def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> Non
 
 
 class Context:
-    """Has the fields of an RPC context that a stream uses."""
+    """A stand-in for gRPC's context, with the methods that a stream uses."""
 
     def add_callback(self, callback: Any) -> bool:
         return True

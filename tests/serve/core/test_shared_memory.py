@@ -99,7 +99,7 @@ def test_slices_that_do_not_fit(
 
 
 def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
-    """Fails if an offset beyond 64 bits, which JSON can express, isn't refused as a bad request."""
+    """Checks that a JSON request with an offset beyond 64 bits gets the status 400."""
     key, _ = region(1024)
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -205,7 +205,8 @@ def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
 
 
 def test_memory_that_was_made_smaller(region: Any) -> None:
-    """Fails if the server accesses pages that the client removed, which would end the server's process."""
+    """Fails if the server accesses memory pages that the client removed, because such an access would end the server's
+    process."""
     key, handle = region(8192)
     memory = SharedMemory()
     memory.register("a", key, 0, 8192)

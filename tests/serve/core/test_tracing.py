@@ -34,7 +34,7 @@ PARTS = ["compute_infer", "compute_input", "compute_output"]
 
 
 class Traced:
-    """A server whose spans stay in this process. With ``rate`` 0 the server traces only requests that carry a trace
+    """A server that collects its spans in memory. With ``rate`` 0 the server traces only requests that carry a trace
     context."""
 
     def __init__(self, process: Any, rate: int = 0) -> None:
@@ -79,7 +79,8 @@ def by_parent(spans: list[Any], parent: Any) -> list[Any]:
 
 
 def check_model(spans: list[Any], model: Any) -> None:
-    """Checks a model's span. The span contains queue and then compute, and compute contains input, infer and output."""
+    """Checks a model's span. The child spans are "queue" and then "compute". The span "compute" has child spans for
+    input, infer and output."""
     queue, compute = sorted(by_parent(spans, model), key=lambda s: s.start_time)
     assert (queue.name, compute.name) == ("queue", "compute")
     assert model.start_time <= queue.start_time <= queue.end_time == compute.start_time
@@ -93,8 +94,9 @@ def check_model(spans: list[Any], model: Any) -> None:
 
 @pytest.mark.parametrize("way", ["grpc", "http", "stream"])
 def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
-    """Fails if a request with a trace context isn't part of the client's trace. Also fails if the request's spans lack
-    the queue or a part of the compute, aren't nested, or contradict the durations in the statistics."""
+    """Fails if a request with a trace context isn't part of the client's trace. Also fails if a span for the queue or
+    for a part of the computation is missing, if the spans aren't nested, or if the spans contradict the durations in
+    the statistics."""
     server = traced()
     if way == "grpc":
         server.grpc.infer("linear", given(), request_id="7", headers=dict(PARENT))
@@ -128,8 +130,8 @@ def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
 
 
 def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
-    """Fails if the rate, the count, the level or a model's own setting is ignored. Also fails if a request with a trace
-    context isn't traced, or if a request with an unsampled trace context is traced."""
+    """Fails if the trace rate, trace count, trace level or a model's own trace setting is ignored. Also fails if a
+    request with a trace context isn't traced, or if a request with an unsampled trace context is traced."""
     server = traced(rate=3)
     for _ in range(7):
         server.grpc.infer("linear", given())
@@ -142,7 +144,7 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
     server.grpc.infer("linear", given(), headers=dict(PARENT))
     spans = server.spans(3)
     roots = [s for s in spans if s.name == "InferRequest"]
-    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # a span may end after the answer
+    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # spans may end in any order
     server.memory.clear()
     server.grpc.update_trace_settings("linear", {"trace_count": "-1"})
     server.grpc.infer("linear", given(), headers={"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-00"})
@@ -181,7 +183,8 @@ def test_a_request_that_fails(traced: Callable[..., Traced]) -> None:
 
 
 def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
-    """Fails if an ensemble's steps aren't child spans, each with its own queue and compute."""
+    """Fails if the trace of an ensemble lacks a child span for each step, or if a step's span lacks the spans "queue"
+    and "compute"."""
     shape = ["batch", 3]
     for name, text in {
         "relu": "",
@@ -208,7 +211,7 @@ def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
 
 
 class Collector:
-    """An OTLP/HTTP endpoint that appends the received resources to ``got``."""
+    """An OTLP/HTTP endpoint that appends the received resource spans to ``got``."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -269,7 +272,8 @@ def test_they_arrive(repository: Path, serve: Callable[..., Served]) -> None:
 
 
 def test_the_extra_is_named(repository: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``--trace`` without the OpenTelemetry libraries ends in a traceback, or serves without traces."""
+    """Checks that ``--trace`` without the OpenTelemetry libraries ends with a one-line error that names the extra to
+    install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     ran = cli("serve", str(repository), "--grpc-port", "0", "--http-port", "0", "--trace", "http://127.0.0.1:1")
     assert ran.code == 2

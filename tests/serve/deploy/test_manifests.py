@@ -50,12 +50,12 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
     own = {name: predictor.pop(name) for name in ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget")}
     assert own == {
         "minReplicas": wanted.min_replicas, "maxReplicas": wanted.max_replicas,
-        "scaleMetric": "cpu",  # the choices are cpu, memory, concurrency and rps
+        "scaleMetric": "cpu",  # KServe also accepts memory, concurrency and rps
         "scaleTarget": wanted.target_cpu_percent,
     }  # fmt: skip
     assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
-    # For cpu and memory, KServe's webhook requires the class hpa and a target of 1 to 100. Knative's own autoscaler
-    # supports concurrency and rps.
+    # For the metrics cpu and memory, KServe's webhook requires the autoscaler class hpa and a target of 1 to 100.
+    # Knative's own autoscaler supports the metrics concurrency and rps.
     assert document["metadata"]["annotations"]["autoscaling.knative.dev/class"] == "hpa.autoscaling.knative.dev"
     assert 1 <= own["scaleTarget"] <= 100
     (container,) = predictor["containers"]
@@ -65,7 +65,7 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
         "stdinOnce",
         "tty",
         "volumeDevices",
-    }  # Knative refuses these fields
+    }  # Knative refuses containers with these fields
     assert len(container["ports"]) == 1
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": predictor}
     validate.validate(pod, validate.latest_version(), strict=True)
@@ -100,14 +100,15 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
-    """Fails if a manifest is printed with a value that Kubernetes refuses although the API's schemas accept the
-    value."""
+    """Checks that accel refuses values that Kubernetes refuses, even if the schemas of the Kubernetes API accept the
+    values."""
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
 
 
 def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
-    """Fails if stdout contains anything but the YAML documents, or if the documents lack the requested ports."""
+    """Fails if the command prints anything but YAML documents to stdout, or if the documents lack the requested
+    ports."""
     ran = cli(
         "serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", "--claim", "disk", "--http-port", "9000"
     )
@@ -129,7 +130,7 @@ def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
     ],
 )
 def test_names_are_taken_from_the_repository(cli: Any, repository: str, name: str) -> None:
-    """Fails if a repository folder whose name is invalid for a Service leads to an error instead of a manifest."""
+    """Checks that accel derives a valid Kubernetes name from the repository if the folder's name is invalid."""
     ran = cli("serve", repository, "--manifest", "kubernetes", "--image", "accel:0.1")
     assert ran.code == 0, ran.stderr
     assert {document["metadata"]["name"] for document in yaml.safe_load_all(ran.stdout)} == {name}

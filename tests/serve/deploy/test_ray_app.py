@@ -81,7 +81,7 @@ def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
             ask("ModelInfer", body, context)
         assert context.code is code
         assert context.details
-        there = pickle.loads(pickle.dumps(caught.value))  # Ray pickles an error to send the error to the client
+        there = pickle.loads(pickle.dumps(caught.value))  # Ray pickles each error that it sends to the client
         assert (there.code, str(there)) == (caught.value.code, str(caught.value))
 
 
@@ -105,7 +105,7 @@ def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
 
 
 def test_tokens_hold_there_too(tmp_path: Path) -> None:
-    """Fails if requests through Ray need no token although the server requires tokens."""
+    """Fails if the Ray application answers a request without a token although the options require tokens."""
     (tmp_path / "tokens.toml").write_text('[[token]]\nname = "a"\ntoken = "secret"\n')
     linear(tmp_path / "models" / "linear" / "1")
     options = ServeOptions(
@@ -123,7 +123,7 @@ def test_tokens_hold_there_too(tmp_path: Path) -> None:
 
 
 def test_ray_needs_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing Ray ends in a traceback."""
+    """Checks that the error for a missing Ray package names the extra to install."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"accel-toolchain\[ray\]"):
         ray_app.app({"repository": "models"})
@@ -158,6 +158,6 @@ def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(arguments: dict[str, str], says: str) -> None:
-    """Fails if a wrong argument raises an error only in a replica, which then never starts."""
+    """Checks that a wrong argument raises an error when the application is built, before any replica starts."""
     with pytest.raises(UsageError, match=says):
         ray_app.app(arguments)

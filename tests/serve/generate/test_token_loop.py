@@ -181,8 +181,8 @@ def streaming(port: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if a token differs from the model's own token, or if a part of the prompt is ignored. Also fails if the
-    state of a stream reaches the next stream, or if the last response is missing."""
+    """Fails if a streamed token differs from the token that the model computes, or if a part of the prompt is ignored.
+    Also fails if the state of a stream reaches the next stream, or if the last response is missing."""
     configure(tmp_path, kind)
     process = start(tmp_path)
     reference = KINDS[kind][2]

@@ -89,7 +89,7 @@ def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if the caller gets no answer although the model of a step isn't loaded, or if the other steps still run."""
+    """Checks that the caller gets an error if the model of a step isn't loaded, and that later steps don't run."""
     del models["right"]
     caller = Caller(ensemble(**models), request(1))
     assert caller.code == "NOT_FOUND"
@@ -97,7 +97,7 @@ def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_cancelling_cancels_the_steps() -> None:
-    """Fails if the running steps of a canceled request aren't canceled."""
+    """Checks that canceling a request cancels the steps of the request."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))
@@ -111,8 +111,8 @@ def test_cancelling_cancels_the_steps() -> None:
 
 
 def test_a_step_that_cannot_be_cancelled() -> None:
-    """Fails if the ensemble can't cancel a step that was being submitted during the cancel, or if the caller gets a
-    second answer from such a step."""
+    """Checks that a cancel during the submission of a step also cancels this step. Fails if the caller gets a second
+    answer when the step ends anyway."""
     parts = {name: model(name, eager=False)[0] for name in ("first", "right", "last")}
     cancelled: list[bool] = []
     answers: list[Callable[[Any], None]] = []
@@ -149,7 +149,7 @@ def test_a_long_chain() -> None:
 
 
 def test_real_threads() -> None:
-    """Fails if a step is lost or counted twice, at whatever moment its answer arrives on another thread."""
+    """Fails if a step is lost or counted twice when the answers of steps arrive on other threads."""
     parts = {name: model(name, start=True)[0] for name in ("first", "left", "right", "last")}
     executor = ensemble(**parts)
     wrong: list[Any] = []
@@ -176,7 +176,7 @@ def test_real_threads() -> None:
 
 
 def test_closing() -> None:
-    """Fails if a request whose step never ends gets no answer, or if closing the ensemble also closes the models of the
+    """Fails if closing the ensemble leaves a waiting request without an answer, or also closes the models of the
     steps."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})

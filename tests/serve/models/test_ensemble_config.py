@@ -28,7 +28,7 @@ def models(tmp_path: Path) -> Path:
 
 def test_an_ensemble(models: Path, start: Start) -> None:
     """Fails if the steps don't run one after the other, or don't run on the versions that are served now. Also fails if
-    clients can tell an ensemble from a model."""
+    a client can't use an ensemble's metadata and statistics like those of a model."""
     process = start(models, mode="explicit", models=("*",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")
@@ -69,8 +69,8 @@ def test_one_number_a_row(models: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
-    """Fails if unloading an ensemble ignores whether the request asks to unload the models of the steps as well.
-    Also fails if unloading an ensemble unloads other models."""
+    """Checks that unloading an ensemble unloads the models of its steps only if the request asks for that. Also fails
+    if unloading an ensemble unloads other models."""
     linear(models / "other" / "1")
     process = start(models, mode="explicit", models=("*",), http_port=0)
     module = triton if face == "grpc" else triton_http

@@ -71,8 +71,8 @@ def reason(root: Path, name: str = "both") -> str:
     ],
 )
 def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str) -> None:
-    """Fails if an ensemble is READY although its tensors can't match, or if an ensemble is refused although its tensors
-    may match."""
+    """Fails if the server accepts an ensemble whose tensors can't match, or refuses an ensemble whose tensors may
+    match."""
     assert before in CONFIG
     ensemble(models, CONFIG.replace(before, after, 1))
     found = reason(models)
@@ -99,8 +99,8 @@ def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
 
 
 def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
-    """Fails if an ensemble loads before its steps because of its place in the alphabet, or if ensembles that contain
-    each other stop the server."""
+    """Checks that the models of the steps load before the ensemble, even if the ensemble's name comes first in the
+    alphabet. Also fails if ensembles that contain each other stop the server."""
     outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
     ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
     ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")
@@ -115,8 +115,8 @@ def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
 
 
 def test_a_step_that_comes_later(models: Path) -> None:
-    """Fails if an ensemble that lacked a step stays broken after the step was loaded. The ensemble's own folder doesn't
-    change."""
+    """Checks that an ensemble with a missing step is served as soon as the step is loaded, without a change in the
+    ensemble's own folder."""
     shutil.move(models / "relu", models.parent / "relu")
     repository = Repository(models, mode="poll", poll_seconds=3600)
     try:

@@ -1,4 +1,5 @@
-"""Proves that a repository can't run code, lead to other folders, or serve a file that differs from its manifest."""
+"""Proves that a repository can't make the server run code, read other folders, or serve a file that differs from its
+manifest."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> None:
-    """Fails if this process opens a file that crashes its parser, either with a valid manifest or with an invalid
-    manifest and --insecure."""
+    """Checks that the server doesn't open a file that is known to crash the native parser, even with a valid manifest
+    or with --insecure."""
     path = linear(tmp_path / "linear" / "1")
     found = build.open_onnx(path, probe=False)
     files = {path.name: "0" * 64} if insecure else found.hashes()
@@ -57,7 +58,7 @@ def _scaled(tmp_path: Path, factor: float) -> bytes:
 
 
 class Mark:
-    """Creates a folder when unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,9 +70,8 @@ class Mark:
 @pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
-    """Fails if a file that may contain pickles is opened without --allow-pickle. The config names the file. The test
-    runs with and without --insecure, and with and without a valid manifest. Unpickling the file would create a
-    folder."""
+    """Fails if a file that may contain pickles is opened without --allow-pickle. The test runs with and without
+    --insecure, and with and without a valid manifest."""
     signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
     mark = tmp_path / "executed"
     named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
@@ -94,7 +94,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
 def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
-    """Fails if a name that isn't a plain folder name is accepted."""
+    """Fails if the server accepts a model name that isn't a plain folder name."""
     assert not valid_name(name)
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "a" / "1")

@@ -46,7 +46,8 @@ class Overlapping:
 def test_models_that_share_a_resource(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...], most: int
 ) -> None:
-    """Fails if more models of a repository run at once than their configs allow, or if a request is lost."""
+    """Fails if more models run at the same time than the resource limits in their configs allow, or if a request is
+    lost."""
     real = loading.open_session
     monkeypatch.setattr(loading, "open_session", lambda *given: Overlapping(real(*given)))
     monkeypatch.setattr(Overlapping, "most", 0)
@@ -72,9 +73,9 @@ def test_models_that_share_a_resource(
 def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if several sessions each start threads for all cores, which makes them slower than a single session. Also
-    fails if a single session doesn't get the number of threads of its manifest, or if a configured number is
-    ignored."""
+    """Fails if several sessions each start a thread for every core, because the sessions would slow each other down.
+    Also fails if a single session doesn't get the number of threads in its manifest, or if a configured number of
+    threads is ignored."""
     seen = []
     real = loading.open_session
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -109,7 +110,7 @@ def test_what_is_refused(tmp_path: Path, start: Start) -> None:
 
 
 def pinned_threads(pid: int, core: int) -> int:
-    """Returns the number of threads of a process that may run only on ``core``."""
+    """Counts the threads of the process that are pinned to ``core``."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread may have ended
@@ -127,7 +128,7 @@ def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
     linear(models / "free" / "1")
     text = 'instance_group [{ count: 2 host_policy: "own" }] parameters { key: "threads" value { string_value: "3" } }'
     (models / "own" / "config.pbtxt").write_text(text)
-    # The model "free" gets one thread, because ONNX Runtime pins threads by default.
+    # The model "free" gets a single thread, because ONNX Runtime would pin additional threads by default.
     served = serve(str(models), "--threads", "1", "--host-policy", f"own,cpu-cores={core}")
     ports = served.wait_for("serving")["ports"]
     with client(ports["grpc"]) as made:

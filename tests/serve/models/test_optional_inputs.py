@@ -41,12 +41,12 @@ def model(folder: Path, node: onnx.NodeProto, name: str, default: np.ndarray, sh
 
 
 def largest(folder: Path, ir: int = 10) -> None:
-    """Writes a model that returns the two largest values of each row, or the ``k`` largest."""
+    """Writes a model that returns the ``k`` largest values of each row. The default of ``k`` is 2."""
     model(folder, build.node("TopK", "x k", "y places"), "k", np.array([2]), [1], ir)
 
 
 def scaled(folder: Path) -> None:
-    """Writes a model that multiplies each row by three, or by the row's ``scale``."""
+    """Writes a model that multiplies each row by ``scale``. The default of ``scale`` is 3."""
     model(folder, build.node("Mul", "x scale", "y"), "scale", np.full((1, 1), 3, np.float32), ["batch", 1])
 
 
@@ -91,9 +91,9 @@ def asking(request: pytest.FixtureRequest, tmp_path: Path, start: Start) -> Any:
 
 
 def test_the_default_and_what_is_given(asking: Any) -> None:
-    """Fails if a request without the optional input doesn't get the default, or if a request with the input gets the
-    default. Also fails if a client's value reaches the next request, if clients don't see the input, or if a request
-    without a required input is accepted."""
+    """Checks that the model uses the default of an optional input only if the request omits the input. Also fails if a
+    client's value reaches the next request, if clients don't see the input, or if a request without a required input is
+    accepted."""
     assert asking.inputs("named") == (["k", "x"], ["k"])
     for k in (None, 3, None, 1):
         found = asking.infer("named", x=X, **({} if k is None else {"k": np.array([k])}))

@@ -1,4 +1,5 @@
-"""Proves that the server serves and updates models of remote repositories, in fsspec's memory and over HTTP."""
+"""Proves that the server serves and updates models of remote repositories, in fsspec's in-memory file system and over
+HTTP."""
 
 from __future__ import annotations
 
@@ -214,7 +215,7 @@ def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
 
 def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served], cli: Any) -> None:
     """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder. Also fails if a
-    new version isn't noticed, or if an encoded name leads out of the folder."""
+    new version isn't noticed, or if an encoded file name escapes from the folder."""
     folder, address = web
     ran = cli("serve", address, "--check", "--json")
     assert ran.code == 0, ran.stderr
@@ -248,7 +249,7 @@ class _At:
     ],
 )
 def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str) -> None:
-    """Fails if an unreadable address ends in a traceback, or if the server starts without models."""
+    """Fails if an unreadable repository address causes a traceback, or if the server starts without models."""
     ran = cli("serve", address, "--grpc-port", "0", "--no-http")
     assert ran.code == 2
     assert says in ran.stderr
@@ -256,7 +257,7 @@ def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str)
 
 
 def test_the_extra_is_named(own_cache: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing fsspec ends in a traceback."""
+    """Fails if a missing fsspec package causes a traceback."""
     import sys
 
     monkeypatch.setitem(sys.modules, "fsspec", None)

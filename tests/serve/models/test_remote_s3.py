@@ -27,8 +27,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, bytes], None]]:
-    """Returns ``put(path, body)``, which writes to an S3 store in a separate process. The environment variables contain
-    the store's address. ``path`` is ``bucket`` or ``bucket/key``."""
+    """Starts an S3 store in a separate process, and sets the environment variables to the store's address. Returns
+    ``put(path, body)``, which writes to the store. ``path`` is ``bucket`` or ``bucket/key``."""
     for needed in ("moto", "s3fs"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not in [dev]; run: make remote")
@@ -48,7 +48,7 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             monkeypatch.setenv(name, value)
 
         def send(path: str, body: bytes) -> None:
-            kind = {"Content-Type": "application/octet-stream"}  # otherwise the server parses the body as a form
+            kind = {"Content-Type": "application/octet-stream"}  # without this type, moto parses the body as a form
             request = urllib.request.Request(f"{address}/{path}", data=body, headers=kind, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.status == 200

@@ -41,7 +41,7 @@ def weighted(folder: Path, kind: str, scale: float) -> Path:
 
 def scale(made: Any) -> float:
     """Returns the factor between the model's inputs and its outputs."""
-    x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # these powers of two are exact in bfloat16 as well
+    x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # bfloat16 represents these powers of two exactly
     found = made.infer("wide", [tensor("x", x, "FP32")]).as_numpy("y") / x
     np.testing.assert_allclose(found, found[0, 0], rtol=1e-5)
     return round(float(found[0, 0]), 3)
@@ -50,8 +50,8 @@ def scale(made: Any) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
 def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if new weights, moved over the old file, change an answer before the model is reloaded. Also fails if a
-    reload doesn't notice that only the weights changed."""
+    """Fails if replacing the file of the weights changes an answer before the model is reloaded. Also fails if a reload
+    doesn't notice that only the weights changed."""
     weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
     process = start(tmp_path / "models", mode="explicit", models=("*",))
     with client(process.ports["grpc"]) as made:
@@ -66,7 +66,7 @@ def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) 
 
 
 def mapped(pid: int, file: Path) -> tuple[int, int]:
-    """Returns the resident and the proportional size of ``file`` in the process's memory, in KiB."""
+    """Returns the resident set size and the proportional set size of ``file`` in the process, in KiB."""
     found = {"Rss": 0, "Pss": 0}
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

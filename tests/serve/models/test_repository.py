@@ -72,8 +72,8 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
 
 
 def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
-    """Fails if a plain ONNX file whose batch dim has another name can't be served with max_batch_size 1. Also fails if
-    a single row is padded to two rows, which costs twice as much."""
+    """Fails if an ONNX file whose batch dim isn't named "batch" can't be served with max_batch_size 1. Also fails if a
+    single row is padded to two rows, which costs twice as much."""
     for largest in (1, 4):
         folder = tmp_path / f"neg{largest}"
         (folder / "1").mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_rows_that_share_a_scale_are_batched_only_on_request(tmp_path: Path, ope
 
 
 def test_a_batch_below_the_declared() -> None:
-    """Fails if the error for a max_batch_size below the smallest batch doesn't contain both numbers."""
+    """Checks that the error for a too small max_batch_size contains max_batch_size and the model's smallest batch."""
     spec = TensorSpec("x", "float32", ("batch", 4))
     signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
     config = model_config.parse("max_batch_size: 2", "config.pbtxt")
@@ -159,8 +159,8 @@ def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config
 
 
 def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
-    """Fails if the error for a file that isn't called model.onnx doesn't name the config field for the file name, or if
-    setting this field has no effect."""
+    """Checks that the error names default_model_filename if the model file isn't called model.onnx. Also checks that
+    the server loads the file that default_model_filename names."""
     linear(tmp_path / "linear" / "1").rename(tmp_path / "linear" / "1" / "net.onnx")
     assert "it has net.onnx: name it in config.pbtxt as default_model_filename" in reasons(opened(tmp_path))["linear"]
     (tmp_path / "linear" / "config.pbtxt").write_text('default_model_filename: "net.onnx"')

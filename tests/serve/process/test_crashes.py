@@ -1,4 +1,4 @@
-"""Proves that a session which crashes or hangs its process costs only the requests of that process."""
+"""Proves that if a session crashes or hangs its process, only the requests of this process fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ RAISES, HANGS, CRASHES, FINE = 1.0, 2.0, 3.0, 4.0
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Makes ``linear``, and ``bad``, whose two sessions crash or hang if their input requests a fault."""
+    """Makes the models ``linear`` and ``bad``. The two sessions of ``bad`` crash or hang if their input requests a
+    fault."""
     for name in ("bad", "linear"):
         linear(tmp_path / "models" / name / "1")
     (tmp_path / "models" / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
@@ -62,8 +63,8 @@ def counts(port: int) -> dict[str, tuple[int, int]]:
 
 
 def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
-    """Fails if a crash costs requests of the other process, returns another code than UNAVAILABLE, or starts no new
-    process. Also fails if the counters lose later requests."""
+    """Fails if the crash of a process makes requests of the other process fail. Also fails if callers get another code
+    than UNAVAILABLE, or if no new process starts. Also fails if the counters lose later requests."""
     served = serve(str(models), "--processes", "2", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     load = Load(port)

@@ -65,7 +65,8 @@ def test_a_session_that_raises(faulty: Any) -> None:
 
 
 def test_a_session_that_hangs(faulty: Any) -> None:
-    """Fails if a hung model blocks another model, delays a refused caller, or lets requests accumulate."""
+    """Fails if a hung model blocks another model, delays the refusal of a request, or accepts requests without a
+    limit."""
     with ExitStack() as stack, client_of(faulty) as client:
         hung = [stack.enter_context(client_of(faulty)) for _ in range(14)]
         x = triton.InferInput("x", [1, 4], "FP32")
@@ -93,7 +94,8 @@ def test_a_session_that_hangs(faulty: Any) -> None:
 
 
 def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
-    """Fails if the server accesses shared memory that a client has truncated, which would end the server's process."""
+    """Fails if the server accesses shared memory that a client has truncated, because such an access would end the
+    server's process."""
     key = f"/accel-test-{uuid.uuid4().hex[:8]}"
     handle = shm.create_shared_memory_region(key[1:], key, 4096)
     x = np.full((1, 4), 3, dtype=np.float32)
@@ -131,7 +133,8 @@ def test_a_deadline_that_passes(faulty: Any) -> None:
 
 
 def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
-    """Fails if a request whose caller gave up during the wait still runs, or if the caller gets the wrong code."""
+    """Fails if a request still runs after its deadline has passed in the queue, or if the caller gets another code than
+    DEADLINE_EXCEEDED."""
     with client_of(faulty) as client, client_of_its_own(faulty) as other, ThreadPoolExecutor(2) as pool:
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -141,7 +144,7 @@ def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
         with pytest.raises(InferenceServerException) as caught:
             late.result(60)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
-        # The client's clock ends first, so the server may not know yet.
+        # The client may notice the expired deadline before the server does.
         until(lambda: faulty.server.repository.get("bad").statistics().queue_depth == 0)
         faulty.released.set()
         first.result(60)
@@ -165,7 +168,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # if an assertion fails, the pool would otherwise wait forever
+        stack.callback(faulty.released.set)  # without this, the pool waits forever after a failed assertion
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -344,7 +347,7 @@ def test_connections_that_are_left_open(faulty: Any) -> None:
 
 
 def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
-    """Fails if a loaded model needs its file, or if a reload without the file unloads the model."""
+    """Checks that a loaded model still works after its file is deleted, even after a failed reload."""
     shutil.rmtree(tmp_path / "models" / "good" / "1")
     with client_of(faulty) as client:
         ask(client, "good")
@@ -355,8 +358,9 @@ def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
 
 
 def test_a_stream_of_many_requests(faulty: Any) -> None:
-    """Fails if a long stream to a slow model is refused instead of slowed down, or blocks the threads of unary calls.
-    Also fails if the stream loses or reorders a response, or never shares a batch."""
+    """Fails if the server refuses a long stream to a slow model instead of slowing it down, or if the stream blocks the
+    threads of unary calls. Also fails if the stream loses or reorders a response, or if the stream's requests don't
+    form full batches."""
     count, answers = 600, queue.Queue[Any]()
     with client_of_its_own(faulty) as client, client_of(faulty) as other, ThreadPoolExecutor(1) as pool:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -380,7 +384,7 @@ def test_a_stream_of_many_requests(faulty: Any) -> None:
 
 
 def test_http_requests_wait_without_a_thread(faulty: Any) -> None:
-    """Fails if a slow model refuses HTTP requests beyond the number of threads although its queue has room."""
+    """Fails if the server refuses HTTP requests because all threads are busy, although the model's queue has room."""
     count = 40
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
 

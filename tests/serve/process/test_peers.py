@@ -75,7 +75,7 @@ def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(peers, "_SILENT_PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(tmp_path / "2.sock"))
-        stopped.listen(backlog)  # this process accepts connections and never answers
+        stopped.listen(backlog)  # this process accepts connections but never answers
         error = within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 3}))
         assert isinstance(error, ServeError)
         assert "process 2: it doesn't answer" in str(error)
@@ -118,7 +118,8 @@ def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path) -> None:
-    """Fails if a process that starts later lacks a registered memory region, or assigns the region to another owner."""
+    """Fails if a process that starts later doesn't know a registered memory region, or assigns the region to another
+    owner."""
     key = f"accel-test-{uuid.uuid4().hex[:8]}"
     (Path("/dev/shm") / key).write_bytes(b"12345678")
     try:

@@ -27,8 +27,8 @@ from tests.support.serving import FAULTY, WEIGHTS, Load, ask, client, linear, pi
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if a server under constant load doesn't end cleanly, or if a client gets any error except that the server
-    is ending."""
+    """Fails if a server under constant load doesn't end cleanly, or if a client gets an error other than
+    UNAVAILABLE."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
     load.more(50)
@@ -70,7 +70,8 @@ def two(repository: Path, serve: Any) -> Any:
 
 
 def test_a_killed_process(two: Any) -> None:
-    """Fails if killing a process costs requests of another process, hangs a client, or starts no new process."""
+    """Fails if killing a process makes requests of another process fail, leaves a client waiting, or starts no new
+    process."""
     load = Load(two.grpc)
     load.more(50)
     os.kill(pids(two)[0], signal.SIGKILL)
@@ -97,7 +98,7 @@ def owner(port: int, among: list[int]) -> int | None:
 
 
 def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) -> None:
-    """Fails if killing a process costs a request of another process. Also fails if a request of the killed process
+    """Fails if killing a process makes a request of another process fail. Also fails if a request of the killed process
     hangs or gets an answer."""
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
@@ -106,7 +107,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
     dead, alive = pids(served)
     held: dict[int, list[HTTPConnection]] = {dead: [], alive: []}
     with ExitStack() as stack:
-        for _ in range(200):  # the operating system chooses the process
+        for _ in range(200):  # the operating system chooses the process for each connection
             made = stack.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=100)))
             made.request("GET", "/v2/health/live")
             assert json.loads(made.getresponse().read()) == {"live": True}
@@ -199,13 +200,13 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT. The connections of
-    another server stay in this state for a minute after closing."""
+    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT. TIME_WAIT lasts for a
+    minute after a connection is closed."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             taken, _ = before.accept()
-            taken.close()  # the side that closes first gets TIME_WAIT
+            taken.close()  # the side that closes the connection first enters TIME_WAIT
             assert client.recv(1) == b""
     served = serve(str(repository), "--processes", "2", "--grpc-port", "0", "--http-port", str(port), free=False)
     assert served.wait_for("all processes serve")["ports"]["http"] == port
@@ -271,8 +272,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps a block of 31
-    MiB. After the start, malloc takes such a block from the heap."""
+    """Fails if a serving process calls mmap for each large tensor. Before the server starts, malloc allocates a block
+    of 31 MiB with mmap. After the start, malloc allocates a block of this size on the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],

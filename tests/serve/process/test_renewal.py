@@ -80,7 +80,7 @@ def certificate(path: Path, name: str) -> bytes:
 
 
 def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
-    """Returns for gRPC and for HTTP whether a new connection shows the certificate ``root``."""
+    """Checks whether new gRPC and HTTP connections show the certificate ``root``."""
     with grpc.secure_channel(f"127.0.0.1:{ports['grpc']}", grpc.ssl_channel_credentials(root)) as channel:
         try:
             channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)

@@ -1,7 +1,7 @@
-"""Proves that memory stays flat and counters add up under ten minutes of mixed load.
+"""Proves that memory doesn't grow and that counters add up under ten minutes of mixed load.
 
-One process gets ten minutes of load, and two processes get five minutes. The load is gRPC, streams, HTTP, shared
-memory, sequences, texts of many lengths, failures and reloads.
+One process gets ten minutes of load, and two processes get five minutes. The load consists of gRPC calls, streams,
+HTTP, shared memory, sequences, texts of many lengths, failures and reloads.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 
 class Clients:
-    """Runs each function in ``kinds`` repeatedly on a separate thread until ``end``. A function gets a gRPC client, the
-    HTTP port and a number. The function returns a model, an outcome and the number of requests (default: 1). ``counts``
-    contains the number of requests by model and outcome."""
+    """Runs each function in ``kinds`` repeatedly on a separate thread until ``end``. Each function gets a gRPC client,
+    the HTTP port and a number. Each function returns a model, an outcome and the number of requests (default: 1).
+    ``counts`` contains the number of requests by model and outcome."""
 
     def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -154,7 +154,7 @@ def over_http(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
-    """Uses a new shared memory region each time. The server must keep nothing of an unregistered region."""
+    """Sends a request through a new shared memory region. The server must keep nothing of an unregistered region."""
     key = f"/accel-soak-{uuid.uuid4().hex[:12]}"
     x = np.full((1, 4), number % 97, np.float32)
     handle = shm.create_shared_memory_region(key[1:], key, 128)
@@ -173,7 +173,7 @@ def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Sends a sequence of three requests. Leaves every second sequence open."""
+    """Sends a sequence of three requests. Every second call doesn't end its sequence."""
     totals = []
     for step in (1, 2, 3):
         x = triton.InferInput("x", [1, 1], "FP32")

@@ -7,7 +7,7 @@ import sys
 
 from accel.serve.process.stop_request import StopRequest
 
-# The handler runs some thousand times, at any place inside ``wait``.
+# The handler interrupts ``wait`` at least 3000 times, at arbitrary places.
 SCRIPT = """
 import signal
 from accel.serve.process.stop_request import StopRequest

@@ -59,7 +59,7 @@ def test_the_texts_are_whole() -> None:
 
 
 def test_what_it_cannot_say_is_refused() -> None:
-    """Fails if a descriptor with a feature that the files can't express is written without this feature."""
+    """Checks that ``proto_text`` refuses descriptors with features that the ``.proto`` files don't support."""
     file = descriptor_pb2.FileDescriptorProto(name="x.proto", syntax="proto3", package="p")
     field = file.message_type.add(name="M").field.add(name="f", number=1, type="TYPE_INT32", label="LABEL_OPTIONAL")
     assert "int32 f = 1;" in proto_text(file)

@@ -40,8 +40,8 @@ def test_bfloat16_round_trip(values: np.ndarray) -> None:
 
 @given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.data())
 def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Fails if a byte of a string (zero, empty, not UTF-8) changes, or if Triton's client would decode another
-    array."""
+    """Fails if a byte of a string changes, or if Triton's client would encode the strings differently. The strings may
+    be empty, contain zero bytes or not be UTF-8."""
     array = np.empty(shape, dtype=object)
     for index in np.ndindex(shape):
         array[index] = data.draw(st.binary(max_size=9))
@@ -55,7 +55,7 @@ def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], dat
 
 @given(st.data())
 def test_typed_contents_round_trip(data: st.DataObject) -> None:
-    """Fails if reading typed contents gives another array than the written array."""
+    """Fails if an array changes when its values are sent as typed contents."""
     kind = data.draw(st.sampled_from([d for d in FIXED if d.contents]))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_typed("x", kind.name, array.shape, array.ravel().tolist(), "m")
@@ -64,7 +64,7 @@ def test_typed_contents_round_trip(data: st.DataObject) -> None:
 
 
 def test_a_fixed_tensor_is_a_view() -> None:
-    """Fails if the received bytes of a tensor are copied."""
+    """Fails if reading or writing a tensor copies its bytes."""
     body = np.arange(4, dtype=np.int32).tobytes()
     array = decode_raw("x", "INT32", (2, 2), body, "m")
     assert np.shares_memory(array, np.frombuffer(body, dtype=np.uint8))
@@ -105,7 +105,7 @@ def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: by
     ("kind", "values"), [("INT8", [300]), ("UINT8", [-1]), ("INT32", [1.5]), ("FP32", ["a"]), ("INT64", [[1]])]
 )
 def test_values_that_do_not_fit_are_refused(kind: str, values: list[object]) -> None:
-    """Fails if a number wraps around, is truncated or is read as another number."""
+    """Fails if a number that doesn't fit its datatype is accepted."""
     with pytest.raises(ServeError) as caught:
         decode_typed("x", kind, (1,), values, "m")
     assert caught.value.code is Code.INVALID_ARGUMENT

@@ -1,4 +1,4 @@
-"""A session for texts of many lengths, its requests, and the check of an answer."""
+"""Defines a session for texts of many lengths, makes its requests and checks its answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TextSession(FakeSession):
 
 
 def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
-    """Makes a request whose ids are different for each ``number``. A mask hides a row's first id."""
+    """Makes a request whose ids depend on ``number``. With ``mask``, the mask hides the first id of each row."""
     rng = np.random.default_rng(number)
     inputs = {
         "ids": rng.integers(1, 99, (rows, length)),

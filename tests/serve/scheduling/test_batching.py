@@ -15,7 +15,7 @@ from tests.support.fake_sessions import SIGNATURE, Caller, FakeSession, by_hand,
 
 
 def test_an_idle_instance_runs_at_once() -> None:
-    """Fails if the first request waits for others although an instance is idle."""
+    """Fails if the first request waits for more requests although an instance is idle."""
     executor, session, _ = by_hand(waiting(eager=True))
     caller = Caller(executor, request(1))
     caller.check_rows()
@@ -95,7 +95,7 @@ def test_preferred_sizes() -> None:
     ],
 )
 def test_allowed_sizes(allowed: tuple[int, ...], rows: list[int], sizes: list[int]) -> None:
-    """Fails if the session gets a batch size without an engine profile, or if a caller gets padding."""
+    """Fails if the session gets a batch size that isn't allowed, or if a caller gets padding."""
     executor, session, clock = by_hand(waiting(allowed=allowed))
     callers = [Caller(executor, request(10 * i, rows=n)) for i, n in enumerate(rows)]
     clock.now += 1

@@ -1,4 +1,4 @@
-"""Proves that a decoupled model sends each response as soon as the response is computed, and one final response."""
+"""Proves that a decoupled model sends each response without delay, and then a single final response."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """A session that yields as many responses as the second value of the input. A poisonous row raises after the second
-    response."""
+    """A session that yields as many responses as the second value of the input. A row with POISON raises an error after
+    the second response."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Streaming(FakeSession):
         self.freed = 0
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        self.held = self._parts(feeds)  # a session may keep its stream, but the buffers have to be freed
+        self.held = self._parts(feeds)  # the stream's buffers must be freed even if the session keeps the stream
         return self.held
 
     def _parts(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
@@ -62,8 +62,8 @@ def ask(executor: DecoupledExecutor, asked: InferenceRequest) -> list[InferenceR
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_parts_then_the_end(parts: int) -> None:
-    """Fails if a response is lost, or is sent only with the next response. Also fails if the final response is missing
-    or repeated."""
+    """Fails if a response is lost, or is sent only when the next response is ready. Also fails if the final response is
+    missing or repeated."""
     executor, session = decoupled(dynamic=True, allowed=(2, 4))
     answers = ask(executor, request(parts))
     assert not answers, "streams run on the instance's thread, not on the caller's"
@@ -150,7 +150,7 @@ def test_an_expired_stream_never_runs(times: list[float]) -> None:
 
 
 def test_a_session_that_cannot_stream() -> None:
-    """Fails if a session that can't stream is rejected only at the first request, or stays open."""
+    """Checks that a decoupled model isn't loaded if its session can't stream, and that the session is closed."""
     session = FakeSession()
     with pytest.raises(BadConfig, match="no stream"):
         make_executor(SIGNATURE, Scheduling(decoupled=True), lambda: session, name="m", version="1")

@@ -39,7 +39,8 @@ def test_an_expired_request_never_runs() -> None:
 
 
 def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
-    """After a batch failed, its halves run separately. Fails if a half runs without another check of the deadlines."""
+    """When a batch fails, its two halves run separately. Fails if a request runs in its half after its deadline has
+    passed."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:
@@ -95,8 +96,8 @@ def test_cancelling_during_the_batch() -> None:
 
 @pytest.mark.parametrize("k", range(7))
 def test_one_poisonous_row_fails_alone(k: int) -> None:
-    """Fails if a caller's bad row makes another caller's request fail, or if the search for this row needs a run for
-    each request."""
+    """Fails if a caller's bad row makes another caller's request fail, or if finding the bad row needs a run for each
+    request."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(POISON if i == k else i)) for i in range(7)]
     clock.now += 0.001

@@ -81,8 +81,7 @@ def test_short_ones_are_not_padded_to_a_long_one() -> None:
 
 
 def test_a_dear_run_is_shared() -> None:
-    """Fails if the cost of starting a run isn't weighed against padding, so that many runs replace a cheaper single
-    run."""
+    """Fails if the scheduler splits requests into many runs although a single padded run costs less."""
     session = TextSession()
     scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
     executor = make_executor(
@@ -121,9 +120,9 @@ def timed(clock: FakeClock, costs: CostTable, *, eager: bool = True) -> tuple[Qu
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
-    """Fails if the scheduler considers a request only after the delay, so that the request also waits for the run of
-    another batch. Also fails if an idle instance waits without need, or if waiting for others doesn't make batches
-    larger. The test simulates a stream of texts at half of the model's throughput."""
+    """Fails if more than 1% of the requests wait longer than the delay. Also fails if an idle instance waits without
+    need, or if waiting for others doesn't make batches larger. The test simulates a stream of texts at half of the
+    model's throughput."""
     clock = FakeClock()
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
     executor, session = timed(clock, costs, eager=eager)
@@ -152,8 +151,7 @@ STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 
 def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
-    """Fails if a request that could be in time is late because requests run strictly in the order of their due
-    times."""
+    """Checks that a long request runs after a short request if the short request would otherwise be late."""
     clock = FakeClock()
     executor, session = timed(clock, STEEP)
     callers = [Caller(executor, replace(text(i, n), inline=False)) for i, n in enumerate((64, 4))]
@@ -165,7 +163,8 @@ def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
 
 @pytest.mark.parametrize(("deadline", "waited"), [(None, 0.3), (0.2, 0.15)])
 def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: float) -> None:
-    """Fails if a late request is postponed forever, or if a late request with a deadline is postponed at all."""
+    """Checks that a late request is postponed only for a limited time, and that a late request with a deadline isn't
+    postponed."""
     clock = FakeClock()
     executor, session = timed(clock, STEEP)
     request = replace(text(0, 64), inline=False)
@@ -179,8 +178,8 @@ def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: flo
 
 
 def test_the_delay_bound() -> None:
-    """Fails if a long request waits for others longer than the delay, or if a batch starts although each of its
-    requests could still wait."""
+    """Fails if a long request waits longer than the delay for other requests, or if a batch starts before the delay of
+    its oldest request ends."""
     executor, session, clock = by_length(max_delay_us=1000)
     Caller(executor, text(0, 60))
     for i in range(1, 6):

@@ -101,7 +101,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
             asked = request(value, step.rows, priority=step.priority, timeout_us=step.timeout_us, deadline=deadline)
             if step.poison:
                 asked.inputs["x"][step.rows // 2, 0] = POISON
-            callers.append(caller := Caller.__new__(Caller))  # during ``__init__``, a run finds this caller in the list
+            callers.append(caller := Caller.__new__(Caller))  # a run during ``__init__`` reads this list
             caller.__init__(executor, asked)  # type: ignore[misc]
         elif isinstance(step, Cancel) and callers:
             caller = callers[step.which % len(callers)]
@@ -169,7 +169,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 9))
 def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], limit: int) -> None:
-    """Fails if the bisection of a failed batch ends early or blames a neighbor of the bad request."""
+    """Checks that the bisection of a failed batch gives an error to the bad requests, and only to these requests."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=max(limit, 4), dynamic=True, eager=False))
     callers = []
     for i, n in enumerate(rows):
@@ -182,5 +182,6 @@ def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], li
 
 
 def test_rows_are_compared_by_value() -> None:
-    """Fails if two callers get equal rows, because the other tests detect mixed-up rows by their values."""
+    """Checks that the rows of different requests differ, because the other tests detect mixed-up rows by their
+    values."""
     assert not np.intersect1d(request(1, 5).inputs["x"], request(2, 5).inputs["x"]).size

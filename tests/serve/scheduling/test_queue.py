@@ -1,5 +1,5 @@
-"""Proves the queue's order of service, bounds and timeouts. The tests pass the time to the queue, which has no
-thread."""
+"""Proves that the queue keeps the order of requests, its size limits and its timeouts. The tests pass the time to the
+queue, which has no thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def ids(queue: RequestQueue) -> list[str]:
 
 
 def test_levels_then_arrival() -> None:
-    """Fails if a less urgent level is served first, or if two requests of the same level change places."""
+    """Fails if a less urgent level runs first, or if requests of the same level don't run in the order of their
+    arrival."""
     queue = RequestQueue(Scheduling(priority_levels=3, default_priority=2))
     for value, priority in ((1, 3), (2, 0), (3, 1), (4, 2), (5, 1), (6, 99)):
         queue.put(entry(value, priority=priority))
@@ -32,7 +33,7 @@ def test_levels_then_arrival() -> None:
 
 
 def test_priority_means_nothing_without_levels() -> None:
-    """Fails if a client can overtake others by a priority although the model has no priority levels."""
+    """Fails if a request's priority has an effect although the model has no priority levels."""
     queue = RequestQueue(Scheduling())
     for value, priority in ((1, 0), (2, 1), (3, 7)):
         queue.put(entry(value, priority=priority))
@@ -43,14 +44,13 @@ def test_priority_means_nothing_without_levels() -> None:
     ("scheduling", "fits"),
     [
         (Scheduling(queue_rows=5), 2),
-        (Scheduling(queue_bytes=40), 2),  # 2 rows of 2 float32 are 16 bytes
+        (Scheduling(queue_bytes=40), 2),  # 2 rows of 2 float32 values take 16 bytes
         (Scheduling(default_policy=QueuePolicy(max_queue_size=3)), 3),
         (Scheduling(queue_rows=0, queue_bytes=0), 50),
     ],
 )
 def test_bounds(scheduling: Scheduling, fits: int) -> None:
-    """Fails if a size limit is off by one or ignored, or if removing a request doesn't free the request's share of the
-    limit."""
+    """Fails if a size limit is off by one or ignored, or if a removed request still counts toward the limit."""
     queue = RequestQueue(scheduling)
     taken = [entry(i, rows=2) for i in range(fits)]
     for one in taken:
@@ -65,7 +65,7 @@ def test_bounds(scheduling: Scheduling, fits: int) -> None:
 
 
 def test_strings_count_by_their_length() -> None:
-    """Fails if a megabyte of text counts as the eight bytes of a pointer."""
+    """Checks that the queue counts the bytes of a tensor's strings, not the eight bytes of each pointer."""
     queue = RequestQueue(Scheduling(queue_bytes=1000))
     text = InferenceRequest(model="m", inputs={"t": np.array([b"a" * 2000], dtype=object)})
     with pytest.raises(ServeError, match="Exceeds maximum"):
@@ -73,7 +73,7 @@ def test_strings_count_by_their_length() -> None:
 
 
 def test_a_bound_for_each_level() -> None:
-    """Fails if a full level refuses the requests of another level."""
+    """Fails if a full priority level makes the queue refuse requests of another level."""
     queue = RequestQueue(Scheduling(priority_levels=2, default_priority=1, policies={2: QueuePolicy(max_queue_size=1)}))
     queue.put(entry(1, priority=2))
     queue.put(entry(2, priority=1))
@@ -103,8 +103,8 @@ def test_timeout_rejects_or_delays() -> None:
 
 
 def test_only_a_shorter_timeout_may_be_asked_for() -> None:
-    """Fails if a client can lengthen the timeout, or can set a timeout although the queue policy forbids request
-    timeouts."""
+    """Fails if a request's timeout is used although the timeout is longer than the queue policy's, or although the
+    queue policy forbids request timeouts."""
     for override, asked, expires in ((True, 500, 0.0005), (True, 5000, 0.001), (False, 500, 0.001), (True, 0, 0.001)):
         policy = QueuePolicy(timeout_us=1000, allow_override=override)
         queue = RequestQueue(Scheduling(default_policy=policy))

@@ -36,8 +36,8 @@ def gates(limiter: RateLimiter, *needs: tuple[int, int]) -> list[Gate]:
 
 
 def test_one_runs_while_the_other_waits() -> None:
-    """Fails if two models run at once although the resource is enough for only one model, or if the second model never
-    runs."""
+    """Fails if two models run at the same time although the resource suffices for only one model, or if the second
+    model never runs."""
     limiter, clock = RateLimiter(), FakeClock()
     first, second = FakeSession(), FakeSession()
     one = limited(limiter, first, "one", clock=clock, start=False)
@@ -92,7 +92,7 @@ def test_a_large_need_is_not_starved_by_small_ones() -> None:
 
 
 def test_other_resources_are_not_waited_for() -> None:
-    """Fails if a model waits for another model that itself waits for a different resource."""
+    """Fails if a model that needs the resource S waits for a model that needs the resource R."""
     limiter = RateLimiter()
     one = limiter.gate({"R": 1}, 1, lambda: None, name="one")
     two = limiter.gate({"R": 1}, 1, lambda: None, name="two")
@@ -104,7 +104,8 @@ def test_other_resources_are_not_waited_for() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["enter", "leave", "withdraw"])), max_size=80))
 def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
-    """Fails if runs use more of a resource than the limit, or if the only waiting model doesn't get a free resource."""
+    """Fails if runs use more of a resource than the limit allows, or if a model doesn't get the resource when no other
+    model uses the resource."""
     limiter = RateLimiter({"R": 4})
     made = gates(limiter, (1, 1), (2, 1), (3, 5), (4, 2))
     inside: Counter[int] = Counter()
@@ -166,7 +167,7 @@ def test_many_threads() -> None:
 
 
 def test_who_gave_up_waiting_keeps_nothing() -> None:
-    """Fails if a model whose request expired while waiting for the resource still blocks other models."""
+    """Fails if a model still blocks other models after its request has expired during the wait for the resource."""
     limiter = RateLimiter()
     running, released = threading.Semaphore(0), threading.Event()
     holder = FakeSession()

@@ -85,7 +85,7 @@ def test_memory_order_does_not_matter() -> None:
 
 
 def test_a_failure_is_not_kept() -> None:
-    """Fails if a failed request is cached and fails forever."""
+    """Fails if the cache stores the error of a failed request."""
     executor, session = cached()
     assert Caller(executor, request(POISON)).code == "INTERNAL"
     assert Caller(executor, request(POISON)).code == "INTERNAL"
@@ -95,8 +95,8 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def test_what_is_kept_cannot_be_changed() -> None:
-    """Fails if the next caller gets other numbers after a caller has changed its answer, or after a session has reused
-    its buffers."""
+    """Fails if a cached answer changes when the session reuses its buffers, or if a caller can change the cached
+    answer."""
 
     class Reusing(FakeSession):
         buffer = np.zeros((1, 2), np.float32)

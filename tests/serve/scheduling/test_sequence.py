@@ -1,4 +1,4 @@
-"""Proves the order, state, control inputs and ends of sequences for stateful models."""
+"""Proves that the sequences of stateful models have the right order, state and control inputs, and end correctly."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_state_is_kept() -> None:
 
 
 def test_start_begins_anew() -> None:
-    """Fails if a second start continues with the state of the first start."""
+    """Checks that a second START flag resets the state of the sequence."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, flags)) for x, flags in ((5, "s"), (6, "s"), (7, ""))]
     run_all(executor)
@@ -164,7 +164,7 @@ def test_a_silent_sequence_ends() -> None:
 
 
 def test_no_more_sequences_than_there_is_room_for() -> None:
-    """Fails if the number of states grows without bound, or if an idle sequence blocks its slot forever."""
+    """Fails if the number of sequences has no limit, or if an idle sequence counts toward the limit forever."""
     executor, _, clock = make()
     codes = [Caller(executor, step(i, 1, "s")).code for i in range(1, 6)]
     assert codes == [None] * 4 + ["UNAVAILABLE"]
@@ -174,7 +174,7 @@ def test_no_more_sequences_than_there_is_room_for() -> None:
 
 
 def test_the_queue_of_steps_is_bounded() -> None:
-    """Fails if a sequence can queue any number of steps."""
+    """Fails if the number of waiting steps in a sequence has no limit."""
     executor, _, _ = make(queue_rows=3)
     codes = [Caller(executor, step(1, 1, "s" if i == 0 else "")).code for i in range(6)]
     assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one step is in the executor below, and three wait"
@@ -207,7 +207,7 @@ def test_a_failed_step_leaves_the_state() -> None:
 
 
 def test_a_failed_start_is_no_sequence() -> None:
-    """Fails if steps may follow a failed start, or if a start that waits behind a failed start also fails."""
+    """Fails if a step runs after a failed start, or if a second start that waits behind the failed start also fails."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((BAD, "s"), (3, "e"), (4, "s"), (5, ""))]
     run_all(executor)
@@ -240,7 +240,8 @@ def test_cancelling_a_step() -> None:
 
 
 def test_a_start_that_is_cancelled_begins_nothing() -> None:
-    """Fails if a step continues with the old sequence's state after a waiting start was canceled."""
+    """Checks that after the cancel of a waiting start, the next step is refused and doesn't continue the previous
+    sequence."""
     executor, _, _ = make()
     first, second = (Caller(executor, step(1, x, "s")) for x in (1, 5))
     second.ticket.cancel()
@@ -268,7 +269,8 @@ def test_a_long_sequence_in_one_go() -> None:
 
 
 def test_closing() -> None:
-    """Fails if waiting steps are dropped although there is time, or if new steps are accepted after closing."""
+    """Fails if closing drops waiting steps although there is time to run the steps, or if new steps are accepted after
+    closing."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(4)]
     executor.close(0.0)

@@ -93,7 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if no thread wakes when a caller releases its instance. The other requests would then wait forever."""
+    """Fails if waiting requests don't run after a caller's thread has finished with the instance."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
@@ -109,7 +109,7 @@ def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
 
 
 def test_a_delay_ends_by_itself() -> None:
-    """Fails if no thread wakes at the end of the batching delay."""
+    """Fails if a request doesn't run at the end of the batching delay."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=2000, eager=False), [FakeSession()])
     assert isinstance(infer(executor, request(1), PATIENCE), InferenceResponse)
     executor.close(PATIENCE)
@@ -152,7 +152,7 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 def test_closing_a_session_that_hangs() -> None:
     """Fails if closing waits for a session that never returns, or closes a session during its run. Also fails if a
-    caller gets no answer, or gets a second answer when the session returns after all."""
+    caller gets no answer, or gets a second answer when the hung session finally returns."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))
@@ -236,7 +236,7 @@ def test_sequences_from_many_threads() -> None:
 
 
 def test_closing_runs_the_steps_that_wait() -> None:
-    """Fails if closing drops the steps that wait for the running step although there is time."""
+    """Fails if closing drops the steps behind a running step although there is time to run the steps."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=1, sequence=SequenceBatching(), eager=False), [gate])
     asked = [request(i, sequence_id=1, sequence_start=i == 0) for i in range(5)]

@@ -85,8 +85,8 @@ def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
 
 
 def test_what_is_beside_the_protocol(process: Any) -> None:
-    """Fails if reflection answers a caller without a valid token. Also fails if the server has a service that neither
-    this test nor the previous test calls."""
+    """Fails if reflection answers a caller without a valid token. Also fails if reflection lists a service that the
+    tests in this file don't cover."""
     reflection = "grpc.reflection.v1alpha.ServerReflection"
     for token in (None, "wrong", ""):
         assert services(process, token) is grpc.StatusCode.UNAUTHENTICATED
@@ -94,8 +94,8 @@ def test_what_is_beside_the_protocol(process: Any) -> None:
 
 
 def test_probes_need_no_token(process: Any) -> None:
-    """Fails if a grpc.health.v1 probe without a token is refused, or reveals anything about a model. A kubelet, which
-    sends these probes, has no token."""
+    """Fails if a grpc.health.v1 probe without a token is refused, or reveals anything about a model. Kubernetes sends
+    these probes without a token."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -147,7 +147,7 @@ def test_what_a_token_is_for(process: Any) -> None:
 
 
 def test_http_wants_it_too(process: Any) -> None:
-    """Fails if an HTTP path other than a probe needs no token."""
+    """Fails if an HTTP request other than a probe is answered without a token."""
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         assert client.is_server_ready()
         for refused in (
@@ -167,7 +167,7 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# READ lists the calls on the whole server that a token without the control right may make. The answers cover only the
+# READ lists the server-wide requests that are allowed for a token without the control right. The answers cover only the
 # token's models.
 READ = {
     ("GET", path)

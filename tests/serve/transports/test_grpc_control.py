@@ -41,7 +41,7 @@ def ask(client: Any, rows: int = 1) -> None:
 
 
 def test_server(client: Any) -> None:
-    """Fails if the server doesn't report that it is live, or doesn't list its extensions."""
+    """Fails if the server doesn't report its liveness, or doesn't list its extensions."""
     assert client.is_server_live()
     assert client.is_server_ready()
     metadata = client.get_server_metadata()
@@ -148,7 +148,7 @@ def says(call: Any) -> str:
 
 @pytest.mark.parametrize("name", ["../outside", "..", "../models/linear", "/outside", "linear/1", "linear/../linear"])
 def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, name: str) -> None:
-    """Fails if a name with a path loads, reaches or unloads the model at this path, or gets the wrong code."""
+    """Fails if a path in place of a model name loads, reaches or unloads a model, or gets the wrong code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -168,7 +168,7 @@ def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, na
 
 @pytest.mark.parametrize("version", ["..", "../1", "../../outside/1", "1/../1", "/1"])
 def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, version: str) -> None:
-    """Fails if a version with a path reaches the model at this path, or gets the wrong code."""
+    """Fails if a path in place of a version reaches a model, or gets the wrong code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -238,7 +238,7 @@ def test_every_method_is_there() -> None:
 
 
 def test_health(process: Any) -> None:
-    """Fails if the standard health probe reports the wrong server state, also while the server ends."""
+    """Fails if the standard health probe reports a wrong state while the server runs or drains."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         status = health_pb2.HealthCheckResponse
@@ -249,9 +249,9 @@ def test_health(process: Any) -> None:
 
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a watching client is told that the server serves while models still load. Also fails if the watching
-    client doesn't learn that loading has ended or that the server drains. With strict readiness, the client also has to
-    learn that a model is broken."""
+    """Fails if a client that watches the server's health gets SERVING while models still load. Also fails if the client
+    gets no new status when loading ends or when the server drains. With strict readiness, a broken model also has to
+    change the status."""
     released = threading.Event()
     real = Repository.start
 

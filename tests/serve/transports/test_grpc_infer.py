@@ -116,7 +116,7 @@ def test_every_datatype(kinds: int) -> None:
             assert response.raw_output_contents[0] == values.tobytes(), kind
 
 
-# Each row has a datatype's typed field, values that are easily lost (largest and smallest), and values that don't fit.
+# Each row has the typed field of a datatype, values that the datatype can represent, and values that don't fit.
 TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
     "BOOL": ("bool_contents", [True, False, True], []),
     "INT8": ("int_contents", [-128, 127, 0], [128, -129]),
@@ -134,8 +134,8 @@ TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 
 def test_typed_contents_of_every_datatype(kinds: int) -> None:
-    """Fails if values in the typed field of a datatype change, or if another field or a value that doesn't fit is
-    accepted. Also fails if FP16 or BF16, which have no typed field, is read from a typed field."""
+    """Fails if values in the typed field of a datatype change. Also fails if values in another field, or values that
+    don't fit, are accepted. Also fails if FP16 or BF16, which have no typed field, is read from a typed field."""
 
     def request(kind: str, field: str, values: list[Any]) -> Any:
         made = service_pb2.ModelInferRequest(model_name=kind)

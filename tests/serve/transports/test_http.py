@@ -122,7 +122,7 @@ def good(**changes: Any) -> bytes:
     ],
 )  # fmt: skip
 def test_what_is_refused(process: Any, path: str, body: bytes, length: str | None, status: int, says: str) -> None:
-    """Fails if a wrong body gets the wrong status or no explanation, or if its request stays pending."""
+    """Fails if a request with an invalid body gets the wrong status or no explanation, or stays pending."""
     headers = {"Inference_Header_Content_Length": length} if length else {}
     found, text = plain(process, f"/v2/models/{path}/infer", body, **headers)
     assert found == status
@@ -134,7 +134,7 @@ def test_what_is_refused(process: Any, path: str, body: bytes, length: str | Non
     "name", ["..%2Foutside", "%2e%2e%2Foutside", "..%2Fmodels%2Flinear", "linear%2F1", "%2Foutside"]
 )
 def test_names_that_lead_out_of_the_repository(process: Any, repository: Path, name: str) -> None:
-    """Fails if a request with a path as the model name loads, reaches or unloads a model, or gets the wrong status."""
+    """Fails if a path in place of a model name loads, reaches or unloads a model, or gets the wrong status."""
     linear(repository.parent / "outside" / "1")
     control = f"/v2/repository/models/{name}"
     found = {
@@ -151,7 +151,7 @@ def test_names_that_lead_out_of_the_repository(process: Any, repository: Path, n
 
 @pytest.mark.parametrize("version", ["..%2F1", "%2e%2e%2F1", "..%2F..%2Foutside%2F1", "1%2F..%2F1"])
 def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, version: str) -> None:
-    """Fails if a version with a path reaches the model at this path, or gets the wrong status."""
+    """Fails if a path in place of a version reaches a model, or gets the wrong status."""
     linear(repository.parent / "outside" / "1")
     model = f"/v2/models/linear/versions/{version}"
     assert plain(process, f"{model}/infer", good())[0] == 400

@@ -69,8 +69,8 @@ def test_what_it_draws(repository: Path, start: Start) -> None:
 
 
 def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page or its data shows a model's name to a caller without a token, or shows a caller models that
-    aren't in the list of the caller's token. Also fails if the page may load content from another host."""
+    """Fails if the page or its data contains a model's name that the caller's token doesn't allow. A caller without a
+    token must see no name. Also fails if the page may load content from another host."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
     process = start(repository, http_port=0, tokens=str(tmp_path / "tokens.toml"))
     status, text = plain(process, "/")
@@ -181,7 +181,7 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
 @browser
 def test_the_page_of_a_server(repository: Path, start: Start, tmp_path: Path) -> None:
     """Fails if the page is empty, doesn't show a real server's models, or doesn't ask for a required token. Also fails
-    if the page puts the token in the address, or if the page's colors don't follow the reader's setting."""
+    if the page puts the token in the address, or if the page ignores the browser's color scheme."""
     from PIL import Image
 
     process = start(repository, http_port=0)

@@ -1,6 +1,7 @@
 r"""Proves that KServe's Python client and perf_analyzer work unmodified with the server.
 
-KServe's client and perf_analyzer need separate environments, because neither fits beside the current tritonclient.
+KServe's client and perf_analyzer need separate environments, because their packages conflict with the current
+tritonclient.
 
 python -m venv kserve && kserve/bin/pip install kserve==0.21.0
 python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
@@ -84,7 +85,7 @@ print(json.dumps(found, default=lambda value: value.decode()))
 
 
 def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
-    """Fails if the health addresses return no body. KServe's REST client parses the JSON body that the protocol
+    """Fails if the health routes return no JSON body. KServe's REST client parses the JSON body that the protocol
     defines."""
     process = start(repository, http_port=0)
     assert json.loads(plain(process, "/v2/health/live")[1]) == {"live": True}

@@ -40,7 +40,8 @@ def own_channel(port: int) -> grpc.Channel:
 
 @pytest.mark.proof
 def test_clients_that_never_finish_their_message(served: Any) -> None:
-    """Fails if half-sent requests over gRPC and HTTP, as many as there are threads, block other clients permanently."""
+    """Fails if half-sent requests over gRPC and HTTP block other clients permanently. The test sends more half-sent
+    requests than the server has threads."""
     released = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -64,7 +65,8 @@ def test_clients_that_never_finish_their_message(served: Any) -> None:
 
 
 def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
-    """Fails if the server cancels a call that blocks no other call or has just begun."""
+    """Checks that the server cancels a call only if the call is old and blocks other calls, or exceeds the longest
+    time."""
 
     class Call:
         cancelled = False
@@ -89,7 +91,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
         threads[-1].start()
         assert arrived.acquire(timeout=30)
         now[0] += 1.0
-    # Six calls are two more than half of the eight threads, but only one call is older than five seconds.
+    # Calls may occupy four of the eight threads. Six calls are two too many, but only one call is older than five
+    # seconds.
     assert arrivals.sweep() == 1
     now[0] += 10.0
     assert arrivals.sweep() == 2
@@ -104,8 +107,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
 
 
 def test_clients_that_do_not_read(served: Any) -> None:
-    """Fails if unread answers block other clients, or if a client that doesn't read its stream is sent answers without
-    a limit."""
+    """Fails if unread answers block other clients, or if the server sends answers without a limit to a client that
+    doesn't read."""
     request = proto.message("ModelInferRequest")(model_name="same")
     request.inputs.add(name="x", datatype="FP32", shape=[1 << 18])
     request.raw_input_contents.append(bytes(1 << 20))

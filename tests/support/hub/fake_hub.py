@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on this machine: the four kinds of requests that huggingface_hub sends, answered from a dict."""
+"""A fake Hugging Face Hub on this machine, which serves files from a dict. The hub answers the four kinds of requests
+that huggingface_hub sends."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def fake_hub() -> Iterator[FakeHub]:
 
 
 def into_cache(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
-    """Lays out ``files`` as huggingface_hub's cache of ``repo``, with symbolic links to blobs. Returns the snapshot."""
+    """Writes ``files`` as huggingface_hub's cache of ``repo``, with symbolic links to blobs. Returns the snapshot
+    folder."""
     root = cache / f"models--{repo.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(COMMIT)
@@ -119,5 +121,5 @@ def into_cache(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Returns the files below ``folder`` by their relative names."""
+    """Returns the contents of the files below ``folder`` by relative path."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
