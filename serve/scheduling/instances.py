@@ -139,8 +139,7 @@ class QueuedExecutor:
         return entry
 
     def _take(self, entry: Entry) -> Session | None:
-        """Either queues ``entry`` and returns None, or returns an idle session on which the caller then runs
-        ``entry``."""
+        """Queues ``entry`` and returns None, or returns an idle session on which the caller then runs ``entry``."""
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
