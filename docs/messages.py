@@ -1,4 +1,4 @@
-"""Collects every error message of the source for the page "Messages", with … for values."""
+"""Collects every error message of the source for the page "Messages", with … in place of values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("accel", "converters", "kernels", "serve")
 HEAD = """# Messages
 
-Every error message of accel, read from the code and sorted by the error's class. `…` stands for a value. Search this
-page for the words you got; [Troubleshooting](../troubleshooting.md) says more about each class.
+This page lists every error message of accel, sorted by the class of the error. `…` replaces a value. Search this
+page for the words of your error message. [Troubleshooting](../troubleshooting.md) explains each class of error.
 """
 
 

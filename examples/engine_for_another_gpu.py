@@ -1,8 +1,8 @@
-"""Builds a TensorRT engine for a GPU that this machine does not have: python examples/engine_for_another_gpu.py 8.6
+"""Builds a TensorRT engine for a GPU that this machine does not have.
 
-The number is the compute capability of the GPU: 7.5 for a T4, 8.6 for an RTX 3090, 8.9 for an RTX 4090. Needs
-accel-toolchain[tensorrt-rtx]. On this machine, accel checks the accuracy with the real rounding of fp16. The speed has
-to be measured on the other GPU.
+Run ``python examples/engine_for_another_gpu.py 8.6``. The number 8.6 is the compute capability of an RTX 3090. A T4
+has 7.5, and an RTX 4090 has 8.9. The example needs accel-toolchain[tensorrt-rtx]. On this machine, accel checks the
+accuracy of the engine with the rounding of fp16. Measure the speed of the engine on the other GPU.
 """
 
 import sys
@@ -14,7 +14,7 @@ import accel
 
 
 def make() -> torch.nn.Module:
-    """Returns the model to build."""
+    """Returns the model to build an engine from."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(3, 32, 3, stride=2, padding=1),
         torch.nn.ReLU(),

@@ -1,6 +1,7 @@
-"""Trains a small image model, and optimizes the model for this machine: python examples/optimize_image.py
+"""Trains a small image model, and optimizes the model for this machine.
 
-Needs accel-toolchain[openvino,report] and scikit-learn (for the images).
+Run ``python examples/optimize_image.py``. The example needs accel-toolchain[openvino,report] and scikit-learn (for the
+images).
 """
 
 import numpy as np
@@ -28,7 +29,7 @@ def make() -> torch.nn.Module:
 
 
 def train() -> torch.nn.Module:
-    """Returns the network after eight epochs."""
+    """Returns the network after eight epochs of training."""
     torch.manual_seed(0)
     net, x, y = make(), torch.tensor(IMAGES[:TRAIN]), torch.tensor(labels[:TRAIN])
     optimizer = torch.optim.Adam(net.parameters())
@@ -42,8 +43,8 @@ def train() -> torch.nn.Module:
 
 if __name__ == "__main__":
     torch.save(train().state_dict(), "weights.pt")
-    np.savez("samples.npz", image=IMAGES[:256])  # The samples that calibrate int8.
-    np.savez("test.npz", image=IMAGES[TRAIN:])  # The images that judge the candidates.
+    np.savez("samples.npz", image=IMAGES[:256])  # These samples calibrate int8.
+    np.savez("test.npz", image=IMAGES[TRAIN:])  # These images judge the candidates.
     np.savez("labels.npz", labels=labels[TRAIN:])
 
     inputs = {"image": ("float32", ("batch", 1, 8, 8))}

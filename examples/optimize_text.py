@@ -1,7 +1,7 @@
-"""Optimizes a text model of transformers for this machine: python examples/optimize_text.py [FOLDER]
+"""Optimizes a text model of transformers for this machine.
 
-FOLDER is the output of save_pretrained; the default is a small BERT with random weights. Needs
-accel-toolchain[openvino,report] and transformers.
+Run ``python examples/optimize_text.py [FOLDER]``. FOLDER is a folder that save_pretrained wrote. Without FOLDER, the
+example optimizes a small BERT with random weights. The example needs accel-toolchain[openvino,report] and transformers.
 """
 
 import sys
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     model = accel.export(source, out="text.onnx", dims={"batch": (1, 1, 8), "sequence": (8, 64, 128)})
     print("inputs:", ", ".join(map(str, model.signature.inputs)))
 
-    # Use your own texts here: your tokenizer's output, one array for each input.
+    # Replace these arrays with the output of your tokenizer, one array for each input.
     shape = (32, 64)
     texts = {spec.name: np.ones(shape, "int64") for spec in model.signature.inputs}
     texts["input_ids"] = np.random.default_rng(0).integers(1000, 20000, shape)

@@ -1,6 +1,6 @@
-"""Serves a model and sends a request with Triton's client: python examples/serve_and_ask.py
+"""Serves a model and sends a request with Triton's client.
 
-Needs accel-toolchain[serve] and tritonclient[grpc].
+Run ``python examples/serve_and_ask.py``. The example needs accel-toolchain[serve] and tritonclient[grpc].
 """
 
 import socket
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    # Triton's layout has a folder for each model, and in it a folder for each version.
+    # Triton's layout has a folder for each model. The folder of a model has a folder for each version.
     Path("models/scores/1").mkdir(parents=True, exist_ok=True)
     inputs = {"x": ("float32", ("batch", 16))}
     accel.export(f"{__file__}:make", inputs=inputs, dims={"batch": (1, 1, 32)}, out="models/scores/1/model.onnx")

@@ -1,6 +1,6 @@
-"""Trains a model on two processes, and exports the trained model: python examples/train_and_export.py
+"""Trains a model on two processes, and exports the trained model.
 
-Needs accel-toolchain[train].
+Run ``python examples/train_and_export.py``. The example needs accel-toolchain[train].
 """
 
 import subprocess
@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the samples: three numbers as inputs, and a price computed from the numbers as target."""
+    """Returns the samples. A sample has three numbers as inputs, and a price computed from these numbers as target."""
     generator = torch.Generator().manual_seed(0)
     rides = torch.rand((512, 3), generator=generator)
     prices = 2 + rides @ torch.tensor([[3.0], [1.0], [-1.0]])
@@ -42,7 +42,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 if __name__ == "__main__":
     Path("taxi.toml").write_text(CONFIG)
-    # Running the same line again resumes the run.
+    # Running the same command again resumes the run.
     subprocess.run([sys.executable, "-m", "accel", "train", "taxi.toml", "--nproc", "2", "--out", "run"], check=True)
 
     artifact = accel.export("run", out="taxi.onnx")

@@ -30,7 +30,7 @@ def check_onnx(
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The parser names the node of an unknown operator, and the checker does not.
+        # TensorRT's parser names the node that has an unknown operator, but the ONNX checker does not.
         if not is_unknown_operator(error):
             raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
     if not model.graph.node or not model.graph.output:

@@ -1,8 +1,9 @@
-"""TensorRT's timing cache: the builder's measurements of kernels on this GPU, saved for later builds.
+"""Saves TensorRT's timing cache, the builder's measurements of kernels on this GPU, for later builds.
 
 TensorRT's developer guide describes timing caches in "The timing cache". Only the data-center toolkit has a timing
-cache. TensorRT for RTX measures nothing during a build, and caches kernels where the engine runs. The file name holds
-the version of the toolkit and the compute capability of the GPU. TensorRT itself also checks the version and the GPU.
+cache. TensorRT for RTX measures nothing during a build, and caches kernels where the engine runs. The file name of a
+timing cache contains the version of the toolkit and the compute capability of the GPU. TensorRT also checks the version
+and the GPU when it loads a timing cache.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def timing_file(folder: Path, version: str, capability: str) -> Path:
 
 
 def use_timing_cache(config: Any, file: Path) -> None:
-    """Gives the saved measurements to the builder's ``config``, or an empty timing cache to fill.
+    """Sets the saved timing cache, or an empty timing cache to fill, in the builder's ``config``.
 
-    Ignores a damaged timing cache and a timing cache of another GPU, because a timing cache only makes builds quicker.
+    Ignores a timing cache that is damaged or belongs to another GPU, because a build also works without the cache.
     """
     for known in (_read(file), b""):
         cache = config.create_timing_cache(known)
@@ -48,8 +49,8 @@ def keep_timing_cache(config: Any, file: Path) -> None:
 
 
 def _read(file: Path) -> bytes:
-    """Returns the saved bytes if their checksum is right, else no bytes. The checksum protects the native code that
-    reads the bytes."""
+    """Returns the saved bytes, or empty bytes if their checksum is wrong. The checksum keeps damaged bytes away from
+    TensorRT's native code."""
     try:
         content = file.read_bytes()
     except OSError:

@@ -1,6 +1,6 @@
-"""Transposes weights from (K, N) in a graph to (N, K), the layout of the plugin library's products.
+"""Transposes a graph's weights from (K, N) to (N, K), the layout that the plugin library's matrix products read.
 
-The transposed weights are written to a file beside links to the model's own weight files. The model's own file and
+The folder of the transposed weights also contains links to the model's own weight files. The model's own file and
 folder stay unchanged.
 """
 
@@ -22,10 +22,13 @@ _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 
 
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
-    """Replaces the second input of ``nodes`` by its transpose; returns a path in the folder that has all weight files.
+    """Replaces the second input of each of ``nodes`` with its transpose.
+
+    Returns the path for the changed model in ``folder``, which then has all weight files.
 
     ``model`` was read from ``source``. The second inputs are initializers of rank 2 with a dtype of one or two bytes.
-    An initializer that nothing else uses is removed from the model. Only one weight at a time is in memory.
+    An initializer that nothing else uses is removed from the model. The function loads only one weight into memory at a
+    time.
     """
     wanted = dict.fromkeys(node.input[1] for node in nodes)
     if not wanted:

@@ -10,12 +10,13 @@ from .spec import BYTES
 from .units import NATIVE
 
 ARCHS = (80, 86, 89, 90, 100, 120)
-# The shared memory that a block can have, in bytes (CUDA C++ Programming Guide, table of compute capabilities).
+# The shared memory that a thread block can have for each architecture, in bytes (CUDA C++ Programming Guide, table of
+# compute capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # The PTX instruction that a matrix product has to compile to, by architecture.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# The names of the operand types in PTX. In tcgen05.mma, kind::f16 stands for fp16 and for bf16, and a descriptor tells
-# which of the two.
+# The names of the operand types in PTX. In tcgen05.mma, kind::f16 means fp16 or bf16, and a descriptor selects one of
+# these types.
 _OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
 _KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
@@ -25,7 +26,7 @@ FIRST_FP8 = 89
 class Config:
     """A configuration of a Triton kernel: its dtypes, architectures, tile, warps and stages.
 
-    ``block_k_bytes`` is the tile's K in bytes: 128 bytes are 64 fp16 or 128 int8 numbers.
+    ``block_k_bytes`` is the tile's K in bytes. For example, 128 bytes are 64 fp16 numbers or 128 int8 numbers.
     """
 
     name: str
@@ -60,7 +61,8 @@ def product(config: Config, dtype: str, arch: int) -> str:
     if config.block_m >= 64:  # wgmma and tcgen05.mma take at least 64 rows
         instruction = INSTRUCTION[arch]
         return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
-    # On sm_90 and sm_100, mma.sync has no fp8. fp8 is widened to fp16, which holds every fp8 value.
+    # On sm_90 and sm_100, mma.sync has no fp8. There, fp8 operands are widened to fp16, which can represent every fp8
+    # value.
     widened = dtype == "fp8_e4m3" and arch in (90, 100)
     return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
 
@@ -93,7 +95,7 @@ def get(name: str) -> Config:
 
 
 def shipped() -> Iterator[tuple[Config, str, int]]:
-    """Yields every shipped (configuration, dtype, architecture)."""
+    """Yields every shipped combination as (configuration, dtype, architecture)."""
     for config in CONFIGS:
         for arch in config.archs:
             for dtype in config.dtypes:
@@ -105,8 +107,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 class HandWritten:
     """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
-    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. The kernel gemv takes at most as many rows
-    as its tile has.
+    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. The kernel ``gemv`` takes at most as many
+    rows as its tile has.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Makes a spec from tensors and checks the operands. The error for a wrong operand says how to fix it."""
+"""Makes a spec from tensors and checks the operands. The error message for a wrong operand says how to fix the
+operand."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype, which is ``asked`` or by default the dtype of ``a``. Int8 and fp8 inputs need
+    """Returns ``asked`` as the output dtype, or the dtype of ``a`` if ``asked`` is None. int8 and fp8 inputs need
     ``asked``."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:

@@ -1,7 +1,8 @@
-"""The reference for all kernels: a product and its epilogue in float64, once in numpy and once in torch.
+"""Computes the reference for all kernels: a matrix product and its epilogue in float64, once in numpy and once in
+torch.
 
 The torch version is also the implementation for the CPU. On the CPU, the torch version sums products and computes the
-epilogue in fp32, as the GPU kernels do. ``gemm_bound`` gives the error that tests allow in a product.
+epilogue in fp32, as the GPU kernels do. ``gemm_bound`` returns the largest error that tests allow in a matrix product.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ TORCH_DTYPES = {
 QMAX = {"int8": 127.0, "fp8_e4m3": 448.0}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
-# For each output dtype, the largest relative rounding error, and the smallest step near zero.
+# ROUNDING has the largest relative rounding error and the smallest step near zero of each output dtype.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
-# The largest slope |act'| of each activation, rounded up. The largest slope is 1.129 for GELU (at x = 1.41) and 1.0998
-# for SiLU (at x = 2.40), the points where the second derivative is zero.
+# SLOPE has the largest slope |act'| of each activation, rounded up. The largest slope is 1.129 for GELU (at x = 1.41)
+# and 1.0998 for SiLU (at x = 2.40), the points where the second derivative is zero.
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
@@ -63,8 +64,8 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """Computes ``spec`` in float64, by adding up one position of the kernel after the other. ``x`` is NHWC and
-    ``weight`` (O, kh, kw, C).
+    """Computes ``spec`` in float64, by adding up the products at one kernel position after the other. ``x`` is NHWC,
+    and ``weight`` is (O, kh, kw, C).
 
     Returns (images, out height, out width, O).
     """
@@ -169,10 +170,10 @@ def gemm_bound(
     (M, N) in float64.
 
     In any order, a sum of K products has an error of at most K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1).
-    ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate. For a CPU, half of the default is
-    enough, because a CPU rounds. The scales and the bias add four roundings. The activation multiplies the error by its
-    slope. The exp or erf in the activation adds an error of 2**-20 of the input, as a GPU's fast exp does. The residual
-    and the rounding to the output dtype add the last errors.
+    ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate sums. For a CPU, half of the default is
+    enough, because a CPU rounds to nearest. The scales and the bias add four roundings. The activation multiplies the
+    error by its slope. The exp or erf in the activation adds an error of 2**-20 times the input, the error of a GPU's
+    fast exp. The residual and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()
