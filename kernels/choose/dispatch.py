@@ -27,7 +27,7 @@ from ..catalogue.units import NativeConfig
 from . import tuned
 from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# A convolution multiplies as many images at a time as fit into this number of bytes of patches.
+# A convolution processes its images in groups. The patches of one group take about this number of bytes.
 PATCH_BYTES = 256 << 20
 
 
