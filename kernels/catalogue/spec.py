@@ -28,8 +28,9 @@ MAX_INT8_K = (2**31 - 1) // (128 * 128)
 class EpilogueSpec:
     """Describes the epilogue, which is every operation after the matrix product.
 
-    ``act`` is one of ``ACTS``, and ``out_dtype`` one of ``OUT_DTYPES``. The flags ``bias``, ``residual``, ``row_scale``
-    and ``col_scale`` tell which operands the epilogue has. Raises ``UnknownName`` for an unknown activation or dtype.
+    ``act`` is one of ``ACTS``, and ``out_dtype`` is one of ``OUT_DTYPES``. The flags ``bias``, ``residual``,
+    ``row_scale`` and ``col_scale`` tell which operands the epilogue has. Raises ``UnknownName`` for an unknown
+    activation or dtype.
     """
 
     act: str = "none"

@@ -1,8 +1,8 @@
 """Chooses the implementation that computes a problem.
 
 The GPU's compute capability and the layout of the operands decide which kernels can run. The tuner's choice is
-preferred. Without a tuner's choice, the sizes of the problem decide. If no kernel can run, the reference computes the
-problem. The output has the same dtype in every implementation.
+preferred. Without a tuner's choice, the sizes of the problem decide which kernel runs. If no kernel can run, the
+reference computes the problem. The output has the same dtype in every implementation.
 """
 
 from __future__ import annotations

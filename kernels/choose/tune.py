@@ -41,7 +41,7 @@ CONVOLUTIONS = (
     ),
 )
 ADDED = ("none", "bias", "residual", "bias+residual")
-ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
+ROTATED_BYTES = 256 << 20  # larger than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
 MOST_SETS = 256  # The smallest layer of BERT-base has operands of 1 MiB, so 256 sets fill ROTATED_BYTES.
@@ -51,7 +51,7 @@ BLOCKS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration that the tuner may choose.
+    """Describes a configuration that the tuner may choose.
 
     ``run`` is the timed call. ``error`` runs the kernel once more and returns the largest ratio of an error to its
     bound.
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The result of tuning a problem.
+    """Holds the result of tuning a problem.
 
     ``entry`` is the fastest correct candidate, or None if no candidate was correct. ``timed`` maps each candidate to
     its time in microseconds. ``refused`` maps each refused candidate to the reason. A candidate is refused if it
@@ -81,7 +81,8 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
     """Times every candidate, then verifies the candidates, starting with the fastest. Puts the first correct candidate
     into ``table``.
 
-    ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
+    ``timer`` returns the time of a call in microseconds. A candidate that fails, or whose error is over the bound, is
+    refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
+"""Reads and writes the tuned table, a JSON file with the fastest configuration of each problem on a GPU.
 
 ``accel kernels tune`` writes the table, and dispatch reads the table. Each write replaces the whole file.
 """

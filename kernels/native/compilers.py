@@ -118,7 +118,7 @@ class Compilers:
         return err + out
 
     def end(self) -> None:
-        """Ends the running compilers and starts no more."""
+        """Ends the running compilers. After this call, ``run`` starts no further compilers."""
         with self._changing:
             self._ended = True
             for process in self._running:

@@ -229,7 +229,7 @@ class FusedConv2d:
     """Describes the operator that computes ``act(conv2d(x, weight) + bias) + residual`` in ONNX's layout (NCHW, OIHW).
     The convolution has one group.
 
-    ``kernel``, ``stride``, ``padding`` and ``dilation`` are (height, width). Each geometry has its own function,
+    ``kernel``, ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Each geometry has its own function,
     because TensorRT's parser needs constants and can't read attributes of the caller.
     """
 

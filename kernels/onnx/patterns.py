@@ -134,7 +134,7 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
         _grow(match, graph, residual)
         dtype = graph.dtype(match.operands[1])
         if len(match.nodes) == 1 and match.product in ("matmul", "conv"):
-            continue  # nothing to fuse with the product
+            continue  # no other node can be fused with the product
         if dtype not in DTYPES:
             continue
         fused = _function(match, dtype)

@@ -33,8 +33,8 @@ class PluginKernel:
     """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
 
     Each program computes ``block_m`` x ``block_n`` elements. The kernel's parameters are the inputs, the sizes and the
-    output. The sizes of a product are M, N, K. A convolution has seven sizes, which are output pixels, output channels,
-    image channels, image height, image width, output height and output width.
+    output. The sizes of a product are M, N and K. A convolution has seven sizes, which are output pixels, output
+    channels, image channels, image height, image width, output height and output width.
     """
 
     name: str

@@ -73,8 +73,8 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # No submodule may be in training mode, in which a batch norm updates its statistics. A folded batch norm can't
-    # update statistics.
+    # No submodule may be in training mode, because a batch norm in training mode updates its statistics. A folded batch
+    # norm can't update statistics.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")

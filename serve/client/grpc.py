@@ -89,7 +89,7 @@ class Inference:
 
 
 class InferenceClient:
-    """A connection to one server.
+    """Holds a connection to one server.
 
     ``url`` is host:port, and ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's
     certificate, and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is
@@ -195,7 +195,8 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """Reads image files with ``ImageInput``, and sends each file as one sample. ``infer_many`` explains ``batch``.
+        """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
+        explains ``batch``.
 
         If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
         """
@@ -295,7 +296,7 @@ def _token_advice() -> str:
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
-    """Yields lists of neighboring arrays of the same shape, each list of at most ``most`` arrays."""
+    """Yields lists of consecutive arrays of the same shape. Each list has at most ``most`` arrays."""
     batch: list[np.ndarray] = []
     for array in arrays:
         if batch and (len(batch) == most or batch[0].shape != array.shape):
@@ -343,7 +344,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
 def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
     """Returns a warning for each array that holds NaN or infinity.
 
-    Such arrays are still sent, because some models take NaN for a missing value.
+    Arrays with NaN are still sent, because some models take NaN for a missing value.
     """
     found = []
     for name, value in feeds.items():

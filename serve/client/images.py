@@ -138,7 +138,7 @@ def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
     None if both dims or neither dim can be the channels."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # 3 comes first, because a dim of size 1 or 4 may be the height
+    for channels in (3, 1, 4):  # 3 channels are tried first, because a dim of size 1 or 4 may be the height
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

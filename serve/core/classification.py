@@ -1,4 +1,5 @@
-"""The classification extension: replaces an output by its k largest values, with their indices and labels."""
+"""Implements the classification extension, which replaces an output by its k largest values with their indices and
+labels."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
-another process as a ``Command``: the name of a method of ``Control``, with its arguments.
+another process as a ``Command``, which has the name of a method of ``Control`` and its arguments.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class CudaRegion:
         return memoryview(found)  # type: ignore[arg-type]
 
     def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
-        """Copy ``body`` to ``offset``. The caller has checked that ``body`` fits into the region."""
+        """Copy ``body`` to the region, starting at ``offset``. The caller has checked that ``body`` fits into the
+        region."""
         source = np.frombuffer(body, dtype=np.uint8)
         self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
 
