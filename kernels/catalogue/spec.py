@@ -1,10 +1,8 @@
-"""The problem description that the reference, every implementation, the tests and the tuner share.
+"""Describes problems for the reference, every implementation, the tests and the tuner.
 
-    out = act(row_scale * col_scale * (a @ b) + bias) + residual
-
-``a`` is (M, K), ``b`` is (K, N), ``row_scale`` (M,), ``col_scale`` (N,), ``bias`` (N,), ``residual``
-and ``out`` (M, N). Products are summed in fp32 (int8: exactly, in int32), the epilogue runs in fp32, and ``out`` is
-rounded once.
+A product computes ``out = act(row_scale * col_scale * (a @ b) + bias) + residual``. ``a`` is (M, K), ``b`` is (K, N),
+``row_scale`` is (M,), and ``col_scale`` and ``bias`` are (N,). ``residual`` and ``out`` are (M, N). Products are summed
+in fp32, or exactly in int32 for int8 operands. The epilogue runs in fp32, and ``out`` is rounded once.
 
 A convolution is a product with M = images * output height * output width, K = kernel height * kernel width * input
 channels and N = output channels. The input and the output of a convolution are NHWC.
@@ -22,16 +20,17 @@ OUT_DTYPES = ("fp32", "fp16", "bf16")
 SCALED = ("int8", "fp8_e4m3")
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1}
 
-# A sum of K products of int8, each at most 128 * 128, has to fit in an int32 accumulator.
+# A sum of K int8 products has to fit in an int32 accumulator. Each product is at most 128 * 128.
 MAX_INT8_K = (2**31 - 1) // (128 * 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpilogueSpec:
-    """The operations between the product and the output.
+    """Describes the epilogue, which is every operation after the matrix product.
 
-    ``act`` is one of ``ACTS``, and ``out_dtype`` one of ``OUT_DTYPES``. The four flags tell which operands exist.
-    Raises ``UnknownName`` for an unknown activation or dtype.
+    ``act`` is one of ``ACTS``, and ``out_dtype`` is one of ``OUT_DTYPES``. The flags ``bias``, ``residual``,
+    ``row_scale`` and ``col_scale`` tell which operands the epilogue has. Raises ``UnknownName`` for an unknown
+    activation or dtype.
     """
 
     act: str = "none"
@@ -58,7 +57,7 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """A product, with the sizes M, N and K (at least 1), the dtype of both operands, and the epilogue.
+    """Describes a matrix product, with the sizes M, N and K (at least 1), the dtype of both operands, and the epilogue.
 
     Raises ``BadFeeds`` for a size under 1, ``UnknownName`` for an unknown dtype, and ``UnsupportedHere`` if the int8
     sum could overflow its int32 accumulator.
@@ -96,10 +95,11 @@ class GemmSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSpec:
-    """A convolution of one group. The input is NHWC, and the weights are (output channels, kernel height, kernel width,
-    input channels).
+    """Describes a convolution with one group. The input is NHWC, and the weights are (output channels, kernel height,
+    kernel width, input channels).
 
-    ``stride``, ``padding`` and ``dilation`` are (height, width). Raises ``BadFeeds`` if the output would be empty.
+    ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Raises ``BadFeeds`` if the output would be
+    empty.
     """
 
     images: int
@@ -134,7 +134,7 @@ class ConvSpec:
 
     @property
     def gemm(self) -> GemmSpec:
-        """Returns this convolution as a product."""
+        """Returns the matrix product that computes this convolution."""
         return GemmSpec(
             m=self.images * self.out_height * self.out_width,
             n=self.c_out,

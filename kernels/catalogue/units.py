@@ -1,8 +1,7 @@
-"""Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold the tiles.
+"""Lists the tensor-core GEMMs that are built with CUTLASS, by family and translation unit.
 
-A family is one source, ``csrc/cutlass/<family>.cu``. A unit is a family's source for one pair of input and output
-dtypes, with all tiles of the family. The source gives each configuration a name, such as
-``sm90_int8_bf16_pingpong_64x128``.
+A family is one source file, ``csrc/cutlass/<family>.cu``. A translation unit compiles this file for one input dtype and
+one output dtype. The source file gives each configuration a name, such as ``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FP8: tuple[Pair, ...] = (("fp8_e4m3", "fp16"), ("fp8_e4m3", "bf16"))
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile: its M and N in the problem, its K in bytes, and its input dtypes."""
+    """Describes a tile, with its size along M and N, its size along K in bytes, and its input dtypes."""
 
     m: int
     n: int
@@ -38,11 +37,11 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A source file, and the tiles that it compiles.
+    """Describes a family, with its source file and its tiles.
 
-    ``archs`` lists the architectures that the source compiles for. ``least`` and ``most`` are the lowest and highest
-    compute capability (90 for 9.0) on which the family runs. ``instructions`` has the SASS instruction of every kernel,
-    by input dtype.
+    ``archs`` lists the architectures that the source file compiles for. ``least`` and ``most`` are the lowest and
+    highest compute capability (90 for 9.0) on which the family runs. ``instructions`` maps each input dtype to the SASS
+    instruction of the kernels.
     """
 
     name: str
@@ -113,7 +112,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A translation unit: a family for one pair of dtypes."""
+    """Describes a translation unit, which compiles a family for one input dtype and one output dtype."""
 
     family: Family
     dtype: str
@@ -121,7 +120,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the pair of dtypes as spelled in the names of configurations, such as ``fp16`` or ``int8_bf16``."""
+        """Returns the two dtypes as the names of configurations spell them, such as ``fp16`` or ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property
@@ -141,7 +140,7 @@ class Unit:
     def flags(self) -> list[str]:
         """Returns the compiler flags that select this unit.
 
-        NDEBUG removes asserts, because the function call in an assert would serialize wgmma.
+        The flag NDEBUG removes asserts, because the function call in an assert would serialize the wgmma instructions.
         """
         names = [f"-DACCEL_IN={ELEMENTS[self.dtype]}", f"-DACCEL_OUT={ELEMENTS[self.out_dtype]}"]
         names += ["-DACCEL_FP8_IN"] if self.dtype == "fp8_e4m3" else []
@@ -150,8 +149,8 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeConfig:
-    """A configuration of the compiled library, which is one tile of a unit. ``block_m`` and ``block_n`` are the rows
-    and columns of the output that a tile covers."""
+    """Describes a configuration of the compiled library, which is one tile of a translation unit. ``block_m`` and
+    ``block_n`` are the rows and columns of the output that a tile covers."""
 
     unit: Unit
     tile: str
@@ -173,8 +172,8 @@ class NativeConfig:
         return self.unit.family.tiles[self.tile].k_bytes
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Tells whether this tile runs on this compute capability, if the library is compiled for all architectures of
-        the family."""
+        """Tells whether this tile runs on this compute capability. Assumes that the library is compiled for all
+        architectures of the family."""
         return any(has_code_for(arch, capability) for arch in self.unit.family.archs)
 
 
@@ -183,8 +182,8 @@ NATIVE = {c.name: c for u in UNITS for c in (NativeConfig(unit=u, tile=tile) for
 
 
 def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
-    """Tells whether code for ``arch`` runs on this GPU. Code for sm_86 runs on 8.6 to 8.9, and code for sm_90a only on
-    9.0."""
+    """Tells whether code for ``arch`` runs on a GPU of this compute capability. Code for sm_86 runs on compute
+    capability 8.6 to 8.9, and code for sm_90a only on 9.0."""
     major, minor = divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
     if arch.endswith("a"):
         return capability == (major, minor)
@@ -192,7 +191,7 @@ def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
-    """Yields the units of a library for ``archs``, each with the architectures that it is compiled for."""
+    """Yields each unit of a library for ``archs``, together with the architectures that the unit is compiled for."""
     for unit in UNITS:
         wanted = tuple(arch for arch in unit.family.archs if arch in archs)
         if wanted:
@@ -200,7 +199,7 @@ def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
 
 
 def cutlass_includes() -> list[Path]:
-    """Returns the folders of the CUTLASS headers. Raises ``MissingExtra`` if the package of CUTLASS isn't installed."""
+    """Returns the folders of the CUTLASS headers. Raises ``MissingExtra`` if the CUTLASS package isn't installed."""
     found = importlib.util.find_spec("cutlass_library")
     if found is None or found.origin is None:
         raise MissingExtra("nvidia-cutlass", "kernels")

@@ -1,8 +1,8 @@
 """Chooses the implementation that computes a problem.
 
-Compute capability and layout decide which kernels can run. The tuner's choice is preferred. Without a tuner's choice,
-the sizes of the problem decide. If no kernel can run, the reference computes the problem. The dtype of the output
-doesn't depend on the choice.
+The GPU's compute capability and the layout of the operands decide which kernels can run. The tuner's choice is
+preferred. Without a tuner's choice, the sizes of the problem decide which kernel runs. If no kernel can run, the
+reference computes the problem. The output has the same dtype in every implementation.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
 from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
-# The number of tiles that fill a GPU, which is the number of multiprocessors of the smallest data-center GPU. A tile is
-# too large for a problem that needs fewer tiles than this.
+# A problem needs at least this number of tiles to fill a GPU. The smallest data-center GPU has 108 multiprocessors. A
+# tile size is too large for a problem if it gives fewer tiles.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A chosen implementation: its configuration (None for the reference) and the reason for the choice."""
+    """Holds the configuration of the chosen implementation (None for the reference) and the reason for the choice."""
 
     config: AnyConfig | None
     reason: str
@@ -52,7 +52,7 @@ def native_arch(capability: tuple[int, int]) -> str:
     arch = family(capability)
     if arch is None:
         raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; use a newer GPU")
-    # Code that uses the tensor cores of compute capability 9.0 or above doesn't run on any later architecture.
+    # If code uses the tensor cores of compute capability 9.0 or above, the code doesn't run on later architectures.
     return f"sm_{arch}" + ("a" if arch >= 90 and capability == divmod(arch, 10) else "")
 
 
@@ -135,10 +135,10 @@ def choose(
 
     ``dense`` is True if ``a`` (M, K) and the transpose (N, K) of ``b`` are dense. ``tma_layout`` is True if both
     operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
-    kernels of the compiled library, both CUTLASS's and those of ``HAND_WRITTEN``. ``residual_dtype`` is None if the
-    residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if
-    Triton can load both operands in vectors (see ``in_vectors``). Each operand must then have one stride of 1, and
-    its address and its other strides must be multiples of 16.
+    kernels of the compiled library, which are CUTLASS kernels and kernels of ``HAND_WRITTEN``. ``residual_dtype`` is
+    None if the residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is
+    True if Triton can load both operands in vectors (see ``in_vectors``). For vector loads, each operand must have one
+    stride of 1, and its address and its other strides must be multiples of 16.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -190,7 +190,8 @@ def choose(
 
 
 def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
-    """Returns why gemv (one block per column of the output) suits the problem, or "" if tiles are better."""
+    """Returns the reason why gemv (one block per output column) suits the problem, or "" if a tiled kernel is
+    better."""
     if not triton_installed:
         return "and Triton is not installed"
     if spec.in_dtype == "fp32":

@@ -27,7 +27,7 @@ from ..catalogue.units import NativeConfig
 from . import tuned
 from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# The number of bytes of patches that a convolution multiplies at a time.
+# A convolution processes its images in groups. The patches of one group take about this number of bytes.
 PATCH_BYTES = 256 << 20
 
 
@@ -44,7 +44,7 @@ def why(
 ) -> str:
     """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    If ``native`` is None, the kernels are those of the built library. If ``tuned_name`` is None and the current GPU has
+    If ``native`` is None, the kernels of the built library are used. If ``tuned_name`` is None and the current GPU has
     the compute capability ``capability``, the tuner's choice for the current GPU is used.
     """
     if native is None:
@@ -88,8 +88,8 @@ def run_conv2d(
 
 
 def _sums(spec: GemmSpec | ConvSpec, device: torch.device) -> torch.dtype:
-    """Returns the dtype of the reference's sums. For fp32 on a GPU, the dtype is float64, because torch may multiply
-    fp32 in tf32."""
+    """Returns the dtype in which the reference sums products. For fp32 on a GPU, the dtype is float64, because torch
+    may multiply fp32 in tf32."""
     return torch.float64 if spec.in_dtype == "fp32" and device.type == "cuda" else torch.float32
 
 
@@ -147,7 +147,7 @@ def _by_patches(
 def _product_of_patches(
     spec: ConvSpec, columns: torch.Tensor, matrix: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Multiplies the patches of some images by the weights, in the compiled library.
+    """Multiplies the patches of some images by the convolution's weights, with a kernel of the compiled library.
 
     Chooses a kernel for each call, because the last call may have fewer images.
     """
@@ -217,7 +217,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def is_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tells whether ``a`` (M, K) and the transpose (N, K) of ``b`` are dense.
 
-    Returns True for a convolution, because its image and weights are made dense if needed.
+    Returns True for a convolution, because a convolution's image and weights are made dense if needed.
     """
     return b.dim() == 4 or (a.is_contiguous() and b.t().is_contiguous())
 
@@ -240,7 +240,7 @@ def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @cache
 def device_of(index: int) -> tuned.Device:
-    """Describes a GPU for the tuned table, with its driver and its kernels."""
+    """Describes a GPU, its driver and its kernels for the tuned table."""
     from ..native.build import sources_digest
 
     capability = torch.cuda.get_device_capability(index)
@@ -260,8 +260,8 @@ def device_of(index: int) -> tuned.Device:
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Returns the version of the loaded driver, such as ``580.65.06``.
 
-    If ``file`` can't be read, returns the driver's CUDA version (``13000``), which most updates don't change. Returns 0
-    without a driver.
+    If ``file`` can't be read, returns the driver's CUDA version, such as ``13000``. Most driver updates don't change
+    this version. Returns 0 without a driver.
     """
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):
@@ -294,7 +294,7 @@ def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
 def native_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     """Returns the kernels of the compiled library for this compute capability (None for any).
 
-    Returns an empty set without a library.
+    Returns an empty set if there is no library.
     """
     from ..native import launch as native_launch
 

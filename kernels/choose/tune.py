@@ -24,7 +24,7 @@ from .tuned import Entry, Key, Table, key_of
 Run = Callable[[], object]
 Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
-# The sizes (N, K) of the products of BERT-base and of a 7B decoder.
+# The sizes (N, K) of the matrix products in BERT-base and in a decoder with 7 billion parameters.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
 # The convolutions of ResNet-50 at a batch of 8: the first convolution, the 3x3 convolution of each stage, and the 3x3
@@ -41,17 +41,17 @@ CONVOLUTIONS = (
     ),
 )
 ADDED = ("none", "bias", "residual", "bias+residual")
-ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
+ROTATED_BYTES = 256 << 20  # larger than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
-MOST_SETS = 256  # 256 sets of 1 MiB (the operands of BERT-base's smallest layer) fill ROTATED_BYTES.
-RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, so a replay takes milliseconds or more.
+MOST_SETS = 256  # The smallest layer of BERT-base has operands of 1 MiB, so 256 sets fill ROTATED_BYTES.
+RECORDED_CALLS = MOST_SETS  # A CUDA graph of short calls has a call for each set, so a replay takes milliseconds.
 BLOCKS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration that the tuner may choose.
+    """Describes a configuration that the tuner may choose.
 
     ``run`` is the timed call. ``error`` runs the kernel once more and returns the largest ratio of an error to its
     bound.
@@ -64,10 +64,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The result of tuning a problem.
+    """Holds the result of tuning a problem.
 
-    ``entry`` is the winner, or None if no candidate was right. ``timed`` has the microseconds of each candidate.
-    ``refused`` has the reason for each candidate that failed, or that was faster than the winner but wrong.
+    ``entry`` is the fastest correct candidate, or None if no candidate was correct. ``timed`` maps each candidate to
+    its time in microseconds. ``refused`` maps each refused candidate to the reason. A candidate is refused if it
+    failed, or if it was fast but its result was wrong.
     """
 
     key: Key
@@ -77,10 +78,11 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct candidate
+    """Times every candidate, then verifies the candidates, starting with the fastest. Puts the first correct candidate
     into ``table``.
 
-    ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
+    ``timer`` returns the time of a call in microseconds. A candidate that fails, or whose error is over the bound, is
+    refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -112,11 +114,11 @@ def specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[GemmSpec]:
-    """Returns the products to tune. The ``shapes`` (M, N, K) are by default the layers of BERT-base and of a 7B
-    decoder.
+    """Returns the products to tune. By default, ``shapes`` (M, N, K) has the layers of BERT-base and of a decoder with
+    7 billion parameters.
 
-    ``added`` lists the terms added to the product, each one of ``ADDED``. Products in int8 and fp8 are tuned for fp16
-    and bf16 output. Raises ``UnknownName`` for an unknown term.
+    ``added`` lists the terms that are added to the product. Each term is one of ``ADDED``. Products in int8 and fp8 are
+    tuned for fp16 and bf16 output. Raises ``UnknownName`` for an unknown term.
     """
     for words in added:
         if words not in ADDED:
@@ -150,7 +152,7 @@ def conv_specs(
 
 
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
-    """Returns a layer's epilogue: the activation and the term ``added`` (of ``ADDED``).
+    """Returns a layer's epilogue, with the activation ``act`` and the term ``added``, which is one of ``ADDED``.
 
     For int8 and fp8, the epilogue has scales, and its output is fp16 by default.
     """
@@ -166,7 +168,8 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 
 
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
-    """Returns random operands: ``a`` (M, K), ``b`` as the transpose of (N, K), and the epilogue's operands by name.
+    """Returns random operands, which are ``a`` (M, K), ``b`` (K, N) and a dict with the epilogue's operands by name.
+    ``b`` is the transpose of a dense matrix.
 
     For a convolution, ``a`` is the image and ``b`` the weights. The sums stay in the range of fp16.
     """
@@ -176,7 +179,8 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    # Unscaled int8 sums would overflow fp16. With numbers under 16, the sums fit up to a K of some ten thousand.
+    # Unscaled int8 sums would overflow fp16. With int8 numbers under 16, the sums fit in fp16 up to a K of some ten
+    # thousand.
     e = spec.epilogue
     end = 128 if e.row_scale or e.col_scale or e.out_dtype != "fp16" else 16
 
@@ -206,8 +210,8 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 
 
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
-    """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
-    cache.
+    """Returns several sets of operands. All sets together have at least ``ROTATED_BYTES`` bytes, so that no call finds
+    its operands in a cache.
 
     Returns at most ``MOST_SETS`` sets, even if all sets together have fewer bytes than ``ROTATED_BYTES``.
     """
@@ -248,8 +252,8 @@ def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tens
 
 
 def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the patches of some output pixels of a convolution, (pixels, K). ``rows`` has the indices of the
-    pixels."""
+    """Returns the patches of some output pixels of a convolution, with the shape (pixels, K). ``rows`` has the indices
+    of the pixels."""
     column, rest = rows % spec.out_width, rows // spec.out_width
     line, image = rest % spec.out_height, rest // spec.out_height
 
@@ -272,10 +276,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the error that the sums of fp8 tensor cores add to the bound.
+    """Returns the rounding error of sums in fp8 tensor cores, which is added to the bound.
 
-    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps, the sum is added
-    to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
+    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps along K, the sum
+    is added to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
     """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
@@ -285,8 +289,8 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 
 
 def microseconds(run: Run) -> float:
-    """Returns the microseconds of a call on the current GPU: the median of several blocks of calls, each between two
-    events.
+    """Returns the median time of a call on the current GPU in microseconds. CUDA events measure the time of several
+    blocks of calls.
 
     Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
     ``run`` directly if the calls can't be recorded.

@@ -1,4 +1,4 @@
-"""The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
+"""Reads and writes the tuned table, a JSON file with the fastest configuration of each problem on a GPU.
 
 ``accel kernels tune`` writes the table, and dispatch reads the table. Each write replaces the whole file.
 """
@@ -22,13 +22,14 @@ LARGEST_BUCKET = 8192
 
 
 def bucket(m: int) -> int:
-    """Returns the power of two at or above ``m``, at most 8192. Problems in one bucket share an entry."""
+    """Returns the power of two at or above ``m``, at most 8192. Problems in the same bucket share an entry of the tuned
+    table."""
     return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device for which a measurement is valid.
+    """Describes the device for which a measurement is valid.
 
     ``library`` is a hash of the kernel sources, Triton's version and the names of the compiled kernels.
     """
@@ -41,7 +42,8 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """The features of a problem that the choice depends on. The ``op`` of a convolution includes its geometry."""
+    """Holds the device and the features of a problem on which the choice of a kernel depends. The ``op`` of a
+    convolution includes kernel size, stride, padding and dilation."""
 
     device: Device
     op: str
@@ -53,7 +55,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Returns this key as readable text for the file; equal keys have equal texts."""
+        """Returns this key as readable text for the file. Equal keys have equal texts."""
         d = self.device
         where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", d.driver, d.library]
         what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]
@@ -72,7 +74,8 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time, and its largest verified ratio of error to bound (at most 1)."""
+    """Holds the fastest configuration of a problem, its median time, and its largest ratio of error to bound (at most
+    1)."""
 
     config: str
     microseconds: float
@@ -80,7 +83,8 @@ class Entry:
 
 
 class Table:
-    """The entries of a file. A missing or damaged file, or a file of another format, counts as empty."""
+    """Holds the entries of a tuned table's file. A missing or damaged file, or a file of another format, counts as
+    empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()
@@ -99,7 +103,7 @@ class Table:
         return self.entries.get(key.text)
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Adds ``entry`` and writes the file, with the entries that other processes added meanwhile.
+        """Adds ``entry`` and writes the file. Keeps the entries that other processes added meanwhile.
 
         Raises ``CannotWrite``.
         """
@@ -134,7 +138,7 @@ def lookup(key: Key) -> Entry | None:
 
 
 def current() -> Table | None:
-    """Returns the default table, read again if its file has changed, or None if there is no file."""
+    """Returns the default table, or None if there is no file. Reads the file again if the file has changed."""
     path = default_path()
     try:
         stamp = path.stat().st_mtime_ns

@@ -1,5 +1,5 @@
-"""The compiled kernels: C++ and CUDA sources (`csrc`, `plugins`), their build, and calls into the library.
+"""Builds and calls the compiled kernels, whose C++ and CUDA sources are in `csrc` and `plugins`.
 
-Builds a shared library in the cache from the sources, with a compiler. Passes tensors to the library, and returns the
-results of its kernels.
+Compiles the sources to a shared library in the cache folder. Passes tensors to the library, and returns the results of
+its kernels.
 """

@@ -1,4 +1,4 @@
-"""Builds the C++ bridges that give the kernels to ONNX Runtime and TensorRT, with the user's headers of these
+"""Builds the C++ bridges through which ONNX Runtime and TensorRT call the kernels. The user provides the headers of the
 runtimes."""
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    The names of a model's convolutions hold sizes, so the session options have to list each name under a key such as
-    ``custom_op.FusedConv2d.0``.
+    The operator names of a model's convolutions contain sizes. Therefore the session options have to list each name
+    under a key such as ``custom_op.FusedConv2d.0``.
 
     ``include`` is the folder of ``onnxruntime_cxx_api.h``. The header must not be newer than the runtime. ONNX
-    Runtime's release archives have this header, but its wheels don't. Raises ``UnsupportedHere`` without the header or
-    g++, and ``BuildFailed`` with the compiler's first error.
+    Runtime's release archives have this header, but its wheels don't. Raises ``UnsupportedHere`` if the header or g++
+    is missing, and ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
@@ -99,10 +99,11 @@ def build_for_tensorrt(
 
     ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. TensorRT's
     archives and -dev packages have this header, but its wheels don't. ``kernels`` is the compiled library that the
-    plugins call, by default that of ``accel kernels build``. The kernel library has to stay at its path.
+    plugins call, by default the library that ``accel kernels build`` made. Don't move the kernel library afterwards,
+    because the plugins load it from this path.
 
-    Raises ``UnsupportedHere`` without the header, the library or g++, and ``BuildFailed`` with the compiler's first
-    error.
+    Raises ``UnsupportedHere`` if the header, the library or g++ is missing, and ``BuildFailed`` with the compiler's
+    first error.
     """
     check_headers(tensorrt=include)
     kernels = kernels or find_library()
@@ -118,7 +119,7 @@ def build_for_tensorrt(
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # Some compilers drop a library that comes before the code that needs it.
+        # Without --no-as-needed, some compilers drop a library that comes before the code that needs the library.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),
         file=TENSORRT_LIBRARY,
@@ -131,11 +132,11 @@ def build_for_tensorrt(
 
 
 def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
-    """Returns the library of TensorRT plugins to load, or None. ``$ACCEL_TENSORRT_LIBRARY`` is preferred to the newest
-    library that fits.
+    """Returns the library of TensorRT plugins to load, or None. If ``$ACCEL_TENSORRT_LIBRARY`` names a library, returns
+    that library. Otherwise returns the newest library that fits.
 
-    A library of plugins fits if the library was built from the present sources. The kernel library that the plugins
-    call must also have tensor-core GEMMs for this compute capability (None for any).
+    A library of plugins fits if it was built from the current sources. The kernel library that the plugins call must
+    also have tensor-core GEMMs for this compute capability (None for any).
     """
     given = os.environ.get(TENSORRT_CHOSEN)
     if given:

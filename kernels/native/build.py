@@ -33,7 +33,7 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A built library, its contents, and whether it came from the cache.
+    """Describes a built library, with its path, its architectures, and whether the library came from the cache.
 
     ``warnings`` has the GPU assembler's warnings about speed (spilled registers, serialized wgmma).
     """
@@ -46,14 +46,15 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A file to compile. ``command`` lacks the output option, and ``name`` is shown as progress."""
+    """A file to compile. ``command`` doesn't include the output option, and ``name`` is shown in progress messages."""
 
     name: str
     command: tuple[str, ...]
 
 
 def find_nvcc() -> str | None:
-    """Returns the nvcc on PATH, or else in CUDA_HOME (by default /usr/local/cuda). Returns None without nvcc."""
+    """Returns the path of nvcc from PATH, or else from CUDA_HOME (by default /usr/local/cuda). Returns None if nvcc
+    isn't found."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
@@ -90,9 +91,9 @@ def build(
         Job(name=unit.name, command=(*flags, *unit.flags, *_includes(), *_codes(own), str(SOURCES / unit.source)))
         for unit, own in units_for(wanted)
         if units is None or unit.name in units
-    ]  # the longest compilations first
+    ]  # the longest compilations come first
     link = [nvcc, "-shared", "-cudart=static"]
-    # The version is part of the cache key, because an upgrade of CUTLASS puts other headers at the same path.
+    # The version of CUTLASS is part of the cache key, because an upgrade puts other headers at the same path.
     headers = (cutlass_includes()[0] / "cutlass" / "version.h").read_text() if jobs_found else ""
     jobs_found += [
         Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
@@ -101,7 +102,7 @@ def build(
 
 
 def _codes(archs: Sequence[str]) -> list[str]:
-    # The long option is needed, because -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
+    # The option -gencode is needed, because -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
     return [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
 
 
@@ -110,8 +111,8 @@ def _includes() -> list[str]:
 
 
 def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
-    """Builds the kernel sources for the CPU, for tests. ``sanitize`` is the value of -fsanitize
-    (``address,undefined``)."""
+    """Builds the kernel sources for the CPU, for tests. ``sanitize`` is the value of the compiler option -fsanitize,
+    such as ``address,undefined``."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to run the kernels on the host")
@@ -136,7 +137,7 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
 
 def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
     """Returns the library to run, or None. If ``$ACCEL_KERNEL_LIBRARY`` names a library, returns that library.
-    Otherwise returns the best library that was built from the present sources.
+    Otherwise returns the best library that was built from the current sources.
 
     The best library has the most tensor-core GEMMs. Among libraries with the same number of GEMMs, the newest is the
     best. Libraries without code for the compute capability ``capability`` (None for any) are left out.
@@ -158,7 +159,7 @@ def find_library(cache: Path | None = None, *, capability: tuple[int, int] | Non
 def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozenset[str] | None:
     """Returns the CUTLASS units of a library that have code for this compute capability (None for any).
 
-    Reads the record beside the library. Returns None if there is no record.
+    Reads the record ``library.json`` beside the library. Returns None if there is no record.
     """
     body = _record(library.with_name(RECORD))
     if "files" not in body:
@@ -221,7 +222,8 @@ def compile_library(
 ) -> Built:
     """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
 
-    ``also`` has further inputs that the library depends on. ``noted`` has further entries for the library's record.
+    ``also`` describes further inputs of the library, and is part of the cache key. ``noted`` has further entries for
+    the library's record.
     """
     from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
 
@@ -278,5 +280,5 @@ def _compile_all(
 
 
 def slow_code(said: str) -> list[str]:
-    """Returns the lines of ptxas that warn of slow code: spilled registers, serialized wgmma."""
+    """Returns the warnings of ptxas about slow code, such as spilled registers or serialized wgmma."""
     return [line.strip() for line in said.splitlines() if re.search(r"spilled|C7510", line)]

@@ -1,4 +1,4 @@
-"""Runs compilers, and leaves no files and processes behind, however a build ends.
+"""Runs compilers. No temporary files or processes remain, even after a failed build.
 
 A build works in a scratch folder beside its result and holds a lock on the folder. Ctrl-C ends the compilers and
 removes the folder. A killed build leaves the folder unlocked, and the next build removes the folder.
@@ -55,7 +55,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 def _lock(folder: Path, *, wait: bool) -> int | None:
     """Locks a folder until ``_unlock`` is called or this process ends.
 
-    Returns None if another process holds the lock, or locks don't work here.
+    Returns None if another process holds the lock, or if the file system doesn't support locks.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -75,8 +75,8 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build. The end of the ``with`` block kills compilers that still run. Temporary files go into
-    ``scratch``."""
+    """Runs the compilers of one build. The end of the ``with`` block kills compilers that still run. Temporary files go
+    into ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
         self._environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -95,8 +95,8 @@ class Compilers:
         with self._changing:
             if self._ended:
                 raise BuildFailed("the build was stopped before this file was compiled; run the build again")
-            # Runs in a separate process group, because nvcc starts other compilers, and they have to end with the
-            # build.
+            # The command runs in a separate process group, because nvcc starts other compilers that have to end with
+            # the build.
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -118,7 +118,7 @@ class Compilers:
         return err + out
 
     def end(self) -> None:
-        """Ends the running compilers and starts no more."""
+        """Ends the running compilers. After this call, ``run`` starts no further compilers."""
         with self._changing:
             self._ended = True
             for process in self._running:

@@ -24,7 +24,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
     """Returns the library that ``accel kernels build`` made for this compute capability (None for any). Loads it only
     once.
 
-    Returns None if no library was built from the present sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
+    Returns None if no library was built from the current sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
     names a file that is not a library.
     """
     path = find_library(capability=capability)
@@ -42,9 +42,8 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
-    """Returns the kernels of the library that this compute capability can run (None for all).
-
-    The kernels are the tensor-core GEMMs and, in every library, those of ``HAND_WRITTEN``.
+    """Returns the names of the library's kernels that a GPU of this compute capability can run (None for all kernels).
+    Every library has the kernels of ``HAND_WRITTEN``. A library may also have tensor-core GEMMs.
     """
     library = installed(capability)
     if library is None:
@@ -70,7 +69,7 @@ def _names_in(
 
 
 def _library_for(device: torch.device) -> tuple[Library, int]:
-    """Returns the library for tensors on ``device``, and the current stream."""
+    """Returns the library for tensors on ``device``, and the current CUDA stream."""
     on_gpu = device.type == "cuda"
     library = installed(torch.cuda.get_device_capability(device) if on_gpu else None)
     if library is None:
@@ -81,8 +80,8 @@ def _library_for(device: torch.device) -> tuple[Library, int]:
 def run_gemm(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], config: NativeConfig
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of ``b`` are
-    dense.
+    """Computes ``spec`` with the kernel ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of
+    ``b`` are dense.
 
     Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch only passes a residual in the
     output's dtype.
@@ -111,8 +110,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # The variable ``workspace`` keeps the memory until the call is in the stream. While the call waits and runs,
-    # torch's allocator keeps the memory.
+    # The variable ``workspace`` holds the memory until the call is queued in the stream. Afterwards, torch's allocator
+    # reuses the memory only for later calls in the same stream.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)
@@ -122,8 +121,8 @@ def run_gemm(
 def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
     """Computes ``spec`` by the hand-written kernel for at most 16 rows.
 
-    ``a`` (M, K) and the transpose (N, K) of ``b`` are dense, at any address. Residual and output have the dtype of
-    ``a``.
+    ``a`` (M, K) and the transpose (N, K) of ``b`` are dense, at any address. The residual and the output have the dtype
+    of ``a``.
     """
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=a.dtype, device=a.device)
@@ -144,12 +143,12 @@ def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows by the hand-written kernel. Returns the values in ``dtype`` and fp32 scales."""
+    """Quantizes rows by the hand-written kernel. Returns the values in the dtype ``dtype`` and the scales in fp32."""
     library, stream = _library_for(x.device)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     rows, columns = x.shape
-    # A matrix of one row can have any stride in torch.
+    # In torch, a matrix with one row can have any row stride.
     row_stride = columns if rows == 1 else x.stride(0)
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -183,6 +182,7 @@ def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` dense, in the dtype that the C interface takes, at an address that is a multiple of 16."""
+    """Returns ``tensor`` as a dense tensor in the dtype that the C interface takes. The address of the result is a
+    multiple of 16."""
     tensor = (tensor if name == "residual" else tensor.to(torch.float32)).contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

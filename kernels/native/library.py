@@ -29,7 +29,7 @@ _SIGNATURES = {
 
 
 class Problem(ctypes.Structure):
-    """The C struct ``accel_gemm_problem`` of addresses, sizes and dtypes."""
+    """Mirrors the C struct ``accel_gemm_problem``, which holds addresses, sizes and dtypes."""
 
     _fields_: ClassVar[Any] = [
         *[(name, _POINTER) for name in ("a", "b", "out", "bias", "residual", "row_scale", "col_scale")],
@@ -42,8 +42,8 @@ class Problem(ctypes.Structure):
 
 
 class Library:
-    """A library made by ``accel kernels build``. The library loads without a GPU, but without a GPU, calls of the
-    library raise ``UnsupportedHere``.
+    """Loads a library that ``accel kernels build`` made. Loading works without a GPU, but the kernels then raise
+    ``UnsupportedHere``.
 
     Raises ``BuildFailed`` if the file is not a kernel library, or has another interface version.
     """
@@ -69,7 +69,7 @@ class Library:
         """Returns the numbers of this library's tensor-core GEMMs by name."""
 
     def message(self, status: int) -> str:
-        """Returns the meaning of a status, with the fix."""
+        """Returns the error message for a status code. The message names the fix, too."""
         return str(self._library.accel_status_message(status).decode())
 
     def quantize_rowwise(
@@ -87,7 +87,7 @@ class Library:
         """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``. All three are
         addresses.
 
-        Raises the errors of ``check``.
+        Raises the same errors as ``check``.
         """
         arguments = (x, DTYPES[dtype], q, DTYPES[q_dtype], scales, rows, columns, row_stride, stream)
         self.check(self._library.accel_quantize_rowwise(*arguments))
@@ -109,7 +109,8 @@ class Library:
         k: int,
         stream: int = 0,
     ) -> None:
-        """Multiplies ``a`` (m, k) by the transpose of ``b`` (n, k) and applies the epilogue; m is at most 16.
+        """Multiplies ``a`` (m, k) by the transpose of ``b`` (n, k) and applies the epilogue. The number of rows ``m``
+        is at most 16.
 
         All operands are addresses.
         """
@@ -129,7 +130,7 @@ class Library:
         return size.value
 
     def gemm(self, config: str, problem: Problem) -> None:
-        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises the errors of ``check``."""
+        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises the same errors as ``check``."""
         self.check(self._library.accel_gemm(self.gemms.get(config, -1), ctypes.byref(problem)))
 
     def im2col(
@@ -141,13 +142,13 @@ class Library:
         geometry: tuple[int, int, int, int, int, int, int, int],
         stream: int = 0,
     ) -> None:
-        """Writes the patches of ``x`` (NHWC) to the rows of ``columns``. ``geometry`` has kernel, stride, padding and
-        dilation as (h, w)."""
+        """Writes the patches of ``x`` (NHWC) to the rows of ``columns``. ``geometry`` has the height and width of
+        kernel, stride, padding and dilation, in this order."""
         numbers = (ctypes.c_int32 * 8)(*geometry)
         self.check(self._library.accel_im2col(x, columns, element_size, *shape, numbers, stream))
 
     def check(self, status: int) -> None:
-        """Raises the error of a status, or returns if the status is 0.
+        """Raises the error that a status code means, or returns if the status is 0.
 
         Raises ``BadFeeds`` for a wrong call, ``UnsupportedHere`` without a GPU, and ``BuildFailed`` for another error.
         """
@@ -170,8 +171,8 @@ def _is_whole(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # 64-bit
         return False
-    # The section table is at the end of the file. The header has the table's offset, its entry size and its number of
-    # entries (ELF-64, figure 2).
+    # The section table is at the end of an ELF file. The file's header has the offset of the table, the size of an
+    # entry and the number of entries (ELF-64, figure 2).
     (offset,) = struct.unpack_from("<Q", header, 0x28)
     entry, number = struct.unpack_from("<HH", header, 0x3A)
     return bool(offset + entry * number <= size)

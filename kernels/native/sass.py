@@ -27,7 +27,7 @@ def find_cuobjdump() -> Path:
 
 
 def products(library: Path) -> dict[tuple[str, str], set[str]]:
-    """Returns the matrix instructions (HMMA, HGMMA, UTCHMMA...) of each kernel by (architecture, mangled name)."""
+    """Maps each kernel (architecture, mangled name) to its matrix instructions, such as HMMA, HGMMA or UTCHMMA."""
     command = [str(find_cuobjdump()), "-sass", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,10 +1,8 @@
-"""Support for ``torch.onnx.export``: a fused module exports to ``accel::FusedGemm`` and similar operators.
+"""Exports fused modules with ``torch.onnx.export`` to ``accel::FusedGemm`` and similar ONNX operators.
 
-    program = torch.onnx.export(module, args, dynamo=True, custom_translation_table=translation_table())
-    add_functions(program.model_proto)
-
-The exporter writes the nodes. ``add_functions`` gives each node a function body, so that any runtime can run the
-file.
+Pass ``dynamo=True`` and ``custom_translation_table=translation_table()`` to ``torch.onnx.export``, which writes the
+nodes. Then call ``add_functions(program.model_proto)``, which gives each node a function body. With the function
+bodies, any runtime can run the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``accel::FusedGemm``, ``accel::FusedConv2d`` and ``accel::QuantizeRowwise`` as ONNX operators with a function body.
+"""Defines the ONNX operators ``accel::FusedGemm``, ``accel::FusedConv2d`` and ``accel::QuantizeRowwise``, and their
+function bodies.
 
 A runtime that has the kernel finds the kernel by the operator's name. Any other runtime inlines the body. Each epilogue
 has a function with its own name, such as ``FusedGemm_gemm_nt_bias_gelu_erf_residual_fp32``.
@@ -85,13 +86,13 @@ def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedGemm:
-    """The operator ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
+    """Describes the operator that computes ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
 
     ``product`` is ``matmul`` if A can have any rank, and ``gemm_nn`` or ``gemm_nt`` if A is a matrix. B is (N, K) in
     ``gemm_nt``. ``dtype``, one of ``DTYPES``, is the dtype of the output and the residual. ``operand`` is the dtype of
     A and B, by default ``dtype``. The body computes in fp32 if ``operand`` differs from ``dtype``, or if there are
-    scales. In a body that computes in fp32, bias and scales are fp32. In any other body, the bias has ``dtype``. The
-    inputs are in the order A, B, bias, row_scale, col_scale, residual, of which the last four are optional.
+    scales. In a body that computes in fp32, bias and scales are fp32. In all other bodies, the bias has the dtype
+    ``dtype``. The order of the inputs is A, B, bias, row_scale, col_scale, residual. The last four inputs are optional.
     """
 
     product: str
@@ -105,9 +106,12 @@ class FusedGemm:
 
     def __post_init__(self) -> None:
         if self.act not in ACTS or self.product not in PRODUCTS:
-            raise UnknownName(f"no FusedGemm for {self.product} and {self.act}; the activations are {', '.join(ACTS)}")
+            raise UnknownName(
+                f"FusedGemm doesn't support product {self.product} with activation {self.act}; the activations are "
+                f"{', '.join(ACTS)}"
+            )
         if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
-            raise UnknownName(f"no FusedGemm for this dtype; the output is one of {', '.join(DTYPES.values())}")
+            raise UnknownName(f"FusedGemm can't use this dtype; the output is one of {', '.join(DTYPES.values())}")
 
     @property
     def wide(self) -> bool:
@@ -133,7 +137,7 @@ class FusedGemm:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        With ``tensorrt``, returns a body for fp8 that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        With ``tensorrt``, the body for fp8 suits TensorRT's parser, but not ONNX Runtime 1.31.
         """
         if self.wide:
             return self._wide(opset, tensorrt)
@@ -174,9 +178,9 @@ class FusedGemm:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeRowwise:
-    """The operator that quantizes a matrix (M, K) to int8 or float8 e4m3 with one fp32 scale per row.
+    """Describes the operator that quantizes a matrix (M, K) to int8 or float8 e4m3 with one fp32 scale per row.
 
-    The arithmetic is that of ``reference.quantize_rowwise_torch``.
+    The operator's arithmetic is the same as in ``reference.quantize_rowwise_torch``.
     """
 
     source: int
@@ -189,7 +193,7 @@ class QuantizeRowwise:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        With ``tensorrt``, returns a body for fp8 that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        With ``tensorrt``, the body for fp8 suits TensorRT's parser, but not ONNX Runtime 1.31.
         """
         body = _Body(self.name, TensorProto.FLOAT, opset)
         add, constant = body.add, body.constant
@@ -203,7 +207,7 @@ class QuantizeRowwise:
         scale = add("Max", [add("Div", [top, largest], "quotient"), constant(SMALLEST_SCALE, "smallest")], "at_least")
         zero = add("Equal", [top, constant(0.0, "zero")], "is_zero")
         scale = add("Where", [zero, constant(1.0, "one"), scale], "finite")
-        # A NaN in the row has to become NaN in the scale, but Max and ReduceMax may drop it.
+        # A NaN in the row has to make the scale NaN, but Max and ReduceMax may drop the NaN.
         nans = add("ReduceSum", [add("Mul", [x, constant(0.0, "nothing")], "nans"), last], "any_nan", keepdims=0)
         scale = add("Add", [scale, nans], "scale")
         ratio = add("Div", [x, add("Unsqueeze", [scale, last], "rows")], "ratio")
@@ -211,7 +215,7 @@ class QuantizeRowwise:
         if self.dtype == TensorProto.INT8:
             ratio = add("Round", [ratio], "rounded")
             ratio = add("Where", [add("IsNaN", [ratio], "is_nan"), constant(0.0, "nan_as"), ratio], "numbers")
-        # TensorRT converts a tensor that isn't constant to int8 or fp8 only by QuantizeLinear.
+        # In TensorRT, only QuantizeLinear converts a variable tensor to int8 or fp8.
         if self.dtype == TensorProto.INT8 or tensorrt:
             origin = add("Constant", [], "origin", value=helper.make_tensor("origin", self.dtype, [], [0]))
             q = add("QuantizeLinear", [ratio, constant(1.0, "unit"), origin], "q")
@@ -222,9 +226,10 @@ class QuantizeRowwise:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedConv2d:
-    """The operator ``act(conv2d(x, weight) + bias) + residual`` in ONNX's layout (NCHW, OIHW), one group.
+    """Describes the operator that computes ``act(conv2d(x, weight) + bias) + residual`` in ONNX's layout (NCHW, OIHW).
+    The convolution has one group.
 
-    ``kernel``, ``stride``, ``padding`` and ``dilation`` are (height, width). Each geometry has its own function,
+    ``kernel``, ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Each geometry has its own function,
     because TensorRT's parser needs constants and can't read attributes of the caller.
     """
 
@@ -239,7 +244,7 @@ class FusedConv2d:
 
     def __post_init__(self) -> None:
         if self.act not in ACTS:
-            raise UnknownName(f"no FusedConv2d for {self.act}; the activations are {', '.join(ACTS)}")
+            raise UnknownName(f"FusedConv2d doesn't support activation {self.act}; use one of {', '.join(ACTS)}")
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # How much an activation may change at _POINTS if its constants are rounded to bf16.
+_ROUNDED = 2e-3  # The allowed change of an activation at _POINTS when its constants are rounded to bf16.
 _LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
@@ -40,7 +40,7 @@ _ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "
 
 @dataclass(kw_only=True)
 class _Match:
-    """A chain of nodes that can be fused: its operation, its operands, its last value and its nodes.
+    """Describes a chain of nodes that can be fused, with its operation, its operands, its last value and its nodes.
 
     ``geometry`` has the sizes of a convolution, and is empty for a product.
     """
@@ -60,12 +60,12 @@ class _Match:
 
 
 class _Graph:
-    """The producers, consumers, constants and shapes of the top-level graph."""
+    """Holds the producers, consumers, constants and shapes of the top-level graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = onnx.shape_inference.infer_shapes(model).graph
         self.nodes = list(model.graph.node)  # The list keeps the nodes alive, so that ids of nodes stay unique.
-        self.gone: set[int] = set()  # The ids of the nodes in matches.
+        self.gone: set[int] = set()  # The ids of the nodes that belong to a match.
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
             if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -78,7 +78,7 @@ class _Graph:
         kept = {value.name for value in model.graph.output}
         for node in model.graph.node:
             kept |= {name for inner in _subgraphs(node) for name in _names(inner)}
-        self.kept = kept  # values that are read outside the graph
+        self.kept = kept  # values that are graph outputs or that subgraphs read
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 
     def only_user(self, name: str) -> onnx.NodeProto | None:
@@ -134,13 +134,13 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
         _grow(match, graph, residual)
         dtype = graph.dtype(match.operands[1])
         if len(match.nodes) == 1 and match.product in ("matmul", "conv"):
-            continue  # nothing to fuse with the product
+            continue  # no other node can be fused with the product
         if dtype not in DTYPES:
             continue
         fused = _function(match, dtype)
         functions.setdefault(fused.name, fused.function(opset))
         inputs = [*match.operands, *([match.residual] if match.residual else [])]
-        # The new node takes the place of the chain's last node, where every operand is already computed.
+        # The new node replaces the last node of the chain, because every operand is already computed at that point.
         last = max(match.nodes, key=lambda taken: order[id(taken)])
         replaced[id(last)] = helper.make_node(fused.name, inputs, [match.out], name=node.name, domain=DOMAIN)
         graph.gone |= {id(taken) for taken in match.nodes}
@@ -162,7 +162,7 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """Removes constants that no node reads any more, such as the numbers in a fused GELU, because runtimes warn of
+    """Removes constants that no node reads any more, such as the numbers in a fused GELU, because runtimes warn about
     unused constants."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
@@ -239,7 +239,7 @@ def _grow(match: _Match, graph: _Graph, residual: bool) -> None:
     if not residual or after is None or after.op_type != "Add":
         return
     other = _other(after, match.out)
-    # The shapes have to be equal, because a residual that broadcasts is not (M, N).
+    # The shapes have to be equal, because the kernels don't broadcast the residual.
     if other is None or other in graph.constants or graph.shape(other) is None:
         return
     if graph.shape(other) == graph.shape(match.out) and graph.dtype(other) == graph.dtype(match.out):
@@ -267,8 +267,8 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. A function among these nodes, such as Erf, tells which activation to compare the value
-    with.
+    until a single value remains. A function among these nodes, such as Erf, tells with which activation the value is
+    compared.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -1,4 +1,4 @@
-"""Runs the proofs about the kernels, as far as this machine can run them."""
+"""Runs the proofs about the kernels. Marks the proofs that this machine can't run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from . import interpret
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """The result of a proof. ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or
-    the missing tool.
+    """The result of a proof. ``passed`` is None if this machine can't run the proof. ``detail`` describes the result,
+    or names the missing tool.
     """
 
     what: str
@@ -63,8 +63,8 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """Returns a separate cache folder. In the user's cache, dispatch would find the proof's library, which has no
-    GEMMs."""
+    """Returns a separate cache folder for the proofs. The proofs build a library without GEMMs, which dispatch must not
+    find in the user's cache."""
     return cache_folder() / "check"
 
 
@@ -126,7 +126,7 @@ def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "n
     """
     try:
         found = errors()
-    except Exception as error:  # accel's errors, or any error of a runtime about a wrong body
+    except Exception as error:  # catches accel's errors, and any error of a runtime about a wrong function body
         return Proof(what=what, passed=False, detail=one_line(error, 300))
     if not found:
         return Proof(what=what, passed=None, detail=missing)

@@ -1,4 +1,5 @@
-"""Proofs on the CPU: the hand-written kernels, compiled for the host, and the bodies of the ONNX operators."""
+"""Runs proofs on the CPU, about the hand-written kernels compiled for the host and the function bodies of ONNX
+operators."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ M, N, K = 3, 5, 33
 
 
 def hand_written_errors(library: Library) -> dict[str, float]:
-    """Returns the largest ratio of an error to its bound (1 is the limit), for each kernel of a host library, by dtype
-    and activation.
+    """Returns the largest ratio of an error to its bound for each kernel of a host library, by dtype and activation. A
+    ratio of 1 is the limit.
 
     Quantization and patches have to be exact, and any difference counts as infinity.
     """
@@ -45,8 +46,8 @@ def hand_written_errors(library: Library) -> dict[str, float]:
 
 
 def body_errors() -> dict[str, float]:
-    """Returns the largest ratio of an error to its bound, for the bodies in ONNX Runtime, by product and activation.
-    Returns an empty dict without ONNX Runtime."""
+    """Runs the function bodies in ONNX Runtime. Returns the largest ratio of an error to its bound for each product and
+    activation, or an empty dict if ONNX Runtime isn't installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -76,8 +77,8 @@ def body_errors() -> dict[str, float]:
 def _problem(
     dtype: str, act: str, scales: bool = True
 ) -> tuple[GemmSpec, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Makes a small product whose sizes don't fill a tile: the spec, ``a`` (M, K), ``b`` (N, K), and every operand of
-    the epilogue."""
+    """Makes a small product whose sizes don't fill a tile. Returns the spec, ``a`` (M, K), ``b`` (N, K), and every
+    operand of the epilogue."""
     g = torch.Generator().manual_seed(0)
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, row_scale=scales, col_scale=scales, out_dtype=dtype)
     made: dict[str, Any] = {"bias": torch.randn(N, generator=g), "residual": random(g, dtype, M, N)}

@@ -1,10 +1,11 @@
 """Runs every Triton kernel on the CPU, in Triton's interpreter, on small problems whose sizes don't fill a tile.
 
-Uses small tiles, so that a small problem takes many tiles. Also runs each configuration once in its shipped tile, on a
+Uses small tiles, so that a small problem needs many tiles. Also runs each configuration once in its shipped tile, on a
 problem just larger than one tile.
 
-``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object: the largest
-ratio of error to proven bound (1 is the limit) of each case. ``run`` runs this module in a separate process.
+``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object with the
+largest ratio of error to proven bound for each case. A ratio of 1 is the limit. ``run`` runs this module in a separate
+process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dic
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ChildCrashed(f"a kernel did not run in the interpreter: {last}; run {' '.join(command[1:3])} to see it")
+        raise ChildCrashed(f"a kernel failed in the interpreter: {last}; run python {' '.join(command[1:3])} to see it")
     return {name: float(value) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
@@ -155,7 +156,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
 
 
 def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -> float:
-    """Runs the kernels as TensorRT calls them: inputs, then M, N and K, then the output."""
+    """Runs the kernels with arguments in TensorRT's order, which is the inputs, then M, N and K, then the output."""
     from ..triton import plugin_kernels as triton_plugin
 
     g = torch.Generator().manual_seed(5)
@@ -188,7 +189,8 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 
 
 def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
-    """Runs a convolution as TensorRT calls it: inputs (images and weights in ONNX's layout), sizes, then the output.
+    """Runs a convolution with arguments in TensorRT's order, which is the inputs, the sizes, and then the output.
+    Images and weights are in ONNX's layout.
 
     On a ``device`` other than the CPU, the kernel is compiled.
     """
@@ -232,7 +234,8 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is one step and 16 elements, so that row lengths are multiples of 16 bytes, as TMA needs.
+                # K is the length of one step plus 16 elements, because TMA needs row lengths that are multiples of 16
+                # bytes.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -1,5 +1,5 @@
-"""The kernels as TensorRT quick plugins, which are Triton kernels that are compiled to PTX ahead of time.
+"""Provides the kernels as TensorRT quick plugins. Triton compiles these kernels to PTX ahead of time.
 
-Takes a `FusedGemm` or `FusedConv2d` of an ONNX file. Registers a plugin with TensorRT. The engine holds the PTX of the
-plugin.
+Takes a `FusedGemm` or `FusedConv2d` of an ONNX file. Registers a plugin with TensorRT. The TensorRT engine contains the
+plugin's PTX.
 """

@@ -1,10 +1,9 @@
-"""``accel::FusedGemm`` and ``accel::FusedConv2d`` as TensorRT quick plugins, with Triton kernels compiled to PTX.
+"""Makes TensorRT quick plugins for ``accel::FusedGemm`` and ``accel::FusedConv2d``. Triton compiles the kernels to PTX.
 
-    register(FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=TensorProto.FLOAT16))
-
-registers ``accel::FusedGemm_gemm_nt_bias_gelu_erf_fp16``, the name of the operator in the ONNX files. The engine holds
-the PTX and needs neither Triton nor accel to run. Quick plugins work with TensorRT (``tensorrt.plugin``), but not with
-TensorRT-RTX.
+``register(FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=TensorProto.FLOAT16))``
+registers the plugin ``accel::FusedGemm_gemm_nt_bias_gelu_erf_fp16``. The operator in an ONNX file has the same name as
+the plugin. The engine holds the PTX and needs neither Triton nor accel to run. Quick plugins work with TensorRT
+(``tensorrt.plugin``), but not with TensorRT-RTX.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..onnx.function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
 from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
-TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # Output dtypes, as named in tensorrt.
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # The names of output dtypes in tensorrt.
 # Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
 # architecture only.
 PORTABLE_ARCH = 80
@@ -33,9 +32,9 @@ PORTABLE_ARCH = 80
 class PluginKernel:
     """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
 
-    Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
-    The sizes of a product are M, N, K. The sizes of a convolution are, in this order: pixels and channels of the
-    output; channels, height and width of the image; height and width of the output.
+    Each program computes ``block_m`` x ``block_n`` elements. The kernel's parameters are the inputs, the sizes and the
+    output. The sizes of a product are M, N and K. A convolution has seven sizes, which are output pixels, output
+    channels, image channels, image height, image width, output height and output width.
     """
 
     name: str
@@ -47,7 +46,7 @@ class PluginKernel:
 
 
 def arch_for(function: FusedGemm | FusedConv2d) -> int:
-    """Returns the first architecture whose PTX can express ``function``."""
+    """Returns the oldest architecture whose PTX can express ``function``."""
     return FIRST_FP8 if OPERANDS[function.dtypes[0]] == "fp8_e4m3" else PORTABLE_ARCH
 
 
@@ -59,8 +58,8 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
     if arch < arch_for(function):
         raise UnsupportedHere(
-            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or don't "
-            "register it: without a plugin, TensorRT inlines its body"
+            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or higher, or don't "
+            "register it, because TensorRT inlines a function without a plugin"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -110,7 +109,7 @@ def plugin_constants(function: FusedGemm | FusedConv2d) -> dict[str, Any]:
 
 
 def without_scratch(ptx: str, kept: int) -> str:
-    """Returns ``ptx`` with only the first ``kept`` parameters of its entry.
+    """Returns ``ptx`` with only the first ``kept`` parameters of its entry point.
 
     Triton appends pointers to scratch memory, which TensorRT would leave unset. Raises ``BuildFailed`` if the code
     reads one of the appended pointers.
@@ -185,7 +184,7 @@ def _names(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[int, Any]:
-    """Returns the sizes of the output by axis, for the axes whose size differs from that of the first input."""
+    """Returns the output's size for each axis on which the output and the first input differ."""
     if isinstance(function, FusedConv2d):
         height, width = _spatial(function, inputs[0].shape_expr)
         return {1: inputs[1].shape_expr[0], 2: height, 3: width}
@@ -193,7 +192,7 @@ def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[i
 
 
 def sizes_of(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the scalars of the kernel, in the order of its parameters."""
+    """Returns the values of the kernel's scalar parameters, in the order of the parameters."""
     first, second = inputs[0].shape_expr, inputs[1].shape_expr
     if isinstance(function, FusedConv2d):
         height, width = _spatial(function, first)
@@ -222,7 +221,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any], names: Sequence[str], kind: Any, returns: Any) -> Callable[..., Any]:
-    """Returns ``function`` with a signature, from which TensorRT reads the inputs of a plugin."""
+    """Returns ``function`` with a signature. TensorRT reads the inputs of a plugin from this signature."""
     empty = inspect.Signature.empty
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind or empty) for name in names

@@ -1,4 +1,5 @@
-"""``accel.fuse(module)``: replaces Linear and Conv+BN, with activation and residual, by fused operations.
+"""Implements ``accel.fuse(module)``, which replaces Linear and Conv2d layers by fused operations. A fused operation can
+include a batch norm, an activation and a residual.
 
 Traces the module with torch.fx. If the module can't be traced, replaces its Linear and Conv2d modules one by one,
 together with their neighbors in an ``nn.Sequential``. Compares the fused module with the original.
@@ -26,8 +27,8 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A fused operation: its name, its parts, and its difference from the original if the operation was verified
-    alone."""
+    """Describes a fused operation, with its name and its parts. ``difference`` is the difference from the original, if
+    the operation was verified alone."""
 
     name: str
     operation: str
@@ -72,8 +73,8 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # No submodule may be in training mode, in which a batch norm updates its statistics. A folded batch norm can't
-    # update statistics.
+    # No submodule may be in training mode, because a batch norm in training mode updates its statistics. A folded batch
+    # norm can't update statistics.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -88,7 +89,7 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
             if not adds_in_place(module):
                 raise
     if example_inputs is not None:
-        with contextlib.suppress(GateFailed):  # raised if the module doesn't call a Sequential as a whole
+        with contextlib.suppress(GateFailed):  # GateFailed means that the module doesn't call a Sequential as a whole
             return _swapped(module, example_inputs, joined=True)
     return _swapped(module, example_inputs, joined=False)
 
@@ -109,7 +110,7 @@ def _reported(
     *,
     traced: bool,
 ) -> tuple[nn.Module, FuseReport]:
-    """Verifies ``fused`` if there are inputs, and returns it with its report."""
+    """Verifies ``fused`` if there are example inputs. Returns ``fused`` and its report."""
     if example_inputs is None:
         worst = max(matches, key=lambda match: match.difference, default=None)
         difference, limit = (worst.difference, worst.limit) if worst else (0.0, LIMITS[torch.float32])
@@ -139,7 +140,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the fused layer would read its inputs too late, after a write
+        if writes_between(taken, modules):  # the fused layer would read its inputs after another node wrote to them
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"
@@ -150,7 +151,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # erases no other unused nodes, because they may write to their inputs
+        for gone in reversed(taken):  # keeps other unused nodes, because they may write to their inputs
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -164,8 +165,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    ``joined`` fuses a layer with the modules after it in a Sequential. With ``joined``, the result is wrong if code
-    calls the modules one by one.
+    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. The result of ``joined`` is
+    wrong if code calls these modules one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -202,7 +203,8 @@ def _match(name: str, layer: nn.Module, norm: nn.Module | None, act: str, residu
 
 
 def _verified(match: Match, layer: nn.Module, norm: nn.Module | None, fused: nn.Module) -> Match:
-    """Runs a fused layer on its own and returns the match with its difference. Raises ``GateFailed`` like ``fuse``."""
+    """Verifies a fused layer alone and returns the match with the measured difference. Raises ``GateFailed`` if the
+    outputs differ."""
     assert isinstance(layer, nn.Linear | nn.Conv2d)
     difference, limit = verify_layer(layer, norm, match.act, fused)
     return replace(match, difference=difference, limit=limit)
@@ -213,7 +215,7 @@ def _operation(layer: nn.Module) -> str:
 
 
 def _obstacle(layer: nn.Module) -> str:
-    """Returns why this layer can't be replaced, or "" if it can."""
+    """Returns the reason why this layer can't be replaced, or "" if it can be replaced."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"{type(layer).__name__} is a subclass"
     if torch.nn.utils.parametrize.is_parametrized(layer):

@@ -1,8 +1,8 @@
-"""``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, the Python interface of the kernels.
+"""Defines ``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, the Python interface of the kernels.
 
 The three functions are PyTorch operators (``torch.ops.accel``), and ``torch.compile`` keeps each call as a single node.
-``fused_gemm`` and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's
-arithmetic. On a GPU, an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
+``fused_gemm`` and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference implementation with
+the GPU's arithmetic. On a GPU, an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def fused_gemm(
     col_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns ``act(row_scale * col_scale * (a @ b) + bias) + residual``, (M, N) in ``out_dtype``.
+    """Returns ``act(row_scale * col_scale * (a @ b) + bias) + residual`` with shape (M, N) and dtype ``out_dtype``.
 
-    ``a`` (M, K) and ``b`` (K, N) have any strides, and both are float32, float16, bfloat16, int8 or float8_e4m3fn.
-    ``bias`` is (N,), ``residual`` (M, N), ``row_scale`` (M,) and ``col_scale`` (N,). A scale of one element applies to
-    all rows or columns.
+    ``a`` (M, K) and ``b`` (K, N) can have any strides. The dtype of both operands is float32, float16, bfloat16, int8
+    or float8_e4m3fn. ``bias`` is (N,), ``residual`` is (M, N), ``row_scale`` is (M,), and ``col_scale`` is (N,). A
+    scale of one element applies to all rows or columns.
 
-    ``act`` is none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype`` is the dtype of ``a`` by default, and required for
-    int8 and float8 inputs. Sums and epilogue are fp32 (int8: int32 sums), and the output is rounded once.
+    ``act`` is none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype`` is the dtype of ``a`` by default, and is required
+    for int8 and float8 inputs. Sums (in int32 for int8) and the epilogue are computed in fp32, and the output is
+    rounded once.
 
     Raises ``BadFeeds`` for operands that don't match, and ``UnknownName`` for an unknown activation.
     """
@@ -59,10 +60,11 @@ def fused_conv2d(
     dilation: int | tuple[int, int] = 1,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
+    """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual`` with layout NHWC and dtype ``out_dtype``.
 
-    ``x`` is (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group. ``bias`` and ``col_scale`` are
-    (O,), and ``residual`` has the shape of the output. The dtypes, ``act`` and errors are those of ``fused_gemm``.
+    ``x`` is (N, H, W, C), and ``weight`` is (O, kernel height, kernel width, C). The convolution has one group.
+    ``bias`` and ``col_scale`` are (O,), and ``residual`` has the shape of the output. The dtypes, the activations and
+    the errors are the same as in ``fused_gemm``.
     """
     geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)
@@ -72,7 +74,8 @@ def fused_conv2d(
 
 
 def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns q and the fp32 scale of each row, (M,).
+    """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns the quantized matrix q, and the fp32 scales of the rows,
+    with shape (M,).
 
     ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
     ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` for an ``x`` that isn't a float

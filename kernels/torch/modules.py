@@ -1,4 +1,4 @@
-"""The fused operations as modules, which ``accel.fuse`` puts in the place of Linear and Conv2d."""
+"""Defines the fused modules with which ``accel.fuse`` replaces Linear and Conv2d."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FusedConv2d(nn.Module):
         return out if inside or residual is None else out + residual
 
     def _shape_of(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Returns the shape of the output for ``x``, NCHW."""
+        """Returns the NCHW shape of the output for the input ``x``."""
         taps = zip(x.shape[2:], self.weight.shape[1:3], self.stride, self.padding, self.dilation, strict=True)
         sizes = ((size + 2 * pad - far * (tap - 1) - 1) // step + 1 for size, tap, step, pad, far in taps)
         return (x.shape[0], self.weight.shape[0], *sizes)

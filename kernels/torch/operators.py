@@ -1,8 +1,9 @@
-"""The kernels as PyTorch operators ``accel::fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
+"""Defines the PyTorch operators ``accel::fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, which run the
+kernels.
 
-Each operator has an implementation for CPU and CUDA, and a fake implementation, so that ``torch.compile`` and
-``torch.export`` keep an operator as one node. ``fused_gemm`` and ``fused_conv2d`` have an autograd formula. Importing
-this module registers the operators.
+Each operator has an implementation for CPU and CUDA, and a fake implementation. With the fake implementation,
+``torch.compile`` and ``torch.export`` keep an operator as one node. ``fused_gemm`` and ``fused_conv2d`` have an
+autograd formula. Importing this module registers the operators.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _act_gradient(act: str, grad: Tensor, before: Tensor) -> Tensor:
 
 
 def _backward(saved: Any, act: str, grad: Tensor, product: Tensor) -> tuple[Tensor, list[Maybe]]:
-    """Returns the gradients of the product (..., N), bias, residual, row_scale and col_scale."""
+    """Returns the gradients with respect to the product (..., N), bias, residual, row_scale and col_scale."""
     bias, residual, row, col = saved
     rows = None if row is None else row.float().unsqueeze(-1)
     columns = None if col is None else col.float()

@@ -1,4 +1,4 @@
-"""Traces modules to torch.fx graphs. Rejects a module whose graph may compute other outputs than the module."""
+"""Traces modules to torch.fx graphs. Rejects a module if its graph may compute other outputs than the module itself."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
             return traced
         with torch.no_grad():
             ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
-    except Exception:  # control flow, optional inputs, leaf functions: everything that fx can't trace
+    except Exception:  # fx can't trace control flow, optional inputs and leaf functions
         return None
     return traced
 
 
 def adds_in_place(module: nn.Module) -> bool:
-    """Tells whether the code of a submodule, or of functions called in the same file, has operators such as ``x += y``.
+    """Tells whether a submodule's code, or a function that it calls in the same file, has operators such as ``x += y``.
 
-    A trace records ``x + y`` instead, and then the other users of x get the unchanged x.
+    A trace records ``x + y`` instead of ``x += y``, so other users of x would get the unchanged x.
     """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 

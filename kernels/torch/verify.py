@@ -11,8 +11,8 @@ from accel.errors import GateFailed
 from torch import nn
 
 # The largest allowed difference for each dtype of the output, relative to the largest element of the output. In fp32,
-# the limit is several hundred roundings. In 16 bits, the limit is four steps of the dtype, because the original rounds
-# more often than the fused module.
+# the limit is several hundred rounding errors. For 16-bit dtypes, the limit is four units in the last place, because
+# the original rounds more often than the fused module.
 LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ACTS = {
     "none": nn.Identity(),
@@ -39,7 +39,7 @@ def verify_layer(
 
 
 def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[float, float]:
-    """Returns the largest difference, relative to the output's largest element, and its limit.
+    """Returns the largest difference and the allowed difference, both relative to the output's largest element.
 
     Raises ``GateFailed`` if the difference is over the limit, or the shape or dtype differs.
     """

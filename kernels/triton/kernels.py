@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""The Triton source of all kernels, with one shared epilogue.
+"""Contains the Triton source of all kernels, which share one epilogue.
 
 The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
 row-wise quantization. For a missing operand, the caller passes any pointer and turns off the ``HAS_`` flag. Upper-case
-arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs
-``UPCAST``, because the interpreter's dot products of bfloat16 and float8 are wrong.
+arguments of type ``constexpr`` are compile-time constants. With ``UPCAST``, kernels multiply in fp32. The interpreter
+needs ``UPCAST``, because the interpreter's dot products of bfloat16 and float8 are wrong.
 """
 
 import triton
@@ -19,7 +19,7 @@ def activate(x, ACT: tl.constexpr):
         x = x * tl.sigmoid(x)
     elif ACT == "gelu_erf":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "gelu_tanh":  # 0.5 x (1 + tanh u) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    elif ACT == "gelu_tanh":  # 0.5 x (1 + tanh u) equals x sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return x
 
@@ -30,10 +30,10 @@ def finish(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     PIXELS=1, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Applies scales, bias, activation and residual in fp32 to a tile of the product. Rounds once, and stores only what
-    is inside the output.
+    """Applies scales, bias, activation and residual in fp32 to a tile of the product. Rounds once, and stores only the
+    elements inside the output.
 
-    With ``FIRST``, rows are the pixels of channels-first images, PIXELS per image.
+    With ``FIRST``, rows are the pixels of channels-first images with ``PIXELS`` pixels each.
     """
     x = acc.to(tl.float32)
     if HAS_ROW:
@@ -66,8 +66,8 @@ def multiply(x, y, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the tile of a program. Programs take GROUP rows of tiles at a time, so that neighbors share operands in
-    L2."""
+    """Returns the indices of the tile that a program computes. Programs take GROUP rows of tiles at a time, so that
+    neighboring programs share operands in the L2 cache."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
@@ -83,7 +83,7 @@ def gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The GEMM for any strides and alignment.
+    """Computes the GEMM for any strides and alignment.
 
     With SPLIT > 1, ``out`` is (SPLIT, M, N), and each program writes the sum over its part of K to ``out[part]``.
     """
@@ -116,7 +116,7 @@ def sum_parts(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The second half of split-K: sums the parts in a fixed order, then applies the epilogue."""
+    """Does the second half of a split-K GEMM. Sums the parts in a fixed order, then applies the epilogue."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -134,7 +134,7 @@ def gemm_tma(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The persistent GEMM: PROGRAMS programs share the tiles.
+    """Computes the persistent GEMM, in which ``PROGRAMS`` programs share the tiles.
 
     The row lengths of ``a`` (M, K) and of ``b``, stored as (N, K), are multiples of 16 bytes.
     """
@@ -163,10 +163,10 @@ def conv2d(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """The convolution as implicit GEMM: rows are output pixels, columns output channels.
+    """Computes the convolution as an implicit GEMM, whose rows are output pixels and whose columns are output channels.
 
-    K runs over the channels of each tap, one tap after the other. Layouts are NHWC and OHWI, or with ``FIRST`` NCHW and
-    OIHW.
+    K runs over the channels of each kernel tap, one tap after the other. The layouts are NHWC for images and OHWI for
+    weights. With ``FIRST``, the layouts are NCHW and OIHW.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
@@ -201,7 +201,7 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
     r = tl.math.div_rn(v, tl.zeros_like(v) + scale)
     if INTEGER:
         r = tl.where(r != r, 0.0, tl.minimum(tl.maximum(r, -QMAX), QMAX))
-        r = (r + 12582912.0) - 12582912.0  # 1.5 * 2**23: the fp32 sum rounds to the nearest even integer
+        r = (r + 12582912.0) - 12582912.0  # adding 1.5 * 2**23 in fp32 rounds to an integer (half to even)
     else:
         r = tl.where(r != r, r, tl.minimum(tl.maximum(r, -QMAX), QMAX))
     tl.store(q + at, r.to(q.dtype.element_ty), mask=at < K)
@@ -209,7 +209,7 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
 
 @triton.jit
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
-    """Quantizes one row per program: finds its largest magnitude, then its quotients.
+    """Quantizes one row per program. Finds the row's largest magnitude, then divides the elements by the scale.
 
     A NaN in the row makes the scale NaN. The first BK elements stay in registers. If a row is longer than BK, the
     elements after the first BK are read twice.

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels with tensors, by the same code on a GPU and in the interpreter."""
+"""Launches the Triton kernels with tensors. The same code launches them on a GPU and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..catalogue.configs import Config, get
 from ..catalogue.reference import QMAX, TORCH_DTYPES
 from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # The number of rows of tiles in a group of programs.
-PARTS_TILE = {"BM": 16, "BN": 64}  # The tile in which the parts of a split K are summed.
+GROUP = 8  # A group of programs computes this number of rows of tiles.
+PARTS_TILE = {"BM": 16, "BN": 64}  # The tile of the kernel that sums the parts of a split-K GEMM.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -44,8 +44,8 @@ def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> d
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every operand that an epilogue can have, as a dense tensor. A missing operand is ``placeholder``, which
-    isn't read."""
+    """Returns every operand that an epilogue can have, as a dense tensor. A missing operand is replaced by
+    ``placeholder``, which the kernel doesn't read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 
@@ -60,7 +60,7 @@ def run_gemm(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config``. ``kernels`` is the module with the Triton source."""
+    """Computes ``spec`` with the configuration ``config``. ``kernels`` is the module with the Triton source."""
     e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
     given = _epilogue_of(operands, a)
@@ -96,7 +96,7 @@ def run_conv2d(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config``. Takes and returns NHWC."""
+    """Computes ``spec`` with the configuration ``config``. Takes and returns NHWC."""
     g, e = spec.gemm, spec.epilogue
     x, weight = x.contiguous(), weight.contiguous()
     shape = (spec.images, spec.out_height, spec.out_width, spec.c_out)
@@ -116,7 +116,7 @@ def geometry(spec: ConvSpec) -> dict[str, int]:
 
 
 def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows. Returns the values in ``dtype`` and fp32 scales."""
+    """Quantizes rows. Returns the values in the dtype ``dtype`` and the scales in fp32."""
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     config = row_config(x.shape[1], dtype)
@@ -128,7 +128,7 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
 
 
 def row_config(columns: int, dtype: str) -> Config:
-    """Returns the configuration whose block holds a row in registers, at most 16 elements a thread.
+    """Returns the configuration whose block holds a row in registers, with at most 16 elements per thread.
 
     The block has at least 1024 elements, and is at most as large as the largest shipped block.
     """
@@ -140,5 +140,5 @@ def row_config(columns: int, dtype: str) -> Config:
 def _give_scratch(device: torch.device) -> None:
     import triton
 
-    # Descriptors are built on the device, in memory that Triton requests from this allocator.
+    # TMA descriptors are built on the device, in memory that Triton requests from this allocator.
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""The GEMM and the convolution with the parameters of TensorRT's quick plugins: tensor inputs, scalars, the output.
+"""Contains the GEMM and the convolution with the parameters of TensorRT's quick plugins. The parameters are tensor
+inputs, scalars and the output.
 
 TensorRT passes exactly the inputs that a plugin has, so each number of operands has its own kernel. The existing
 operands are dense and in this order: bias, row scale, column scale, residual. With ``TRANSPOSED`` (``gemm_nt``), b is

@@ -1,8 +1,8 @@
-"""A small gRPC client for ``accel infer``: arrays in, arrays out.
+"""Implements a small gRPC client for ``accel infer``. The client takes and returns arrays.
 
-accel has its own client, because tritonclient would be one more dependency and would leave most of the work to accel.
-tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or explain a wrong
-address. accel's client needs grpcio and the protocol's messages, which are installed with the server.
+This module doesn't use tritonclient, which would be one more dependency and would leave most of the work to accel. The
+package tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or explain a
+wrong address. This client needs grpcio and the protocol's messages, which are installed with the server.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _scored(text: bytes) -> ScoredClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """A model's answer. ``outputs`` maps names to arrays, joined over all requests; ``BYTES`` outputs are object
-    arrays. ``requests`` is the number of requests. ``classified`` is True if the outputs are strings that name
-    classes."""
+    """A model's answer. ``outputs`` maps the name of each output to an array that joins the results of all requests.
+    Outputs of type ``BYTES`` are object arrays. ``requests`` is the number of requests. ``classified`` is True if the
+    outputs are strings that name classes."""
 
     model: str
     version: str
@@ -59,7 +59,7 @@ class Inference:
     classified: bool = False
 
     def classes(self) -> dict[str, list[list[ScoredClass]]]:
-        """Maps each output to the classes of each sample, highest score first, or returns {} if no classes were
+        """Returns the classes of each sample for each output, highest score first. Returns {} if no classes were
         requested."""
         if not self.classified:
             return {}
@@ -89,12 +89,12 @@ class Inference:
 
 
 class InferenceClient:
-    """A connection to one server.
+    """Holds a connection to one server.
 
-    ``url`` is host:port, ``token`` is a bearer token. ``ca``, the PEM file with the CA of the server's certificate,
-    turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is the longest time of
-    a call in seconds. A failed call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
-    only a part of the TLS files is given.
+    ``url`` is host:port, and ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's
+    certificate, and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is
+    the longest time of a call in seconds. A failed call raises ``ServeError`` with the server's code and text. Raises
+    ``UsageError`` if only a part of the TLS files is given.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Asks the address over plain HTTP and returns the reason why gRPC fails there, or "" if no reason is found."""
+        """Sends a plain HTTP request to the address. Returns the reason why gRPC fails there, or "" if no reason is
+        found."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT with the server's --grpc-port (usually 8001)"
@@ -160,15 +161,15 @@ class InferenceClient:
             return f"no server answers at {self._url}; start one with accel serve, or check --url"
         if begins == b"HTTP/":
             return f"{self._url} speaks HTTP, not gRPC; give the server's gRPC port (--url {host}:8001, usually)"
-        if begins[:1] == b"\x15" or (not begins and not self._tls):  # a TLS alert, or TLS closed the connection
+        if begins[:1] == b"\x15" or (not begins and not self._tls):  # TLS sent an alert or closed the connection
             return f"{self._url} doesn't speak gRPC in the clear; if it uses TLS, pass --tls-ca, else check --url"
         return f"{self._url} doesn't use TLS; leave out --tls-ca" if self._tls and begins else ""
 
     def infer_many(
         self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
     ) -> Inference:
-        """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 stands for the
-        model's largest batch.
+        """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 means the model's
+        largest batch.
 
         Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests this
         number of classes per sample in place of the outputs. Raises ``BadData`` if the arrays don't fit the model.
@@ -194,7 +195,8 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """Reads image files with ``ImageInput``, and sends each file as one sample. ``infer_many`` explains ``batch``.
+        """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
+        explains ``batch``.
 
         If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
         """
@@ -232,7 +234,8 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The text doesn't count the sent samples, because a log prints only the first of these texts, with the count 0.
+        # The progress text doesn't count the sent samples, because a log prints only the first text, whose count would
+        # be 0.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -293,7 +296,7 @@ def _token_advice() -> str:
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
-    """Yields lists of neighboring arrays of the same shape, each list of at most ``most`` arrays."""
+    """Yields lists of consecutive arrays of the same shape. Each list has at most ``most`` arrays."""
     batch: list[np.ndarray] = []
     for array in arrays:
         if batch and (len(batch) == most or batch[0].shape != array.shape):
@@ -317,8 +320,8 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            # Whole numbers in a JSON file or a list become int64, even if the model takes floats. uint8 arrays may be
-            # unscaled pixels, so uint8 is not cast to floats.
+            # Whole numbers in a JSON file or a list become int64, even if the model takes floats. Arrays of uint8 may
+            # be unscaled pixels, so uint8 is not cast to floats.
             whole = value.dtype == np.int64 and wanted.kind == "f"
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
@@ -341,7 +344,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
 def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
     """Returns a warning for each array that holds NaN or infinity.
 
-    Such arrays are still sent, because some models take NaN for a missing value.
+    Arrays with NaN are still sent, because some models take NaN for a missing value.
     """
     found = []
     for name, value in feeds.items():

@@ -1,4 +1,5 @@
-"""Image files as a model's input, for ``accel infer``: decodes, rotates, resizes, lays out and normalizes images."""
+"""Turns image files into a model's input, for ``accel infer``. Decodes, rotates, resizes, transposes and normalizes
+images."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """The image that a model takes.
+    """Describes the image that a model takes.
 
-    ``height`` and ``width`` are in pixels, None if the model takes any size. ``channels_first`` is True for NCHW, False
-    for NHWC. ``batched`` is True if the first dim is the batch. ``mean`` and ``std`` hold one number, or one per
-    channel, for pixels in 0..1.
+    ``height`` and ``width`` are in pixels, or None if the model takes any size. ``channels_first`` is True for NCHW and
+    False for NHWC. ``batched`` is True if the first dim is the batch. ``mean`` and ``std`` hold one number, or one
+    number per channel, for pixel values from 0 to 1.
     """
 
     name: str
@@ -81,7 +82,7 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # Refuses a small file that unpacks to a huge image. Pillow itself only warns of such a small file.
+                # Refuses a small file that unpacks to a huge image. By default, Pillow only warns about such a file.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
@@ -137,7 +138,7 @@ def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
     None if both dims or neither dim can be the channels."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # 3 comes first, because a dim of size 1 or 4 may be the height
+    for channels in (3, 1, 4):  # 3 channels are tried first, because a dim of size 1 or 4 may be the height
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

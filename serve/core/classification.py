@@ -1,4 +1,5 @@
-"""The classification extension: replaces an output by its k largest values, with their indices and labels."""
+"""Implements the classification extension, which replaces an output by its k largest values with their indices and
+labels."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from ..protocol.tensors import invalid
 
 
 def classify(value: np.ndarray, count: int, labels: Sequence[str], batched: bool) -> np.ndarray:
-    """Returns the ``count`` largest values, largest first, as ``bytes``: ``"value:index"`` or ``"value:index:label"``.
+    """Returns the ``count`` largest values, largest first, as ``bytes`` such as ``"value:index"`` or
+    ``"value:index:label"``.
 
-    ``value`` has the shape ``[batch, ...]`` if ``batched``; all dims after the batch are flattened into one list of
-    classes. The result has the shape ``[batch, count]`` or ``[count]``. If the tensor has fewer than ``count`` classes,
-    the result has all of them. Raises ``ServeError`` INVALID_ARGUMENT if ``value`` does not hold numbers.
+    ``value`` has the shape ``[batch, ...]`` if ``batched`` is True. All dims after the batch are flattened into one
+    list of classes. The result has the shape ``[batch, count]`` or ``[count]``. If the tensor has fewer than ``count``
+    classes, the result has all classes. Raises ``ServeError`` INVALID_ARGUMENT if ``value`` does not hold numbers.
     """
     if value.dtype.kind not in "iufb" and value.dtype.name != "bfloat16":
         raise invalid(f"class result not available for output due to unsupported type '{value.dtype}'")

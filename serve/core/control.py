@@ -1,7 +1,8 @@
-"""``Control`` has the commands that change a running server: all calls except inference and queries.
+"""Defines ``Control``, whose methods are the commands that change a running server. Inference and queries are not
+commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
-another process as a ``Command``: the name of a method of ``Control``, with its arguments.
+another process as a ``Command``, which has the name of a method of ``Control`` and its arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Control(Protocol):
         """Unload every model whose name is not in ``kept``."""
 
     def register_memory(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Register a region of POSIX shared memory: ``byte_size`` bytes from ``offset`` of the object ``key``."""
+        """Register ``byte_size`` bytes of the POSIX shared memory object ``key``, starting at ``offset``."""
 
     def unregister_memory(self, owner: str, name: str) -> None:
         """Forget the region ``name`` of POSIX shared memory, or every region of ``owner`` if ``name`` is empty."""
@@ -46,7 +47,7 @@ class Control(Protocol):
 
 
 class Processes(Control, Protocol):
-    """All processes of one server. A command runs in every process."""
+    """Represents all processes of one server. A command runs in every process."""
 
     def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
         """Returns the statistics of ``models``, summed over the processes."""
@@ -56,7 +57,7 @@ COMMANDS = frozenset(name for name in vars(Control) if not name.startswith("_"))
 
 
 class Command(NamedTuple):
-    """A picklable call of one method of ``Control``, to send to another process."""
+    """Holds a call of one method of ``Control``. The call can be pickled and sent to another process."""
 
     name: str
     arguments: tuple[Any, ...]

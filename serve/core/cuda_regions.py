@@ -1,4 +1,4 @@
-"""CUDA shared memory: GPU memory that a client allocated and shares through a CUDA IPC handle.
+"""Implements CUDA shared memory, which is GPU memory that a client allocated and shares through a CUDA IPC handle.
 
 The server copies tensors between this memory and numpy arrays, because sessions take and return numpy arrays.
 """
@@ -23,8 +23,8 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls of this module. ``address`` is an address in GPU memory, and ``host`` is an address in host
-    memory."""
+    """Declares the CUDA calls of this module. ``address`` is an address in GPU memory, and ``host`` is an address in
+    host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""
@@ -50,7 +50,7 @@ def available() -> bool:
 
 
 class CudaIpc(CudaRuntime):
-    """``Ipc`` on the GPUs of this machine. Raises ``UnsupportedHere`` if there is no GPU."""
+    """Implements ``Ipc`` on the GPUs of this machine. Raises ``UnsupportedHere`` if there is no GPU."""
 
     def open(self, handle: bytes, device: int) -> int:
         self._call(self._cuda.cudaSetDevice(device))
@@ -85,7 +85,8 @@ class CudaIpc(CudaRuntime):
 
 @dataclass
 class CudaRegion:
-    """A registered region: ``byte_size`` bytes at ``address`` of the GPU ``device``, shared through ``handle``."""
+    """Holds a registered region of ``byte_size`` bytes at ``address`` on the GPU ``device``, shared through
+    ``handle``."""
 
     name: str
     device: int
@@ -104,7 +105,8 @@ class CudaRegion:
         return memoryview(found)  # type: ignore[arg-type]
 
     def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
-        """Copy ``body`` to ``offset``. The caller has checked that ``body`` fits into the region."""
+        """Copy ``body`` to the region, starting at ``offset``. The caller has checked that ``body`` fits into the
+        region."""
         source = np.frombuffer(body, dtype=np.uint8)
         self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
 

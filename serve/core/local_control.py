@@ -18,7 +18,7 @@ from .shared_memory import OwnedMemory, Region
 
 
 class LocalControl:
-    """Changes the repository, the shared memory and the settings of one process. Safe to call from any thread."""
+    """Changes the repository, the shared memory and the settings of one process. Any thread can call the methods."""
 
     def __init__(self, repository: Repository, memory: OwnedMemory, trace: TraceSettings, logging: LogSettings) -> None:
         self._repository, self._memory, self.trace, self.logging = repository, memory, trace, logging
@@ -108,7 +108,7 @@ def read_config(name: str, text: str | None) -> ModelConfig | None:
 
 @contextlib.contextmanager
 def _as_invalid() -> Iterator[None]:
-    """Raise accel's own errors as ``ServeError`` INVALID_ARGUMENT, which the client gets."""
+    """Raise accel's own errors as ``ServeError`` INVALID_ARGUMENT, which the server sends to the client."""
     try:
         yield
     except ServeError:

@@ -1,4 +1,4 @@
-"""``InferenceServer``: the methods that every transport calls. The methods take and return the types of
+"""Defines ``InferenceServer``, whose methods every transport calls. The methods take and return the types of
 ``transport.py``."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The metadata of a model: its versions, platform, inputs and outputs."""
+    """Holds the metadata of a model, which is its versions, platform, inputs and outputs."""
 
     name: str
     versions: tuple[str, ...]
@@ -67,7 +67,7 @@ class ModelMetadata:
 
 
 class InferenceServer:
-    """Answers every call of a client. Each method takes the caller's ``token`` and raises ``ServeError``."""
+    """Answers every call of a client. Methods take the caller's ``token``, and raise ``ServeError`` if a call fails."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class InferenceServer:
         return self.healthy()
 
     def healthy(self) -> bool:
-        """Tells the same as ``ready``, but needs no token."""
+        """Returns the same value as ``ready``, but needs no token."""
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
@@ -265,7 +265,7 @@ class InferenceServer:
                     raise ServeError(
                         Code.UNAVAILABLE,
                         f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'; "
-                        "--grpc-threads lets no more wait for one model",
+                        "--grpc-threads allows no more waiting requests for one model",
                     )
                 self._waiting[name] = count + 1
             self._under_way += 1
@@ -373,7 +373,8 @@ class InferenceServer:
             return self._lock.wait_for(lambda: not self._under_way, timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Release every model and every region of shared memory. Models get ``timeout`` seconds to answer."""
+        """Release every model and every region of shared memory. Waits at most ``timeout`` seconds for the models to
+        answer."""
         self._draining = True
         self.repository.close(timeout)
         self.memory.keep(())
