@@ -170,6 +170,9 @@ def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> 
     for found in (accel.verify(one, other), accel.verify(one, in_int8, data=data)):
         assert not found.passed
         assert "random" not in found.problems[-1]
+        assert found.problems[0] in " ".join(found.table().split())
+        assert found.problems[0] in repr(found)
+        assert found._repr_html_().startswith("<pre>")
     Manifest(kind="onnx", signature=other.signature, files=other.hashes(), properties=in_int8.properties).write(
         manifest_path(other.path)
     )

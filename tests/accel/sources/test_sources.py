@@ -376,3 +376,46 @@ def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple
     assert isinstance(out.shape[2], str)
     with accel.load(found) as session:
         assert session.run(session.example_inputs(batch=1, length=bounds[2]))[out.name].shape == (1, 4, 32)
+
+
+NETS = """
+import torch
+
+class Wave(torch.nn.Conv1d):
+    def forward(self, waveform):
+        return super().forward(waveform[:, None])
+
+class Last(torch.nn.GRU):
+    def forward(self, x):
+        return super().forward(x)[0][:, -1]
+
+def wave():
+    return Wave(1, 2, 400, 160)
+
+def words():
+    return torch.nn.Sequential(torch.nn.Embedding(50, 4), torch.nn.Linear(4, 2))
+
+def rows():
+    return Last(6, 4, batch_first=True)
+
+def gray():
+    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(1352, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("wave", "waveform:float32[batch,16000]"),
+        ("words", "input:int64[batch,length]{0..49}"),
+        ("rows", "x:float32[batch,length,6]"),
+        ("gray", "input:float32[batch,1,28,28]"),
+    ],
+)
+def test_the_suggested_input_fits_the_model(name: str, example: str, tmp_path: Path) -> None:
+    """Checks that the error about missing inputs suggests an input that the model takes, for sound, token ids, rows of
+    features and images. The test follows the advice."""
+    (tmp_path / "nets.py").write_text(NETS)
+    with pytest.raises(BadInputSpec, match=re.escape(example)):
+        accel.Source(f"{tmp_path / 'nets.py'}:{name}").open()
+    assert accel.Source(f"{tmp_path / 'nets.py'}:{name}", inputs=[example]).open().signature.outputs

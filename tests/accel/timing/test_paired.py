@@ -108,6 +108,10 @@ def test_json_and_table_hold_the_report() -> None:
     assert "[odd] name" in text
     assert "NaN" in text
     assert "noise floor" in text
+    assert "[odd] name" in report.table()
+    assert max(map(len, report.table().splitlines())) <= 100
+    assert report._repr_html_().startswith("<pre>")
+    assert repr(report).startswith("<accel benchmark against base: base 1x, [odd] name ")
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:

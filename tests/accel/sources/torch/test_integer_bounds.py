@@ -100,6 +100,63 @@ def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
     assert source.open().signature.input("places").values == (0, "n-1")
 
 
+TABLES = """
+import torch
+
+class Tables(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 4)
+        self.places = torch.nn.Parameter(torch.zeros(30, 4))
+        self.columns = torch.nn.ModuleList([torch.nn.Embedding(7, 4), torch.nn.EmbeddingBag(5, 4)])
+
+    def forward(self, ids, at, mixed, other):
+        x = self.words(ids.long()) + torch.nn.functional.embedding(at.view(-1), self.places).view(*at.shape, 4)
+        x = x + self.columns[0](mixed[:, :1]) + self.columns[1](mixed[:, 1:])[:, None]
+        return x * (other > 5)[:, None, None]
+
+class Classes(torch.nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) + torch.nn.functional.one_hot(ids, 4).float()
+
+def make():
+    torch.manual_seed(0)
+    return Tables()
+
+def classes():
+    return Classes(20, 4)
+"""
+
+
+def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checks that inputs that select rows of an embedding are declared up to the last row, also after a cast or a view.
+    A column of an input only limits the random integers, because other columns may hold larger integers. An input
+    that selects no rows is named in a note."""
+    (tmp_path / "tables.py").write_text(TABLES)
+    inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
+    source = f"{tmp_path / 'tables.py'}:make"
+    words = [word for text in inputs for word in ("--input", text)]
+    assert run(group, ["export", source, *words, "-o", str(tmp_path / "x.onnx")]) == 0
+    note = "the valid integers of other are unknown, so random inputs hold only 0 and 1; declare them: --input"
+    assert capsys.readouterr().err.count(note) == 1
+    opened = accel.Source(source, inputs=inputs).open().signature
+    assert [(spec.values, spec.seen) for spec in opened.inputs] == [
+        ((0, 19), None), ((0, 29), None), (None, (0, 4)), (None, None),
+    ]  # fmt: skip
+    assert run(group, ["verify", source, str(tmp_path / "x.onnx")]) == 0
+    assert note in capsys.readouterr().err
+    inputs[3] += "{0..999}"
+    assert accel.verify(source, tmp_path / "x.onnx", inputs=inputs).notes == ()
+
+
+def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
+    """Checks that a model isn't refused because it fails on a row of its embedding. This model has fewer classes than
+    rows."""
+    (tmp_path / "tables.py").write_text(TABLES)
+    opened = accel.Source(f"{tmp_path / 'tables.py'}:classes", inputs=["ids:int64[batch]"]).open()
+    assert opened.signature.inputs[0].values is None
+
+
 def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
     """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts sequences to other
     lengths, so that integers without a declared bound become too large. Also fails if a gate passes without any
