@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from accel.errors import MissingExtra
@@ -84,6 +86,9 @@ class StepLog:
 
 
 def _board(folder: Path) -> Any:
+    # TensorBoard imports TensorFlow if it can. The import takes seconds and prints warnings, and scalars don't need it.
+    # TensorBoard uses its own stub instead if a module of this name exists.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -170,14 +170,16 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
             index_of = one if isinstance(one, ast.Subscript) and child is one.slice else None
             break
     assert isinstance(whole, ast.expr)
-    text, made = ast.unparse(whole), tensors(whole)
-    user = chain[chain.index(whole) + 1]
+    number, user = whole, chain[chain.index(whole) + 1]
+    while isinstance(user, ast.BinOp | ast.UnaryOp):
+        number, user = user, chain[chain.index(user) + 1]
     if _is_size(user):
-        return Rewrite(text, "give a fixed number", certain)
+        return Rewrite(ast.unparse(number), "give a fixed number", certain)
     if _cuts(user, chain[-1]):
-        mask = f"torch.arange(length) < {ast.unparse(made)}"
+        mask = f"torch.arange(length) < {ast.unparse(tensors(number))}"
         fix = f"keep the whole length, and mask the rest, as in torch.where({mask}, x, 0),"
-        return Rewrite(text, fix, certain)
+        return Rewrite(ast.unparse(number), fix, certain)
+    text, made = ast.unparse(whole), tensors(whole)
     if index_of is not None:
         fix = f"look up in a tensor, as in torch.tensor(values)[{ast.unparse(made)}],"
         return Rewrite(ast.unparse(index_of), fix, isinstance(index_of, ast.Call))

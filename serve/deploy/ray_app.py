@@ -205,8 +205,10 @@ def app(arguments: dict[str, str]) -> Any:
         raise UsageError(f"an argument of the application is not a number: {error}") from None
     if unknown := set(given) - {"repository", "mode", "poll_seconds", "tokens"}:
         raise UsageError(f"the application has no argument {sorted(unknown)[0]!r}; see accel.serve.deploy.ray_app.app")
-    if "repository" not in given or given.get("mode") == "explicit":
-        raise UsageError("give repository=FOLDER or repository=ADDRESS, and mode=none or mode=poll")
+    if "repository" not in given:
+        raise UsageError("the application needs a model repository; give repository=FOLDER or repository=ADDRESS")
+    if given.get("mode") == "explicit":
+        raise UsageError("mode=explicit needs commands, which a Ray application can't get; use mode=none or mode=poll")
     options = ServeOptions(**given, threads=numbers.get("threads", 0), grpc_port=None, http_port=None)
     concurrency = numbers.get("concurrency", 64)
     try:

@@ -31,7 +31,7 @@ COMMANDS = [
     (f"{EXPORT} --limit 2", "give a relative error such as 1e-3", f"{EXPORT} --limit 1e-3"),
     (f"{EXPORT} --channels last", "leave out --channels", EXPORT),
     (f"{EXPORT} --dim rows=1:2:8", "batch", f"{EXPORT} --dim batch=1:2:8"),
-    ("export made.onnx -o again.onnx", "pass a change: --opset", "export made.onnx --opset 21 -o again.onnx"),
+    ("export made.onnx -o again.onnx", "request a change with --opset", "export made.onnx --opset 21 -o again.onnx"),
     ("verify made.onnx made.onnx --data y.npz", "x", "verify made.onnx made.onnx --data x.npz"),
     ("optimize made.onnx --target ort-gpu -o out", "ort-cpu", OPTIMIZE),
 ]

@@ -117,7 +117,7 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     ((*OPTIMIZE, "--target", "toaster"), 2, "unknown target 'toaster'"),
     ((*OPTIMIZE, "--precision", "int3"), 2, "unknown precision 'int3'"),
     ((*OPTIMIZE, "--precision", "fp16"), 2, "target ort-cpu has no fp16"),
-    ((*OPTIMIZE, "--max-drop", "5"), 2, "give a fraction"),
+    ((*OPTIMIZE, "--max-drop", "5"), 2, "give e.g. 0.01 for one percent"),
     ((*OPTIMIZE, "--sizes", "batch"), 2, "write NAME=SIZE"),
     ((*OPTIMIZE, "--sizes", "width=3"), 2, "no input has a dim called 'width'"),
     ((*OPTIMIZE, "--dim", "batch=4:2:1"), 2, "1 <= min <= opt <= max"),

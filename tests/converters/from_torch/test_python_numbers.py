@@ -110,9 +110,13 @@ REWRITES = [
     ("z = torch.nn.functional.interpolate(y[None], size=int(n.item() > 0) + 3)\ny = y + z.mean(2)[0, :, None]",
      "give a fixed number instead of `int(n.item() > 0) + 3`",
      "z = torch.nn.functional.interpolate(y[None], size=4)\ny = y + z.mean(2)[0, :, None]"),
-    ("k = int((x[0] > -1e9).sum())\ny = y + torch.nn.functional.layer_norm(x[:, :k], (k,)).sum()",
-     "keep the whole length, and mask the rest",
-     "y = y + torch.nn.functional.layer_norm(x, (4,)).sum()"),
+    ("k = int(n.item() > 1) + 3\ny = y + torch.nn.functional.layer_norm(x[:, :k], (k,)).square().sum()",
+     "keep the whole length, and mask the rest, as in torch.where(torch.arange(length) < (n > 1).long() + 3, x, 0), "
+     "instead of `int(n.item() > 1) + 3`",
+     "k = (n > 1).long() + 3\n"
+     "kept = torch.arange(4) < k\n"
+     "near = torch.where(kept, x - torch.where(kept, x, 0).sum(1, keepdim=True) / k, 0)\n"
+     "y = y + (near / (near.square().sum(1, keepdim=True) / k + 1e-5).sqrt()).square().sum()"),
     ("for _ in range(n.item()):\n    y = torch.tanh(y)",
      "loop over range(N) with the largest N that the model needs, and keep the result of a step with "
      "torch.where(i < n, new, old), instead of `range(n.item())`",

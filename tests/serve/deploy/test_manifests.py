@@ -90,7 +90,7 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ("fields", "words"),
     [
         ({"name": "Mini_LM"}, "lower-case"),
-        ({"name": "3d"}, "a letter first"),
+        ({"name": "3d"}, "start with a letter"),
         ({"target_cpu_percent": 0}, "1 to 100"),
         ({"target_cpu_percent": 101}, "1 to 100"),
         ({"image": ""}, "--image"),

@@ -151,8 +151,8 @@ def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "give repository"),
-        ({"repository": "m", "mode": "explicit"}, "needs no commands"),
+        ({}, "give repository=FOLDER"),
+        ({"repository": "m", "mode": "explicit"}, "needs commands"),
         ({"repository": "m", "replicas": "many"}, "is not a number"),
         ({"repository": "m", "port": "1"}, "no argument 'port'"),
     ],

@@ -186,7 +186,7 @@ def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
     [
         ("n:int64[batch]{0..3*length}", "can't read the bound '3*length'"),
         ("n:int64[batch]{0..length+}", "can't read the bound"),
-        ("n:int64[batch]{0..len}", "no dim of an input: 'len'"),
+        ("n:int64[batch]{0..len}", "'len', which is no dim of an input"),
     ],
 )
 def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
