@@ -57,7 +57,7 @@ _PUBLIC = {
     "load": "accel.api.load:load",
     "optimize": "accel.api.optimize:optimize",
     "verify": "accel.api.verify:verify",
-    # The names that version 0.1.0 had for bench and verify.
+    # Version 0.1.0 used these names for bench and verify.
     "benchmark": "accel.api.bench:bench",
     "compare": "accel.api.verify:verify",
 }

@@ -100,9 +100,9 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             done.set()
             watch.join()
-            _raise_inside(caller, None)  # drops an interrupt that has not arrived yet
+            _raise_inside(caller, None)  # cancels an interrupt that was not raised yet
     except (Exception, Interrupted):
-        check_cancelled()  # raises the check's error instead, which is more useful
+        check_cancelled()  # the check's error tells more than the interrupt
         raise
     check_cancelled()
     return result

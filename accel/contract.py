@@ -78,7 +78,7 @@ def _compare_specs(
     have = {spec.name: spec for spec in found}
     for spec in wanted:
         if spec.name not in have:
-            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; what is left: {', '.join(have) or 'nothing'}")
+            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; remaining: {', '.join(have) or 'nothing'}")
         other = have[spec.name]
         if spec.dtype != other.dtype and "dtypes" not in may_change:
             raise SignatureDrift(

@@ -59,7 +59,7 @@ def cpu_limit() -> int:
         else:
             quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         found = math.ceil(int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # not on Linux, no control group, or no limit ("max")
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux, no control group, or no limit ("max")
         return 0
     return found if 0 < found < _cores() else 0
 
@@ -108,5 +108,5 @@ def _number(file: Path, pattern: str) -> int | None:
 def _malloc_trim() -> Any:
     try:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # the C library of this platform can't be opened like this
+    except (OSError, TypeError):  # ctypes can't open the C library on this platform
         return None

@@ -241,7 +241,9 @@ def _candidates(
             session = {"cuda_graph": True} if cuda_graph and artifact.kind == "engine" else {}
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=session, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
-        raise UsageError(f"{also[0]} runs PyTorch sources, but none is given; name one with {option('against')}")
+        raise UsageError(
+            f"{also[0]} runs PyTorch sources, but no source is given; name a source with {option('against')}"
+        )
     return ready
 
 
@@ -284,8 +286,8 @@ def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:
         names = [short, f"{artifact.source.get('spec', artifact.path)} ({short})"]
     else:
         path = artifact.path
-        # Every folder of accel optimize holds a file with the same name, such as model.onnx, so the name includes the
-        # folder.
+        # All folders of accel optimize contain files of the same name, such as model.onnx, so the candidate's name
+        # includes the folder.
         own = f"{path.absolute().parent.name}/{path.name}" if path.stem == "model" else path.name
         names = [f"{own} ({runtime})", f"{path} ({runtime})"]
     names += [f"{names[-1]} #{n}" for n in range(2, len(taken) + 3)]

@@ -101,7 +101,7 @@ def _line(extra: str | None) -> str:
 def _part(distribution: str, module: str, extra: str | None, brings: str, needs: str) -> dict[str, Any]:
     version = _version(distribution) or _version(_ALSO.get(distribution, distribution))
     installed = version is not None and _importable(module)
-    # Without --force-reinstall pip keeps a damaged installation.
+    # Without --force-reinstall, pip keeps a damaged installation.
     again = f"pip install --force-reinstall --no-deps {distribution}=={version}"
     return {
         "name": distribution,

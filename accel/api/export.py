@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
 CHANNELS = ("auto", "first", "last")
-# The stage that converts each kind of source to ONNX.
+# Maps each kind of source to the stage that converts the source to ONNX.
 TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 
@@ -260,7 +260,7 @@ def to_onnx(
     if not simplify:
         return run_stage(stage, src, config, gates=first, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=first, cache=cache)
-    if src.properties.get("precision") == "int8":  # the next gate compares the exported with the simplified file
+    if src.properties.get("precision") == "int8":  # the next gate compares the exported file with the simplified file
         first = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=first, out=out, cache=cache)
 
@@ -323,7 +323,7 @@ def check_writable(out: Path) -> None:
     check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    # Creating a missing folder later would fail if a broken symlink had the folder's name.
+    # A missing folder can't be created later if its name belongs to a broken symlink.
     for folder in out.absolute().parents:
         if folder.is_symlink() and not folder.exists():
             raise FileExistsError(17, "a link that leads nowhere", str(folder))

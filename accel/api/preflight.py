@@ -20,9 +20,9 @@ from .export import check_writable, open_cache
 if TYPE_CHECKING:
     from accel.converters.to_tensorrt.preflight import Refusal
 
-# The largest relative error that rewriting a graph may cause, by the graph's precision. The limit of a quantized graph
-# is large, because requantization from uint8 to symmetric int8 loses up to one of eight bits. The lost bit may change a
-# value by one quantization step.
+# Maps the precision of a graph to the largest relative error that a rewrite of the graph may cause. The limit of a
+# quantized graph is large, because requantization from uint8 to symmetric int8 loses up to one of eight bits. The lost
+# bit may change a value by one quantization step.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 

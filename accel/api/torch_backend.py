@@ -21,8 +21,8 @@ from accel.sources.source import Source
 from .as_onnx import as_onnx
 from .optimize import optimize
 
-# The largest relative error of a part on the inputs of its first call. This limit only catches gross errors, because
-# the gates of the export have lower limits.
+# The largest allowed relative error of a part on the inputs of its first call. This limit only catches gross errors,
+# because the gates of the export have lower limits.
 _LIMIT = 1e-2
 # A part is compiled again if its weights or sizes change. After ``_MOST_COMPILED`` compilations, the part stays in
 # eager mode.
@@ -77,8 +77,8 @@ class _Part:
             if isinstance(size, torch.SymInt) and not str(size).isdigit()
         }
         self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
-        # Maps each (input, axis) that is dynamic in the graph but fixed in the session to the only size that the
-        # session takes.
+        # Maps an (input, axis) to the only size that the session takes. Contains the axes that are dynamic in the graph
+        # but fixed in the session.
         self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
@@ -95,7 +95,7 @@ class _Part:
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors count no writes
+            with torch.inference_mode(False), torch.no_grad():  # an inference tensor doesn't count writes
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)

@@ -92,7 +92,8 @@ def build_(
 
     if not archs and onnxruntime_include is None and tensorrt_include is None:
         raise click.UsageError(
-            "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
+            "the command names nothing to build; pass --arch sm_90a, --onnxruntime-include DIR, "
+            "or --tensorrt-include DIR"
         )
     # Reports wrong header folders before nvcc starts, because nvcc is slow.
     check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)

@@ -24,8 +24,8 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 
-# The number of floating-point operations per output element, for operators that take several. For example, Softmax
-# takes an exp, a sum and a division.
+# Maps an operator to its number of floating-point operations per output element, if the operator needs several. For
+# example, Softmax needs an exp, a sum and a division.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}

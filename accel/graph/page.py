@@ -16,8 +16,8 @@ from .layout import layout
 if TYPE_CHECKING:
     import onnx
 
-# A browser can move a drawing of at most this many nodes without stuttering. The page of a larger graph shows only its
-# first nodes and says so.
+# A browser can move a drawing of at most this many nodes without stuttering. The page of a larger graph shows only the
+# first nodes, and a note about the missing nodes.
 MAX_NODES = 4000
 
 

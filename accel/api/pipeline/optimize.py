@@ -39,7 +39,7 @@ from .calls import Calls, named
 from .export import check_folders, joined
 
 _BATCH = 8
-# The name of the table's row in which every part is optimized.
+# The name of the table row in which all parts are optimized.
 _ALL = "all parts"
 
 
@@ -54,7 +54,8 @@ def optimize_pipeline(
     """
     if request.profiles:
         raise UsageError(
-            f"{option('profiles')} names the inputs of a single model; leave it out, or optimize each part with it"
+            f"{option('profiles')} names the inputs of a single model; leave it out, or pass it when you optimize a "
+            "part alone"
         )
     check_folders(request.out, parts_of(src))
     stream = SampleStream(request.data, src.signature) if request.data else None

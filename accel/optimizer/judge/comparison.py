@@ -34,8 +34,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# The name of the computation of the drop without a metric. Cache keys contain this name, so a changed computation needs
-# a new name.
+# Names the method that computes the drop without a metric. Cache keys contain this name, so a changed method needs a
+# new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -233,7 +233,7 @@ class Judge:
             return BATCH, 0, len(self.source.signature.cases())
         count = self._stream.batch_count(BATCH)
         if not count:
-            raise BadData(f"{self.data} has too few samples for the model's fixed batch; add some")
+            raise BadData(f"{self.data} has too few samples for the model's fixed batch; add samples")
         if self.metric is not None:
             return BATCH, 0, count
         for size in (BATCH, 1):

@@ -82,8 +82,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label has no influence on which output fits. Otherwise one wrong label could select an
-            # output that holds features instead of classes.
+            # The largest label does not decide which output fits. Otherwise, one wrong label could select an output
+            # that holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -106,9 +106,9 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output that fits both layouts counts as [samples, classes, ...]. An output with the last axis as classes
-        # may in fact hold features of each pixel. If another output fits only [samples, classes, ...], outputs with
-        # classes last are left out.
+        # An output that fits both layouts counts as [samples, classes, ...]. If the last axis of an output fits the
+        # classes, the axis may in fact hold features of each pixel. If another output fits only [samples, classes,
+        # ...], outputs with classes last are left out.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -125,7 +125,7 @@ class LabelMetric:
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
 
-        # ``iou`` ignores pixels with negative labels. For every metric but ``iou``, each label has to be a class.
+        # ``iou`` ignores pixels with negative labels. For all metrics except ``iou``, each label has to be a class.
         wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
         if not wrong.any():
             return

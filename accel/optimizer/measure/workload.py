@@ -256,5 +256,5 @@ def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, 
         return signature.example_inputs(**sizes)
     first = next(data.batches(1, signature.batch_unit), None)
     if first is None:
-        raise BadData(f"{data.path} has too few samples for the model's fixed batch; add some")
+        raise BadData(f"{data.path} has too few samples for the model's fixed batch; add samples")
     return data.shaped({**signature.check_feeds(first), **sizes}) if sizes else first

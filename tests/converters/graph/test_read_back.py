@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
     ("fault", "words"),
     [
         ("", ""),
-        ("name", "stage torch_from_onnx lost the output 'z'; what is left: y"),
+        ("name", "stage torch_from_onnx lost the output 'z'; remaining: y"),
         ("batch", "stage torch_from_onnx turned the dim 'batch' of the input 'x' into 2"),
         ("dtype", "stage torch_from_onnx made the output 'z' float64, but it has to stay float32"),
         ("added", "stage torch_from_onnx added the output 'output_2'"),
