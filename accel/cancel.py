@@ -64,7 +64,7 @@ def on_interrupt(number: int = signal.SIGINT, *_: object) -> None:
 
 
 def forget_interrupt() -> None:
-    """Clears the signal that ``on_interrupt`` recorded. The caller has handled the signal."""
+    """Clears the signal that ``on_interrupt`` recorded. Called after the signal was handled."""
     _interrupted.clear()
 
 
@@ -102,7 +102,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
             watch.join()
             _raise_inside(caller, None)  # cancels an interrupt that was not raised yet
     except (Exception, Interrupted):
-        check_cancelled()  # the check's error tells more than the interrupt
+        check_cancelled()  # the check's error says more than the caught error
         raise
     check_cancelled()
     return result

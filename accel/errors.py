@@ -82,7 +82,7 @@ class AccelError(Exception):
 
 
 class UsageError(AccelError):
-    """The request has to change before any work can start."""
+    """The user has to change the request before any work can start."""
 
     exit_code: ClassVar[int] = 2
 
@@ -123,7 +123,7 @@ class BadConfig(UsageError):
 
 
 class BadRepository(UsageError):
-    """A model repository, or a model or ``config.pbtxt`` in it, that can't be served."""
+    """A model repository, a model or a ``config.pbtxt`` that can't be served."""
 
 
 class UnknownName(UsageError):
@@ -151,7 +151,7 @@ class StageFailed(AccelError):
 
 
 class ExportFailed(StageFailed):
-    """No rung of the export ladder gave a right model."""
+    """No exporter gave a correct model."""
 
 
 class BuildFailed(StageFailed):

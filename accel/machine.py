@@ -34,8 +34,8 @@ def cpu_flags() -> frozenset[str]:
 
 def int8_saturates() -> bool:
     """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
-    16 bits, which are too few for the largest sums (see ``reduce_range`` in ONNX Runtime's page "Quantize ONNX
-    models"). Returns True for an x86 CPU whose instruction sets are unknown.
+    16 bits, which are too few for the largest sums. ONNX Runtime's page "Quantize ONNX models" explains this under
+    ``reduce_range``. Returns True for an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 
@@ -50,8 +50,8 @@ def available_cores() -> int:
 
 def cpu_limit() -> int:
     """Returns this container's CPU limit in cores, rounded up. Returns 0 if there is no limit, or if the limit covers
-    all cores. Reads Linux control groups: version 2 has one file, ``cpu.max`` (quota and period in microseconds), and
-    version 1 has two files, one for the quota and one for the period.
+    all cores. Reads Linux control groups. Version 2 has the quota and the period, in microseconds, in the file
+    ``cpu.max``. Version 1 has one file for the quota and one file for the period.
     """
     try:
         if (file := _CGROUP / "cpu.max").is_file():
@@ -66,7 +66,7 @@ def cpu_limit() -> int:
 
 def available_memory() -> int | None:
     """Returns the number of bytes that are left before the system or this container (Linux control groups) runs out of
-    memory. Returns None if the system doesn't say."""
+    memory. Returns None if the number is unknown."""
     found = _number(_MEMORY_INFO, r"MemAvailable:\s+(\d+) kB")
     rooms = [] if found is None else [found * 1024]
     for limit, usage, statistics, droppable in _MEMORY_FILES:

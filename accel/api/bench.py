@@ -64,8 +64,8 @@ def bench(
     first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate uses the threads and streams that its manifest records. Without this record, a candidate uses one stream,
-    and one thread for each core of this process. With several streams, the report compares throughputs. With
+    candidate uses the threads and streams that its manifest records. If its manifest records no numbers, a candidate
+    uses one stream and one thread per core of this process. With several streams, the report compares throughputs. With
     ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of ``accel.timing.paired.measure``
     describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
@@ -188,7 +188,7 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
     an engine was built for. A default range that accel assumed doesn't limit the sizes.
 
     If a source got its range from an artifact among the candidates, the error names the artifact. A wider range of the
-    source would not help, because the artifact still could not run at the size.
+    source would not help, because the artifact's own range would not change.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():

@@ -31,12 +31,12 @@ class BisectReport:
     """Holds the result of a bisection.
 
     ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors. ``by_structure`` counts the pairs whose names differ, and which were found by their operators and
-    inputs. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ, but
+    paired tensors. ``by_structure`` counts the pairs that were matched by operators and inputs, because their names
+    differ. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ, but
     don't change the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of the graph,
     and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or an IR.
-    ``as_run`` is the output with the largest difference if the candidate's ONNX file agrees with the reference, but the
-    candidate itself differs from this ONNX file. Otherwise ``as_run`` is None.
+    ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate's own outputs do not.
+    Then ``as_run`` is the output with the largest difference. Otherwise ``as_run`` is None.
     """
 
     divergence: Divergence | None
@@ -79,18 +79,18 @@ def bisect(
     **about: Unpack[SourceOptions],
 ) -> BisectReport:
     """Finds the first node at which ``candidate`` differs from ``reference``. ``candidate`` and ``reference`` are ONNX
-    models with the same inputs and outputs. Either model may come from stages such as simplification, a cast or
+    models with the same inputs and outputs. Either model may be the result of a stage such as simplification, a cast or
     quantization. A PyTorch or TensorFlow source is exported first.
 
-    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
-    its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with the outputs of this ONNX
-    file, if this machine can run the engine or the OpenVINO model.
+    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from. This file must still
+    have its recorded sha256. If this machine can run the engine or the OpenVINO model, also compares the model's
+    outputs with the outputs of the ONNX file.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
     ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0
-    requires bitwise equality. Takes O(log n) runs. The memory holds only the tensors that cross one cut of the graph at
-    a time. With ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
+    requires bitwise equality. Takes O(log n) runs. Keeps only those tensors in memory that cross the current cut of the
+    graph. With ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
     ``accel.Source``.
 
     Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed. Raises

@@ -122,8 +122,8 @@ def optimize(
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
-    nothing is measured, and the first candidate with correct outputs is chosen. For such a target, the precisions are
-    tried in the order fp16, int8, fp8, bf16, fp32.
+    nothing is measured, and the first candidate with correct outputs is chosen. If nothing is measured, the precisions
+    are tried in the order fp16, int8, fp8, bf16, fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or the capabilities of this
     machine. Raises ``NothingPassed`` if the target can't run here and no candidate has correct outputs.

@@ -74,7 +74,7 @@ def preflight(
     With ``fix``, rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate
     compares the outputs of the rewritten model and of ``model``, on ``data`` or on random inputs. The gate allows a
     relative error of 1e-3 for float32 and 0.1 for a quantized graph, as in ``accel.optimize``. The other arguments set
-    the fields of ``accel.Source``. Of these fields, only ``inputs`` and ``dims`` apply to an ONNX file.
+    the fields of ``accel.Source``. For an ONNX file, only the fields ``inputs`` and ``dims`` have an effect.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
     ``UnsupportedHere`` if the model isn't an ONNX model, or if the target doesn't build for a compute capability.

@@ -41,7 +41,7 @@ class Budget:
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
-        """Ends the building of candidates, and leaves time for a short measurement of those that are built.
+        """Ends the building of candidates, and leaves time for a short measurement of the candidates that are built.
 
         Raises ``error`` if no candidate is built, if this is the second interrupt, or if the signal was SIGTERM.
         """

@@ -63,7 +63,9 @@ class OptimizeRequest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1:
-            raise UsageError(f"the drop {self.max_drop} is not at least 0 and below 1; give e.g. 0.01 for one percent")
+            raise UsageError(
+                f"the drop {self.max_drop} has to be at least 0 and below 1; give e.g. 0.01 for one percent"
+            )
         if self.labels is None and self.label_metric is not None:
             raise UsageError(f"{self.label_metric} compares outputs with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:

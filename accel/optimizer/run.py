@@ -41,7 +41,7 @@ _COMPARED_SAMPLES = 64
 
 
 class Opened(Protocol):
-    """The model to optimize as ONNX, and the source that it was exported from, if any."""
+    """The ONNX model to optimize, and the source that the ONNX model was exported from, if any."""
 
     @property
     def artifact(self) -> Artifact:
@@ -70,7 +70,7 @@ class Outcome:
 def run(
     request: OptimizeRequest, opened: Opened, metric: str | Metric | None, cache: StageCache, budget: Budget
 ) -> Optimization:
-    """Makes, judges and measures the candidates for ``request``, and publishes the fastest one that passes.
+    """Makes, judges and measures the candidates for ``request``, and publishes the fastest candidate that passes.
 
     Raises ``NothingPassed`` if the target can't run on this machine and no candidate passes.
     """
@@ -135,8 +135,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
-    # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file has no such source.
-    # For every model, ``judge.check`` below also runs the source on ``eval_data``.
+    # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file that the user gives
+    # has no source to compare with. For every model, ``judge.check`` below also runs the source on ``eval_data``.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

@@ -180,7 +180,7 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         names = list(archive.files)
         chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]
         if len(chosen) != 1:
-            raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
+            raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; name the array of labels 'label'")
         labels = archive[chosen[0]]
     where = f"{path}: {chosen[0]!r}"
     if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # [samples, 1], as in Keras' datasets

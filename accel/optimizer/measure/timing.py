@@ -24,7 +24,7 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The length of a measurement: at least ``rounds`` rounds of blocks of ``block_seconds`` each.
+    """The length of a measurement, which has at least ``rounds`` rounds. Each block takes ``block_seconds``.
 
     ``seconds`` is the time for further rounds while a confidence interval is wide. ``limit`` is the maximum number of
     seconds for the whole measurement, including loading. A short limit reduces the number of rounds. A ``limit`` of

@@ -93,8 +93,8 @@ class PassSession:
 
     @property
     def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
-        """Returns a function that returns the time of each phase of a whole pass in ms, or None if the session can't
-        time phases."""
+        """Returns a function that measures the time of each phase of a whole pass in ms. Returns None if the session
+        can't time phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
         if measure is None:
             return None

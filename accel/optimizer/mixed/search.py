@@ -162,7 +162,7 @@ class _Search:
         return assigned(steps[:high], layers)
 
     def _thinned(self, half: Half, chosen: Assignment) -> Assignment:
-        """Returns ``chosen`` without those layers that turn out to work in int8. Tries the costliest layers first."""
+        """Returns ``chosen`` without the layers that work in int8 after all. Tries the costliest layers first."""
         layers = {layer.node: layer for layer in self.trajectory.layers}
         by_cost = sorted(chosen, key=lambda one: -cost(layers[one[0]], one[1]))
         for one in by_cost[:_SECOND_LOOKS]:
@@ -220,7 +220,7 @@ class _Search:
 
 
 def base_precision(recipe: Recipe) -> str:
-    """Returns the precision of the layers that aren't int8. The cast sets this precision, or the session if there is no
-    cast."""
+    """Returns the precision of the layers that aren't int8. The cast sets this precision. If there is no
+    cast, the session sets this precision."""
     cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
     return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

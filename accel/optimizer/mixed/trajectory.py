@@ -31,9 +31,10 @@ class Try:
 class Trajectory:
     """The record of the search that found an assignment.
 
-    ``base`` is the precision of the layers in ``kept``, except for those in ``in_fp32``. ``layers`` holds the error of
-    each layer if only this layer is quantized, the most sensitive layer first. ``confirmed`` is True if the assignment
-    was confirmed on the held-out half of the data. If there was no held-out half, ``not_confirmed`` is the reason.
+    ``base`` is the precision of the layers in ``kept``, except for the layers in ``in_fp32``. ``layers`` holds the
+    error of each layer if only this layer is quantized, the most sensitive layer first. ``confirmed`` is True if the
+    assignment was confirmed on the held-out half of the data. If there was no held-out half, ``not_confirmed`` is the
+    reason.
     """
 
     base: str

@@ -29,7 +29,7 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
-    """Returns a sort key that puts those candidates first that are probably the fastest."""
+    """Returns a sort key that puts the candidates that are probably fastest first."""
     row = PRECISIONS[recipe.precision]
     return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
 
@@ -90,7 +90,7 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"{option(stage)} is given and no candidate has a stage {stage}; "
+                f"{option(stage)} is given, but no candidate has a stage {stage}; "
                 f"leave it out or name a {option('precision')}"
             )
     return made, left_out
@@ -98,8 +98,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the recipe of a mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a
-    search is impossible, or if the user names precisions. In the second case, ``mixed`` is a candidate only if the user
-    names ``mixed``.
+    search is impossible, or if the user names precisions. If the user names precisions, ``mixed`` is a candidate only
+    if the user names ``mixed``.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None
@@ -107,7 +107,7 @@ def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | 
 
 
 def _usual(src: Artifact, target: Target, request: RecipeRequest) -> tuple[str, ...]:
-    """Returns the precisions to try if the user names none."""
+    """Returns the precisions to try if the user names no precisions."""
     is_fp8 = precision_of(src) == "fp8"
     own = [p for p in target.precisions if p != "fp8" or is_fp8 or not tensorrt.without_fp8(target, request)]
     in_int4 = not _lacking(target, "int4") and has_large_products(src)

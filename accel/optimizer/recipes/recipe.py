@@ -100,9 +100,9 @@ class NotTried:
 class RecipeRequest:
     """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
     precisions to try, or is None to try each target's usual precisions. ``samples`` is the number of calibration
-    samples in ``data``. If ``kernels`` is True, only candidates with matrix products that are fused into accel's
-    operators are made. ``engine``, ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``,
-    ``QuantizeConfig`` and ``CastConfig``.
+    samples in ``data``. If ``kernels`` is True, the matrix products of every candidate are fused into accel's
+    operators. ``engine``, ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig``
+    and ``CastConfig``.
     """
 
     targets: tuple[Target, ...]

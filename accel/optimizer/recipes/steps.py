@@ -15,8 +15,8 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# With at least this many weights in its matrix products, a model reads the weights from memory at every run, because
-# the caches are too small.
+# A model with at least this many weights in its matrix products reads the weights from memory in every run, because the
+# caches are too small.
 _LARGE_WEIGHTS = 25_000_000
 
 

@@ -12,7 +12,7 @@ from accel.spelling import SWITCHES, flag
 from ..request import OptimizeRequest
 from ..stage_options import CastOptions, QuantizeOptions
 
-# Fields that are written separately, or that don't change the result.
+# The loop over the fields skips these fields, because they are written separately or don't change the result.
 _LEFT_OUT = ("source", "spec", "use_cache")
 
 
@@ -29,7 +29,7 @@ def command_line(request: OptimizeRequest) -> str:
         if isinstance(value, bool):
             words.append(SWITCHES.get((one.name, value), flag(one.name)))
             continue
-        # accel bench has an argument of the same name in Python, but its option is --length.
+        # accel bench also has an argument ``lengths``, but spells the option --length
         spelled = "--lengths" if one.name == "lengths" else flag(one.name)
         for text in _texts(one.name, value):
             words += [spelled, text]

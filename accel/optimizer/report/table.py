@@ -53,7 +53,7 @@ def _reasons(candidates: Sequence[CandidateResult]) -> Iterator[str]:
 
 
 def _not_tried(candidates: Sequence[CandidateResult]) -> Iterator[str]:
-    """Yields each reason for which candidates were not tried, with the names of these candidates."""
+    """Yields each reason why candidates were not tried, with the names of the candidates."""
     names: dict[str, list[str]] = {}
     for one in candidates:
         if one.status == Status.NOT_TRIED and not one.judgement:

@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_function() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ({"max_drop": 1.0}, UsageError, "the drop 1.0 is not at least 0 and below 1"),
+        ({"max_drop": 1.0}, UsageError, "the drop 1.0 has to be at least 0 and below 1"),
         ({"label_metric": "top1"}, UsageError, "pass labels="),
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),
         ({"budget_seconds": 0.0}, UsageError, "nothing can be tried in 0 s"),
