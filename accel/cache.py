@@ -100,8 +100,8 @@ class StageCache:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yields an empty folder to make an entry in, on the file system of the cache. Removes the folder at the end of
-        the block."""
+        """Yields an empty folder on the file system of the cache, for the files of a new entry. Removes the folder at
+        the end of the block."""
         self._drop_stale()
         folder = self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()

@@ -59,10 +59,10 @@ class Child:
     """Starts a child process that answers one call at a time. ``close`` removes the temporary files of the process.
 
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
-    of the object that ``make`` built, and ``call("module:function", ...)`` calls a function. ``env`` adds environment
-    variables to the variables of this process. ``folder`` is the working directory of the child, for libraries that
-    write to the working directory. ``hidden`` lists modules that the child can't import. For example, hiding torch
-    saves seconds, because some libraries import torch whenever torch is installed.
+    of the object that ``make`` built, and ``call("module:function", ...)`` calls a function. The child gets the
+    environment variables of this process and the variables in ``env``. ``folder`` is the working directory of the
+    child, for libraries that write to the working directory. ``hidden`` lists modules that the child can't import. For
+    example, hiding torch saves seconds, because some libraries import torch whenever torch is installed.
 
     If the child process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during
     the call. An ``AccelError`` that is raised in the child is raised again in the parent, unchanged.

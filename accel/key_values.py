@@ -15,7 +15,7 @@ def read_key_values(
     tuples, joins the tuples.
 
     ``known`` maps each key to a parser and an example. The parser raises ``KeyError`` or ``ValueError`` for a bad
-    value. ``underscores`` accepts underscores in place of the hyphens of a key.
+    value. If ``underscores`` is True, a key may have underscores in place of its hyphens.
 
     Raises ``BadInputSpec`` if a text can't be read.
     """

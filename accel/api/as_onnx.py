@@ -50,7 +50,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     """Opens ``source``, and exports it to ONNX if it isn't an ONNX model. Before the export, checks the integers in
     ``data`` against the ranges that the source declares.
 
-    Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR. Raises
+    Raises the errors of ``accel.export``, and ``UsageError`` if ``source`` is an engine or an IR. Raises
     ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()

@@ -67,8 +67,8 @@ def optimize(
     """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest candidate that
     passes.
 
-    The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
-    ``report.html`` if the extra ``report`` is installed.
+    Writes ``model.onnx``, ``model.xml`` or ``model.engine``, its manifest and ``optimize.json`` to the folder ``out``.
+    Also writes ``report.html`` if the extra ``report`` is installed.
 
     The model:
 

@@ -122,7 +122,7 @@ def command(
     say: Output,
     **options: Any,
 ) -> None:
-    """Make and verify the fastest version of MODEL for a target. The quality loss of this version is at most
+    """Make and verify the fastest version of MODEL for a target. The quality loss of the fastest version is at most
     --max-drop.
 
     MODEL is an ONNX file, or any source that accel export takes.

@@ -59,7 +59,7 @@ def command(
     continues from the newest checkpoint.
 
     --key=value or --table.key=value overrides a key of the config, e.g. --optimizer.lr=0.01. The trained model is in
-    OUT/final. The command accel export OUT reads this model.
+    OUT/final. The command accel export OUT reads the trained model.
     """
     from accel.train.config.schema import TrainConfig
     from accel.train.run.launch import find_config, train

@@ -74,8 +74,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the clause that follows "before" in
-    the message about a stopped step, such as "it was judged"."""
+    """The steps of an attempt. ``stage`` is the running stage. The message about a stopped step ends in "before" and
+    the clause ``unfinished``, such as "it was judged"."""
 
     row: CandidateResult
     src: Artifact

@@ -97,8 +97,8 @@ class Budget:
             yield
 
     def reason(self, what: str) -> str:
-        """Returns the reason why a step was skipped or stopped. ``what`` is the clause that follows "before" in the
-        reason, such as "it was measured"."""
+        """Returns the reason why a step was skipped or stopped. The reason contains "before" and the clause ``what``,
+        such as "it was measured"."""
         if self.interrupted:
             return f"Ctrl-C came before {what}"
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"

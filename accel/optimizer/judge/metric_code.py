@@ -1,4 +1,4 @@
-"""Computes a digest of a metric's code. A cached judgement is reused only if this digest is the same."""
+"""Computes a digest of a metric's code. A cached judgement is reused only if the digest is unchanged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from accel.artifact import file_sha256, text_sha256
 
 def metric_digest(metric: Callable[..., Any]) -> str:
     """Returns a sha256 of the code and data of ``metric``. The digest covers the function, its file and the files
-    imported from the same folder. The digest also covers the arrays and numbers of its module, such as labels that are
-    loaded on import. A closure or a callable object gets a new digest at each call, so its judgements are never taken
-    from the cache.
+    imported from the same folder. The digest also covers the arrays and numbers of the function's module, such as
+    labels that are loaded on import. A closure or a callable object gets a new digest at each call, so its judgements
+    are never taken from the cache.
     """
     if not isinstance(metric, FunctionType) or metric.__closure__:
         return text_sha256(uuid.uuid4().hex)

@@ -18,7 +18,7 @@ from .workload import Workload
 if TYPE_CHECKING:
     from accel.timing.paired import BenchReport
 
-# The percentiles of the run times that are recorded, for drawing the distributions.
+# The percentiles of the run times that are recorded to draw the distributions.
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 

@@ -90,9 +90,9 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
-    """Returns the data of the plot of time against metric or divergence, with the ticks and the limit. The plot has a
-    point for each candidate that has a time and a metric or divergence. A line joins the Pareto-optimal points. Returns
-    None if there are fewer than two points.
+    """Returns the data of a plot of time against the metric or the divergence, with the ticks and the limit. The plot
+    has a point for each candidate that has a time and a metric or divergence. A line joins the Pareto-optimal points.
+    Returns None if there are fewer than two points.
     """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
