@@ -25,16 +25,17 @@ from .measure.timing import Effort, measured
 from .measure.workload import Workload
 from .recipes.session_variants import variants
 
-# The seconds that a process takes to load before its measurement.
+# The expected time in seconds that a process needs to load before it is measured.
 _SECONDS_TO_LOAD = 2.0
 _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# The seconds for further rounds, which are run while a confidence interval is wide. Without further rounds, no
-# candidate would be measurably faster on a noisy machine.
+# The time in seconds for extra measurement rounds, which run while a confidence interval is too wide. On a noisy
+# machine, no candidate would be measurably faster without extra rounds.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
-# The memory of a process consists of the runtime, the model as read, and the runtime's packed copy of the model.
+# A process holds the runtime and two copies of the model in memory: the model from the file, and the runtime's packed
+# copy.
 _RUNTIME_MB = 200
 _COPIES = 2
 
@@ -106,8 +107,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A row is compared with its base if the base is the source or is faster than the source. ``fastest``
-            # compares every row with the source.
+            # A candidate is compared with its base if the base is the source model, or if the base is faster than the
+            # source model. The function ``fastest`` compares every candidate with the source model.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]

@@ -15,7 +15,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# The names that configs of transformer models have for the sizes of a decoder.
+# Maps each size of a decoder to the names that transformer configs use for this size.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -77,7 +77,7 @@ def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
-    except Exception:  # a user's forward may look at values, which fake tensors don't have
+    except Exception:  # the user's forward method may read tensor values, but fake tensors have no values
         return 0, 0.0
     return max(0, (four[0] - two[0]) // 2), max(0.0, (four[1] - two[1]) / 2)
 

@@ -82,7 +82,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    # the second copy of the parameters under hpZ (ZeRO++ section 3.2)
+    # hpZ keeps a second copy of the parameters (ZeRO++ section 3.2)
     hpz = weight * psi / layout.hpz if layout.hpz else 0.0
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 

@@ -12,9 +12,9 @@ from accel.errors import BadConfig
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Each row has the bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation
-# element, and an element that is sent to another rank. The rows "fp16" and "bf16" are mixed precision as in the ZeRO
-# paper, with 2 bytes per parameter, 2 bytes per gradient and 4 bytes per master copy.
+# Each row lists the bytes per element of six tensors: parameters, gradients, float32 master copies, one optimizer
+# moment, activations, and tensors that are sent to another rank. The rows "fp16" and "bf16" are mixed precision as in
+# the ZeRO paper, with 2 bytes per parameter, 2 bytes per gradient and 4 bytes per master copy.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),

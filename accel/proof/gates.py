@@ -23,7 +23,8 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# Caches outputs by artifact, runtime and feeds, because a stage's output is the reference of the next stage.
+# A cache of model outputs with the key (artifact, runtime, feeds). Each stage's output is the reference for the next
+# stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
@@ -102,8 +103,8 @@ class OutputGate:
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         # The source has to run all random inputs, because random inputs fit the signature. A sample of the user's data
-        # that is cut to the sizes of a case may be invalid. So the source may refuse samples of the user's data, as
-        # long as some feeds were compared.
+        # that is cut to the sizes of a case may be invalid. The source model may refuse samples of the user's data, as
+        # long as some other feeds were compared.
         if refused and not (self.data and results):
             raise refused[0]
         return results

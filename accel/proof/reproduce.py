@@ -167,7 +167,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         return Remade(stage=record["name"], status="identical", note="", versions=others)
     kernels = record["notes"].get("kernels")
     if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
-        # TensorRT's builds of some engines are not deterministic.
+        # For some engines, TensorRT's build is not deterministic.
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]

@@ -85,7 +85,7 @@ class Session(Protocol):
 class BaseSession(ABC):
     """The base class of all sessions, which checks feeds, makes example inputs and works in a ``with`` statement."""
 
-    # True if several threads may call ``run`` concurrently, and doing so raises the throughput.
+    # True if several threads may call ``run`` at the same time and concurrent calls raise the throughput.
     concurrent: ClassVar[bool] = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -188,7 +188,7 @@ class Runtime:
         return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
 
 
-# ``accel.tables.kinds`` has the kinds that each runtime opens.
+# The table ``accel.tables.kinds`` lists the artifact kinds that each runtime opens.
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (

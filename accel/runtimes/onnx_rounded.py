@@ -288,7 +288,7 @@ def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.No
         if not name or kind not in LOW or node.op_type in MOVES or node.op_type == "Constant":
             continue
         exact = f"{name}/exact"
-        if target in LOW:  # a Cast to 16 bits rounds by itself
+        if target in LOW:  # a Cast to a 16-bit dtype already rounds its output
             node.output[index] = f"{name}/rounded"
         else:
             node.output[index] = exact

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the operator names of accel's convolutions.
-_FATAL = 4  # Hides ONNX Runtime's log of errors, because the exceptions contain the same messages.
+_FATAL = 4  # Hides the errors in ONNX Runtime's log, because the exceptions contain the same messages.
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",

@@ -89,8 +89,7 @@ class OpenVinoSession(BaseSession):
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
         free: SimpleQueue[_Slot] = SimpleQueue()
-        # There is one more request than there are streams, so that the next inputs are ready when a stream becomes
-        # free.
+        # With several streams, one extra request holds the next inputs until a stream becomes free.
         for _ in range(self.streams + (self.streams > 1)):
             free.put(_Slot(model.create_infer_request()))
         # With one thread, infer() hides errors and keeps the outputs of the previous run, while wait() raises the
