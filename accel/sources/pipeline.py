@@ -20,7 +20,7 @@ from .torch.arguments import Called, Function, unwrapped
 from .torch.fingerprint import function_sha256
 from .torch.live import by_value
 
-# A callback for each call of a part. It gets the part's name and the arguments of the call.
+# A callback for each call of a part. The callback gets the part's name and the arguments of the call.
 Record = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _FUNCTION = "function.pkl"
@@ -168,7 +168,7 @@ def keep_function(pipeline: Pipeline) -> str:
         with cache.scratch() as folder, by_value(pipeline):
             try:
                 body = cloudpickle.dumps(pipeline.function)
-            except Exception:  # an object that the function uses may raise any type of error
+            except Exception:  # pickling an object of the user's function may raise any type of error
                 return digest
             (folder / _FUNCTION).write_bytes(body)
             cache.keep(key, folder)

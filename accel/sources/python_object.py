@@ -46,7 +46,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)  # so that the file can import its neighbors
+    sys.path.insert(0, folder)  # lets the file import modules from its own folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -39,7 +39,8 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# The two names of the norm before a layer. Transformer Engine, which fuses norm and layer, uses the first name.
+# The two possible prefixes of each norm before a linear layer. Transformer Engine fuses the norm with the layer and
+# uses the first prefix.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),

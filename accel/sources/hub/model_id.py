@@ -8,7 +8,8 @@ from pathlib import Path
 
 from accel.tables.kinds import KINDS
 
-# A spec with one of these suffixes is taken for a path, although a repository could have such a name.
+# A spec with one of these suffixes is always read as a path, although the name of a repository may have the same
+# suffix.
 _FILES = {kind.suffix for kind in KINDS.values()} | {
     ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".jit", ".json", ".keras", ".meta", ".npz", ".pkl", ".pt", ".pth", ".py",
     ".safetensors", ".tar", ".torchscript", ".ts", ".zip",

@@ -18,11 +18,11 @@ from accel.spelling import option
 if TYPE_CHECKING:
     import onnx
 
-# The metadata key under which torch's exporter records which modules a node comes from.
+# The metadata key of a node's module path. torch's exporter writes this key.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The name under which the cache keeps the results of ``check``. A change of ``check`` needs a new name, so that cached
-# results of the old ``check`` aren't used.
+# The name under which the cache keeps the results of ``check``. If ``check`` changes, this name has to change too,
+# because results of the old ``check`` may still be in the cache.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -335,7 +335,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # the model is valid, but needs another CPU (for bfloat16 products, for example)
+        return None  # the model is valid but needs another CPU, for example a CPU with bfloat16 products
     except Exception as error:
         return one_line(error)
     return None
