@@ -1,7 +1,7 @@
-"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. The search
-then varies session options. Successive halving measures all candidates for a short time, then the faster half for a
-longer time, and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization,
-AISTATS 2016).
+"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. After the
+measurements, the search varies session options. Successive halving measures all candidates briefly, then the faster
+half for longer, and so on. The method is described by Jamieson and Talwalkar ("Non-stochastic Best Arm Identification
+and Hyperparameter Optimization", AISTATS 2016).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Search:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
-        """Returns the fastest passed row of ``rows`` that is measurably faster than the source, else the source."""
+        """Returns the fastest of the ``rows`` that passed and are measurably faster than the source. Returns the source
+        if no row is measurably faster."""
         finalists = self._halved(self._fitting([row for row in rows if row.passed]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
@@ -117,8 +118,8 @@ class Search:
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns as many of ``rows`` as fit into memory at once.
 
-        If the candidates don't all fit, they are timed in groups together with the source. Only the faster half is
-        kept, and the timing is repeated until the remaining candidates fit.
+        If memory is too small for all candidates, the candidates are timed in groups together with the source. Only the
+        faster half of the candidates is kept, and the timing is repeated until the remaining candidates fit.
         """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None

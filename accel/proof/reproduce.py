@@ -32,10 +32,10 @@ class Remade:
 
     ``status`` has one of these values:
 
-    - ``identical`` if the bytes are the recorded bytes.
-    - ``equivalent`` if the bytes changed and pass the recorded gate, or if an engine from the same ONNX has the same
-      kernels.
-    - ``different`` if the bytes fail the gate or could not be compared.
+    - ``identical`` if the new bytes equal the recorded bytes.
+    - ``equivalent`` if the bytes changed but the new artifact passes the recorded gate, or if a new engine from the
+      same ONNX file has the same kernels.
+    - ``different`` if the new artifact fails the gate or could not be compared.
 
     ``versions`` lists the libraries whose version changed, each as ``name old -> new``.
     """

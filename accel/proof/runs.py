@@ -210,7 +210,7 @@ def _count(src: Artifact, feeds: Mapping[str, np.ndarray]) -> int:
 def _bad_sample(
     session: BaseSession, file: Path, feeds: Mapping[str, np.ndarray], before: int, error: RunFailed
 ) -> BadData:
-    """Returns the error for the first sample of a batch that fails.
+    """Returns the error for the first failing sample of a batch.
 
     The error names the whole batch if the model can't run single samples or no sample fails alone.
     """
