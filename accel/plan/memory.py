@@ -263,7 +263,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
     """Returns the bytes of the KV cache on a rank.
 
-    The cache has 2 L (h / a) a_kv s b / t elements, where a_kv is the number of heads of keys and values. The formula is
+    The cache has 2 L (h / a) a_kv s b / t elements, where a_kv is the number of key and value heads. The formula is
     from Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3.
     """
     if not (spec.layers and spec.hidden and spec.heads):

@@ -27,7 +27,7 @@ def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:
-    """Returns the command-line words for ``options``. ``parse_engine_options`` reads these words back."""
+    """Returns the command-line arguments for ``options``. ``parse_engine_options`` reads these arguments back."""
     words: list[str] = []
     for key, (field, _, _) in _OPTIONS.items():
         value = options.get(field)

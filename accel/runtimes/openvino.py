@@ -132,8 +132,8 @@ class OpenVinoSession(BaseSession):
         """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
         callbacks.
 
-        OpenVINO's own request queue can deadlock on destruction, when its thread waits for the Python interpreter and
-        the interpreter waits for the thread.
+        OpenVINO's own request queue can deadlock on destruction, because the queue's thread and the Python interpreter
+        may wait for each other.
         """
         if self.streams == 1:
             return super().run_many(requests)

@@ -1,6 +1,6 @@
 """Gives TensorRT and TensorRT-RTX a common interface for building and running engines. To find out whether a toolkit
-has a feature, accel looks for the feature in the toolkit's module. It doesn't compare versions, because the two
-toolkits have unrelated version numbers.
+has a feature, accel looks for the feature in the toolkit's module. Versions aren't compared, because the two toolkits
+have unrelated version numbers.
 """
 
 from __future__ import annotations

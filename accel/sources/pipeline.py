@@ -81,10 +81,10 @@ class Pipeline(Function):
     decoder, a diffusion loop or a detector.
 
     A call of the pipeline runs ``function(parts, *args)``, with the parts as the first argument. ``function`` may use
-    any Python code, such as loops and conditions, but it may only call the parts, not use their attributes. ``parts``
-    are modules of PyTorch, methods of modules, or functions of tensors. Every function of accel accepts a pipeline in
-    place of a module. ``accel.export`` exports each part and verifies the whole pipeline. The exported pipeline is
-    called without the argument ``parts``.
+    any Python code, such as loops and conditions. The function can call the parts, but can't use their attributes.
+    ``parts`` are modules of PyTorch, methods of modules, or functions of tensors. Every function of accel accepts a
+    pipeline in place of a module. ``accel.export`` exports each part and verifies the whole pipeline. The exported
+    pipeline is called without the argument ``parts``.
 
     >>> both = accel.Pipeline(translate, encoder=encoder, decoder=decoder)                  # doctest: +SKIP
     >>> accel.export(both, example=(tokens,), out="out/")                                   # doctest: +SKIP
@@ -151,7 +151,8 @@ def _check(name: str, part: Any) -> None:
 
 
 def pipeline_in(module: torch.nn.Module) -> Pipeline | None:
-    """Returns ``module`` if it is a pipeline, or else the pipeline that ``module`` wraps, or else None."""
+    """Returns ``module`` itself if it is a pipeline, or the pipeline that ``module`` wraps. Returns None for any other
+    module."""
     inner = module.module if isinstance(module, Called) else module
     return inner if isinstance(inner, Pipeline) else None
 

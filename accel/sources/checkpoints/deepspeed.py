@@ -224,7 +224,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
-    """Returns the optimizer's step counts, if it has any."""
+    """Returns the optimizer's step counts, or an empty set if the optimizer has no step count."""
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
     groups = base.get("state", {}) if isinstance(base, dict) else base
     parts = list(groups.values()) if isinstance(groups, dict) else list(groups if isinstance(groups, list) else [])

@@ -267,9 +267,9 @@ class _Joining:
         )
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
-        """Concatenates the shards of a fused query, key and value weight of an old checkpoint, and reorders its rows to
-        the current order, [heads, 3, head]. Checkpoint version 0 has the row order [3, heads, head], and version 1 has
-        [heads, head, 3].
+        """Concatenates the shards of a fused QKV weight of an old checkpoint, and reorders the rows to the current
+        order, [heads, 3, head]. Checkpoint version 0 has the row order [3, heads, head], and version 1 has [heads,
+        head, 3].
         """
         if (
             not self.heads

@@ -163,8 +163,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
 
 
 def refuse_bomb(path: Path) -> None:
-    """Raises ``InvalidModel`` if an archive unpacks to many times its own size, although torch never compresses its
-    files."""
+    """Raises ``InvalidModel`` if an archive unpacks to many times its own size. Files of torch are never compressed."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())

@@ -78,7 +78,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _unreadable(names: Sequence[str]) -> str:
-    """Returns the end of an error message, which tells why accel can't read the repository and how to fix that."""
+    """Returns the end of an error message. The text tells why accel can't read the repository, and how to fix the
+    problem."""
     if "model_index.json" in names:
         return (
             "is a pipeline of diffusers, which consists of several models; write a function that returns one of them, "

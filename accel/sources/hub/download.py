@@ -1,4 +1,4 @@
-"""Finds a model of the Hugging Face Hub in the cache of huggingface_hub, or downloads it there."""
+"""Finds a model of the Hugging Face Hub in the cache of huggingface_hub, or downloads the model to this cache."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ModelId:
 
 
 def model_id(spec: str) -> ModelId | None:
-    """Parses a ``spec`` such as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx`` as a model's id. Returns
+    """Parses a ``spec`` such as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx`` into a model id. Returns
     None if ``spec`` is an existing path or looks like a path, such as ``folder/model.onnx`` or ``a/b/c``.
     """
     found = _ID.fullmatch(spec.removeprefix(_PREFIX))

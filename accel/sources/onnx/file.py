@@ -87,8 +87,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     dtypes.
 
     Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
-    the file has weights, QDQ nodes or integer matrix products of that precision. Otherwise the precision is that of
-    most float weights.
+    the file has weights, QDQ nodes or integer matrix products of this precision. Otherwise, the majority of the float
+    weights determines the precision.
     """
     return describe_model(read_proto(path))
 
