@@ -206,7 +206,7 @@ def _megabytes(row: CandidateResult) -> float:
 
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
-    """Tells whether ``row`` is measurably faster than ``base`` over the rounds in which both were timed."""
+    """Tells whether ``row`` is measurably faster than ``base`` in the rounds that timed both rows."""
     ratio = _compared(row, base)
     return ratio is not None and judge(ratio, floor) == "faster"
 

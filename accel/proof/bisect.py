@@ -62,7 +62,7 @@ class Divergence:
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
     in the reference and in the candidate. ``inputs`` maps the names of the nearest matched tensors before this tensor
     to their differences. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this
-    tensor, and are empty if there is only one node.
+    tensor. A list that would have only one node is left empty.
     """
 
     tensor: str
@@ -105,8 +105,8 @@ class Search:
 
 @dataclass
 class _Order:
-    """The matched tensors in topological order. The parents of a tensor are the nearest matched tensors that it is
-    computed from."""
+    """The matched tensors in topological order. The parents of a tensor are the nearest matched tensors that the tensor
+    is computed from."""
 
     names: list[str]
     parents: dict[str, list[str]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# If the model's files are larger than this number of bytes, only one of the two models is loaded at a time.
+# If the model's files are larger than this number of bytes, the two compared models are loaded one after the other.
 _ONE_AT_A_TIME_BYTES = 1 << 30
 
 

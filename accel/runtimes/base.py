@@ -171,8 +171,7 @@ class Runtime:
         return importlib.util.find_spec(self.module) is not None
 
     def runnable(self) -> bool:
-        """Tells whether the runtime is installed and this machine has the GPU that it needs, without importing the
-        runtime."""
+        """Tells whether the runtime is installed and this machine has the required GPU. Doesn't import the runtime."""
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:

@@ -36,8 +36,8 @@ def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
     """Runs a model at further sizes, and returns these sizes and the outputs. Each dynamic dim except the batch gets a
-    size far from its usual size, because strides and pooling may map neighboring input sizes to the same output size.
-    Leaves out sizes at which ``run`` raises an error, because the export will report the error.
+    size far from its usual size. Strides and pooling may map neighboring input sizes to the same output size. Leaves
+    out sizes at which ``run`` raises an error, because the export will report the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():

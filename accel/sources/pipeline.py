@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, which combines several modules and the Python function that calls them into one model."""
+"""Defines ``Pipeline``, a model that consists of several modules and a Python function that calls the modules."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Parts:
 
 
 class Pipeline(Function):
-    """Combines several modules and the Python function that calls them into one model, such as an encoder with a
+    """Makes one model of several modules and a Python function that calls the modules, such as an encoder with a
     decoder, a diffusion loop or a detector.
 
     A call of the pipeline runs ``function(parts, *args)``, with the parts as the first argument. ``function`` may use

@@ -68,7 +68,8 @@ def _onnx(names: Sequence[str]) -> list[str]:
 
 
 def _one_onnx(main: str, names: Sequence[str]) -> Choice:
-    """Returns the ONNX file ``main`` with the files whose names begin with its name (external data and manifest)."""
+    """Returns the ONNX file ``main``, its external data and its manifest. The names of all these files begin with the
+    name of ``main``."""
     return Choice((main, *(name for name in names if name.startswith((f"{main}_", f"{main}.")))), main)
 
 

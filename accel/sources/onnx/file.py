@@ -93,8 +93,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. Such an operator computes one scale for all rows of
-# a batch, so each row influences the results of the other rows.
+# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A quantization operator of this kind computes one
+# scale for all rows of a batch, so each row influences the results of the other rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -215,9 +215,8 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a file without a manifest is first loaded in a child process by the ONNX checker
-    and ONNX Runtime, because a hostile file may crash its reader. The result of the probe is cached by the file's
-    content.
+    file leaves open. With ``probe``, the ONNX checker and ONNX Runtime first load a file without a manifest in a child
+    process, because a hostile file may crash its reader. The result of the probe is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
