@@ -39,7 +39,7 @@ def watched_by(sink: Sink) -> Iterator[None]:
 
 _Result = TypeVar("_Result")
 _Given = ParamSpec("_Given")
-# The width of a progress line in characters, small enough for every notebook and terminal.
+# The width of a progress line in characters. The width fits every notebook and terminal.
 _LINE = 78
 
 

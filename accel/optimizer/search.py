@@ -1,7 +1,7 @@
-"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. The search
-then varies session options. Successive halving measures all candidates for a short time, then the faster half for a
-longer time, and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization,
-AISTATS 2016).
+"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. After the
+measurements, the search varies session options. Successive halving measures all candidates briefly, then the faster
+half for longer, and so on. The method is described by Jamieson and Talwalkar ("Non-stochastic Best Arm Identification
+and Hyperparameter Optimization", AISTATS 2016).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from .measure.timing import Effort, measured
 from .measure.workload import Workload
 from .recipes.session_variants import variants
 
-# The seconds that a process takes to load before its measurement.
+# The expected time in seconds that a process needs to load before it is measured.
 _SECONDS_TO_LOAD = 2.0
 _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# The seconds for further rounds, which are run while a confidence interval is wide. Without further rounds, no
-# candidate would be measurably faster on a noisy machine.
+# The time in seconds for extra measurement rounds, which run while a confidence interval is too wide. On a noisy
+# machine, no candidate would be measurably faster without extra rounds.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
-# The memory of a process consists of the runtime, the model as read, and the runtime's packed copy of the model.
+# A process holds the runtime and two copies of the model in memory: the model from the file, and the runtime's packed
+# copy.
 _RUNTIME_MB = 200
 _COPIES = 2
 
@@ -53,7 +54,8 @@ class Search:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
-        """Returns the fastest passed row of ``rows`` that is measurably faster than the source, else the source."""
+        """Returns the fastest of the ``rows`` that passed and are measurably faster than the source. Returns the source
+        if no row is measurably faster."""
         finalists = self._halved(self._fitting([row for row in rows if row.passed]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
@@ -106,8 +108,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A row is compared with its base if the base is the source or is faster than the source. ``fastest``
-            # compares every row with the source.
+            # A candidate is compared with its base if the base is the source model, or if the base is faster than the
+            # source model. The function ``fastest`` compares every candidate with the source model.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
@@ -116,8 +118,8 @@ class Search:
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns as many of ``rows`` as fit into memory at once.
 
-        If the candidates don't all fit, they are timed in groups together with the source. Only the faster half is
-        kept, and the timing is repeated until the remaining candidates fit.
+        If memory is too small for all candidates, the candidates are timed in groups together with the source. Only the
+        faster half of the candidates is kept, and the timing is repeated until the remaining candidates fit.
         """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None
@@ -204,7 +206,7 @@ def _megabytes(row: CandidateResult) -> float:
 
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
-    """Tells whether ``row`` is measurably faster than ``base`` over the rounds in which both were timed."""
+    """Tells whether ``row`` is measurably faster than ``base`` in the rounds that timed both rows."""
     ratio = _compared(row, base)
     return ratio is not None and judge(ratio, floor) == "faster"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of ``QuantizeConfig`` that each quantization mode reads. A user's option is passed only to the modes that
-# read the field.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. An option that a user sets is passed only to the
+# modes that read the field.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {

@@ -15,7 +15,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# The names that configs of transformer models have for the sizes of a decoder.
+# Maps each size of a decoder to the names that transformer configs use for this size.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -48,7 +48,7 @@ def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Returns the blocks of ``module``. Each block is a submodule that is gathered, compiled or recomputed as a whole.
-    The blocks are the entries of each ``ModuleList``, and those entries of each ``Sequential`` that contain modules. A
+    All entries of a ``ModuleList`` are blocks. An entry of a ``Sequential`` is a block if the entry contains modules. A
     ``ModuleList`` inside a block belongs to the block.
     """
     found: list[torch.nn.Module] = []
@@ -72,12 +72,12 @@ def sample_of(inputs: Any) -> Sample:
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
     """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
-    Computes both from the difference between a batch of four and a batch of two, which leaves out the costs that don't
-    grow with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
+    Computes both numbers from the difference between a batch of four and a batch of two. The difference leaves out
+    costs that don't grow with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
-    except Exception:  # a user's forward may look at values, which fake tensors don't have
+    except Exception:  # the user's forward method may read tensor values, but fake tensors have no values
         return 0, 0.0
     return max(0, (four[0] - two[0]) // 2), max(0.0, (four[1] - two[1]) / 2)
 

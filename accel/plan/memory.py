@@ -1,9 +1,9 @@
 """Estimates the bytes on a rank: model states, activations, temporary buffers, and the KV cache of inference.
 
-In the formulas, L is the number of layers, h is the hidden size, a is the number of heads, V is the size of the
-vocabulary, s is the length of a sequence, and b is the number of samples in a micro-batch. A step has m micro-batches.
-The tensor-, pipeline-, data- and context-parallel sizes are t, p, d and c. P is the number of parameters of the model.
-Psi is the number of parameters on a rank before ZeRO shards them.
+In the formulas, L is the number of layers, h is the hidden size, a is the number of heads, and V is the size of the
+vocabulary. A sequence has s tokens, a micro-batch has b samples, and a step has m micro-batches. The tensor-,
+pipeline-, data- and context-parallel sizes are t, p, d and c. P is the number of parameters of the model. Psi is the
+number of parameters on a rank before ZeRO shards them.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
 
     With a single stage, a rank has P / t parameters. With several stages, the first stage has the embedding and the
-    last stage has the head. A rank of the largest stage then has 1 / t of the parameters of ceil(L / p) layers and the
-    embedding. If t doesn't divide the vocabulary size V, the first ranks hold one more row of the embedding than the
-    last ranks.
+    last stage has the head. The largest stage then has ceil(L / p) layers and the embedding, and a rank holds 1 / t of
+    their parameters. If t doesn't divide the vocabulary size V, the first ranks hold one more row of the embedding than
+    the last ranks.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
@@ -82,7 +82,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    # the second copy of the parameters under hpZ (ZeRO++ section 3.2)
+    # hpZ keeps a second copy of the parameters (ZeRO++ section 3.2)
     hpz = weight * psi / layout.hpz if layout.hpz else 0.0
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 
@@ -179,16 +179,16 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns the peak number of micro-batches whose activations a rank holds, for two ranks.
+    """Returns the peak number of micro-batches with activations in the memory of a rank, for two ranks.
 
     The first number is the largest of all ranks, and the second number is for the rank of the last stage. Usually the
     rank of the first stage has the largest number. In a zero-bubble schedule, the last rank has the largest number.
-    Neither number is larger than m, the number of micro-batches. The schedules have these two numbers:
+    Neither number is larger than m, the number of micro-batches. The two numbers depend on the schedule:
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
-    - Interleaved with v chunks and rounds of r micro-batches has ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. If
-      r = p, the first number of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
+    - Interleaved with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. If r =
+      p, the first number of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
     - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). In a zero-bubble schedule, the stages
       run down the ranks and back up in a V, so the first rank has both the first and the last stage. Before its first
       backward pass, the first rank runs 2 p - 1 forward passes of the first stage and one forward pass of the last
@@ -231,9 +231,9 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 def stepping(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the optimizer's step takes in addition to the model states.
 
-    Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, because its
-    ``foreach`` implementation computes all of them at once. Returns 0 under CPU offload, because the optimizer's step
-    then runs on the host.
+    Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, because Adam's
+    ``foreach`` implementation computes all square roots at once. Returns 0 under CPU offload, because the optimizer's
+    step then runs on the host.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:
@@ -261,10 +261,10 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 
 
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
-    """Returns the bytes of the 2 L (h / a) a_kv s b / t elements of keys and values on a rank.
+    """Returns the bytes of the KV cache on a rank.
 
-    The number of heads of keys and values is a_kv. The formula is from Pope et al. 2022, "Efficiently Scaling
-    Transformer Inference", section 3.3.
+    The cache has 2 L (h / a) a_kv s b / t elements, where a_kv is the number of key and value heads. The formula is
+    from Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3.
     """
     if not (spec.layers and spec.hidden and spec.heads):
         return 0.0

@@ -140,7 +140,7 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            # CPU offload isn't tried if the size of a block, which ZeRO 3 gathers at once, is unknown.
+            # ZeRO 3 gathers a whole block at once. CPU offload is tried only if the size of a block is known.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):

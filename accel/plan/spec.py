@@ -12,9 +12,9 @@ from accel.errors import BadConfig
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Each row has the bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation
-# element, and an element that is sent to another rank. The rows "fp16" and "bf16" are mixed precision as in the ZeRO
-# paper, with 2 bytes per parameter, 2 bytes per gradient and 4 bytes per master copy.
+# Each row lists the bytes per element of six tensors: parameters, gradients, float32 master copies, one optimizer
+# moment, activations, and tensors that are sent to another rank. The rows "fp16" and "bf16" are mixed precision as in
+# the ZeRO paper, with 2 bytes per parameter, 2 bytes per gradient and 4 bytes per master copy.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),
@@ -124,10 +124,10 @@ class ModelSpec:
 def transformer_params(spec: ModelSpec) -> int:
     """Returns the number of parameters of a GPT with the shape in ``spec`` and with tied embeddings.
 
-    The number is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-    Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 + 13 h parameters of a layer.
-    With grouped-query attention, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer parameters, where a is the number of
-    query heads and a_kv is the number of heads of keys and values (Ainslie et al. 2023, "GQA", section 2.2).
+    The formula for the number of parameters is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 +
+    13 h parameters of a layer. Grouped-query attention removes 2 L (h^2 + h) (1 - a_kv / a) parameters (Ainslie et al.
+    2023, "GQA", section 2.2). The number of query heads is a, and the number of heads of keys and values is a_kv.
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -140,13 +140,13 @@ class Layout:
 
     ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
     ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats context-parallel
-    ranks as data-parallel ranks. With ``sequence_parallel``, the activations that tensor parallel replicates are
-    sharded along the sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    ranks as data-parallel ranks. ``sequence_parallel`` shards the replicated activations of tensor parallel along the
+    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
-    ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
-    the groups that hold a second, sharded copy of the parameters for the backward gather (ZeRO++). ``qwz`` gathers
-    weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU
-    offload).
+    ``replicate`` is the number of shard groups in hybrid sharding. ZeRO shards within each group, and all groups hold
+    the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the
+    backward gather (ZeRO++). ``qwz`` gathers weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps
+    the shards of ZeRO on the host (CPU offload).
     """
 
     world: int
@@ -223,10 +223,10 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth``, ``bandwidth`` and ``host_bandwidth`` are the bytes
-    per second that a rank can send inside its node, between nodes, and from or to its host. ``hbm`` is the memory of a
-    rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the machine
-    figures that it assumes.
+    ``flops`` is the FLOP/s that a rank sustains. The bandwidths are in bytes per second and rank: ``node_bandwidth``
+    inside a node, ``bandwidth`` between nodes, and ``host_bandwidth`` between a device and its host. ``hbm`` is the
+    memory of a rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints
+    the machine figures that it assumes.
     """
 
     flops: float = 400e12

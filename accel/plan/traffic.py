@@ -43,9 +43,9 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     only once per micro-batch. With one micro-batch, the ZeRO stages 0 to 3 send 2 Psi, 2 Psi, 2 Psi and 3 Psi bytes, as
     in the ZeRO paper (section 7). In hybrid sharding, the replicas then all-reduce their shards of the gradients.
 
-    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks with a
-    float32 scale each. The paper reduces gradients in int4. With hpZ, the gather for the backward pass stays in a group
-    of ``hpz`` ranks.
+    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks. Each block
+    has a float32 scale. The paper reduces gradients in int4. With hpZ, the gather for the backward pass stays in a
+    group of ``hpz`` ranks.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -207,10 +207,11 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
-    is added to the time of computing. The pipeline bubble lengthens the sum of both times. Data-parallel traffic
-    overlaps with computing, so only the longer of the two is counted. The time of the pipeline traffic of one
-    micro-batch is added. CPU offload adds the time of the copies to and from the host. CPU offload also adds the time
-    to read and write all tensors on the host once, at ``machine.host_bandwidth``.
+    is added to the time of computing. The pipeline bubble lengthens the sum of computing time and tensor- and
+    context-parallel time. Data-parallel traffic overlaps with computing, so only the longer of the two is counted. The
+    estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the time of the copies to and from
+    the host. CPU offload also adds the time to read and write all tensors on the host once, at
+    ``machine.host_bandwidth``.
 
     Consecutive rank numbers first cover the tensor- and context-parallel ranks, then a shard group, then the replicas.
     A transfer that reaches beyond a node runs at ``machine.bandwidth``.

@@ -1,9 +1,9 @@
 """Finds the first node at which two ONNX models differ, with O(log n) runs of the models.
 
-The tensors that both models have are sorted in the reference's topological order. If the graph is cut after a tensor,
-later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after the cut. If a
-crossing tensor differs, the error is before the cut. A binary search over the cuts ends at a tensor that differs
-although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
+Tensors with a counterpart in the other model are sorted in the topological order of the reference. If the graph is cut
+after a tensor, later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after
+the cut. If a crossing tensor differs, the error is before the cut. A binary search over the cuts ends at a tensor that
+differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
 A mask, a ReLU or rounding may remove a difference, so that later tensors agree. The search skips harmless tensors,
 which differ although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan``
@@ -62,7 +62,7 @@ class Divergence:
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
     in the reference and in the candidate. ``inputs`` maps the names of the nearest matched tensors before this tensor
     to their differences. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this
-    tensor, and are empty if there is only one node.
+    tensor. A list that would have only one node is left empty.
     """
 
     tensor: str
@@ -105,8 +105,8 @@ class Search:
 
 @dataclass
 class _Order:
-    """The matched tensors in topological order. The parents of a tensor are the nearest matched tensors that it is
-    computed from."""
+    """The matched tensors in topological order. The parents of a tensor are the nearest matched tensors that the tensor
+    is computed from."""
 
     names: list[str]
     parents: dict[str, list[str]]
@@ -147,7 +147,8 @@ class Bisection:
         self._seen: dict[str, Difference] = {}
 
     def search(self, *, scan: bool = False) -> Search:
-        """Find the first node at which the candidate differs. ``scan`` also compares all tensors before that node."""
+        """Find the first node at which the candidate differs. With ``scan``, also compares all tensors before the first
+        difference."""
         outputs = [name for name in self.graphs[0].outputs if name in self.match.tensors]
         seen = self._differences(outputs)
         at_end = {name: seen[name] for name in outputs}

@@ -67,7 +67,7 @@ def _file(what: str, path: Path, recorded: str) -> Link:
 
 
 def _sidecar(what: str, main: Path) -> Link:
-    """Returns the link of a manifest, which contains a digest of itself."""
+    """Returns the link of a manifest. A manifest file contains its own digest."""
     path = manifest_path(main)
     if not path.is_file():
         return Link(what=what, path=str(path), recorded="its own digest", found=None, status="absent")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def batch_plan(
     signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (index of the file, first sample, number of samples) for each batch of files that hold ``counts`` samples.
-    A batch has at most ``size`` samples, or the model's fixed batch size. All batches together have at most ``limit``
-    samples. The count of a file is read only when a batch needs the file.
+    """Yields the tuple (index of the file, first sample, number of samples) for each batch. ``counts`` has the number
+    of samples of each file. A batch has at most ``size`` samples, or the model's fixed batch size. All batches together
+    have at most ``limit`` samples. The count of a file is read only when a batch needs the file.
     """
     unit = signature.batch_unit
     step = signature.fixed_batch or max(size // unit, 1) * unit
@@ -55,8 +55,8 @@ class Dataset:
     def load(cls, path: Path, signature: Signature) -> Dataset:
         """Loads an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
-        Never unpickles. Returns the dataset that is already in memory if no file has changed, so that all gates of a
-        run share one copy.
+        Never unpickles. If the dataset is already in memory and no file has changed, returns the dataset from memory.
+        All gates of a run then share one copy.
 
         Raises ``BadData`` if a file can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
         """
@@ -82,7 +82,7 @@ class Dataset:
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the samples from number ``start`` on, cut or repeated to ``sizes`` (see ``at_sizes``)."""
+        """Returns the samples from index ``start`` on, cut or repeated to ``sizes`` (see ``at_sizes``)."""
         return at_sizes(self.signature, self.parts[start % len(self.parts)], sizes, start)
 
     def extra(self) -> dict[str, np.ndarray]:
@@ -101,9 +101,9 @@ class Dataset:
 def at_sizes(
     signature: Signature, part: Mapping[str, np.ndarray], sizes: Mapping[str, int], start: int
 ) -> dict[str, np.ndarray]:
-    """Returns the samples of ``part`` from number ``start`` on, cut or repeated along each axis to ``sizes``. If the
-    bounds of an integer input depend on dims, such as the length of a sequence, the integers are clipped to these
-    bounds.
+    """Returns the samples of ``part`` from index ``start`` on. Cuts or repeats the samples along each axis to get
+    ``sizes``. If the bounds of an integer input depend on dims, such as the length of a sequence, the integers are
+    clipped to these bounds.
     """
     import numpy as np
 

@@ -23,11 +23,12 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# Caches outputs by artifact, runtime and feeds, because a stage's output is the reference of the next stage.
+# A cache of model outputs with the key (artifact, runtime, feeds). Each stage's output is the reference for the next
+# stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# If the model's files are larger than this number of bytes, only one of the two models is loaded at a time.
+# If the model's files are larger than this number of bytes, the two compared models are loaded one after the other.
 _ONE_AT_A_TIME_BYTES = 1 << 30
 
 
@@ -36,9 +37,9 @@ class OutputGate:
     """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of every output, at every shape.
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
-    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that are also run without being
-    cut or repeated. ``seeds`` is the number of different inputs for the first case. Different inputs may take different
-    branches of a model.
+    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that are also run unchanged.
+    ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches of a
+    model.
     """
 
     name: str = "outputs"
@@ -57,7 +58,7 @@ class OutputGate:
         return self._compared(src, out, lambda: self._feeds(src, out))
 
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
-        """Returns the additional results that ``check`` would give if the gate had ``seeds`` seeds.
+        """Returns the additional results that ``check`` would return with ``seeds`` seeds.
 
         Returns no results if the gate already has ``seeds`` seeds or more.
         """
@@ -102,8 +103,8 @@ class OutputGate:
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         # The source has to run all random inputs, because random inputs fit the signature. A sample of the user's data
-        # that is cut to the sizes of a case may be invalid. So the source may refuse samples of the user's data, as
-        # long as some feeds were compared.
+        # that is cut to the sizes of a case may be invalid. The source model may refuse samples of the user's data, as
+        # long as some other feeds were compared.
         if refused and not (self.data and results):
             raise refused[0]
         return results
@@ -189,7 +190,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
     """Returns the name of the runtime that gates use for an artifact, or None if this machine can't run the artifact.
 
     A 16-bit or fp8 ONNX model runs with rounding after every node. ONNX Runtime's CPU provider would compute 16-bit
-    models in float32 and hide their overflows, and its optimizations break fp8 models.
+    models in float32, which hides overflows. The provider's optimizations would break fp8 models.
     """
     if artifact.kind == "onnx" and (
         {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
@@ -236,6 +237,6 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:
-    """Returns the result whose value is the largest fraction of its limit, or None if no outputs were compared."""
+    """Returns the result with the largest ratio of value to limit, or None if no outputs were compared."""
     compared = [r for r in results if r.value is not None and r.limit]
     return max(compared, key=lambda r: (r.value or 0.0) / (r.limit or 1.0), default=None)

@@ -32,10 +32,10 @@ class Remade:
 
     ``status`` has one of these values:
 
-    - ``identical`` if the bytes are the recorded bytes.
-    - ``equivalent`` if the bytes changed and pass the recorded gate, or if an engine from the same ONNX has the same
-      kernels.
-    - ``different`` if the bytes fail the gate or could not be compared.
+    - ``identical`` if the new bytes equal the recorded bytes.
+    - ``equivalent`` if the bytes changed but the new artifact passes the recorded gate, or if a new engine from the
+      same ONNX file has the same kernels.
+    - ``different`` if the new artifact fails the gate or could not be compared.
 
     ``versions`` lists the libraries whose version changed, each as ``name old -> new``.
     """
@@ -167,7 +167,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         return Remade(stage=record["name"], status="identical", note="", versions=others)
     kernels = record["notes"].get("kernels")
     if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
-        # TensorRT's builds of some engines are not deterministic.
+        # For some engines, TensorRT's build is not deterministic.
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]

@@ -183,8 +183,8 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(found.value) not in str(error):
-                continue  # The integer may not be the reason why the process died.
-            why = ""  # Leaves out the library's text, which names nodes that only the library knows.
+                continue  # The process may have died for another reason than the integer.
+            why = ""  # Leaves out the library's error text, because the text names internal nodes of the library.
         return BadData(
             f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "
             f"{found.low}..{found.high}, and the model fails on it{why}; correct it or leave it out"
@@ -210,7 +210,7 @@ def _count(src: Artifact, feeds: Mapping[str, np.ndarray]) -> int:
 def _bad_sample(
     session: BaseSession, file: Path, feeds: Mapping[str, np.ndarray], before: int, error: RunFailed
 ) -> BadData:
-    """Returns the error for the first sample of a batch that fails.
+    """Returns the error for the first failing sample of a batch.
 
     The error names the whole batch if the model can't run single samples or no sample fails alone.
     """

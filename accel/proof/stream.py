@@ -193,7 +193,7 @@ class _Member:
         if len(body) < values * self._dtype.itemsize:
             raise EOFError("it ends before its last sample")
         if self._at == len(self):
-            self._stream.read(1)  # reading at the end makes zipfile check the checksum
+            self._stream.read(1)  # zipfile checks the checksum when the end of the file is read
         return np.frombuffer(body, self._dtype)
 
 

@@ -65,8 +65,8 @@ class Match:
     """The matched tensors.
 
     ``tensors`` maps each tensor's name in the reference to its name in the candidate, in the reference's topological
-    order. ``by_structure`` lists the tensors whose name differs in the candidate. ``unmatched`` lists the tensors that
-    the reference computes and that have no counterpart.
+    order. ``by_structure`` lists the tensors whose name differs in the candidate. ``unmatched`` lists the reference's
+    computed tensors without a counterpart in the candidate.
     """
 
     tensors: Mapping[str, str]

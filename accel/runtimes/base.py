@@ -28,7 +28,7 @@ GRAPH_LEVELS = ("none", "basic", "extended", "all")
 class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
-    ``threads`` is the total number of threads, and 0 leaves the number to the runtime. ``precision`` is the precision
+    ``threads`` is the total number of threads. With 0, the runtime chooses the number. ``precision`` is the precision
     in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine supports bfloat16). ``streams``
     is the number of concurrent runs, which share the threads. ``graph_level``, one of ``GRAPH_LEVELS``, selects the
     graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the
@@ -85,7 +85,7 @@ class Session(Protocol):
 class BaseSession(ABC):
     """The base class of all sessions, which checks feeds, makes example inputs and works in a ``with`` statement."""
 
-    # True if several threads may call ``run`` concurrently, and doing so raises the throughput.
+    # True if several threads may call ``run`` at the same time and concurrent calls raise the throughput.
     concurrent: ClassVar[bool] = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -171,8 +171,7 @@ class Runtime:
         return importlib.util.find_spec(self.module) is not None
 
     def runnable(self) -> bool:
-        """Tells whether the runtime is installed and this machine has the GPU that it needs, without importing the
-        runtime."""
+        """Tells whether the runtime is installed and this machine has the required GPU. Doesn't import the runtime."""
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:
@@ -188,7 +187,7 @@ class Runtime:
         return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
 
 
-# ``accel.tables.kinds`` has the kinds that each runtime opens.
+# The table ``accel.tables.kinds`` lists the artifact kinds that each runtime opens.
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (
@@ -278,10 +277,10 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 
 
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns copies of a run's outputs, for callers that keep them longer than the session.
+    """Returns copies of a run's outputs, for callers that keep the outputs longer than the session.
 
-    An output of ONNX Runtime shares its session's memory, and keeps all of this memory from being freed. The session's
-    memory has room for the results of all layers at the largest shape.
+    An output of ONNX Runtime shares the session's memory. The whole memory stays allocated as long as the output
+    exists. The session's memory has room for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

@@ -22,8 +22,8 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Runs the model with the arguments that the source model takes, and returns the result.
 
     If the arguments are PyTorch tensors, the result has PyTorch tensors on the device of the first tensor. If the
-    arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. A model whose manifest
-    doesn't record a structure takes its inputs in order or by name, and returns its only output or a dict of outputs.
+    arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. If the manifest records no
+    structure, the model takes its inputs in order or by name. The result is then the only output, or a dict of outputs.
     Raises ``BadFeeds`` if the arguments don't fit.
     """
     tensors = tensors_given(session.artifact, args, kwargs)
@@ -37,8 +37,8 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors in the arguments that the source model takes, by input name. Raises ``BadFeeds`` if the
-    arguments don't fit."""
+    """Returns the tensors in the source model's arguments, by input name. Raises ``BadFeeds`` if the arguments don't
+    fit."""
     recorded: Mapping[str, Any] = artifact.source.get("call") or {}
     names = [spec.name for spec in artifact.signature.inputs]
     templates = dict(recorded.get("arguments") or {name: {"tensor": name} for name in names})

@@ -9,7 +9,8 @@ from typing import Any
 from accel.key_values import read_key_values, yes_or_no
 from accel.spelling import option
 
-# A TensorRT engine can run on Ampere and later GPUs, or only on GPUs with the builder's compute capability.
+# The GPUs that a TensorRT engine can run on: Ampere and later GPUs, or only GPUs with the compute capability of the GPU
+# that built the engine.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")
@@ -26,7 +27,7 @@ def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:
-    """Returns the command-line words for ``options``. ``parse_engine_options`` reads these words back."""
+    """Returns the command-line arguments for ``options``. ``parse_engine_options`` reads these arguments back."""
     words: list[str] = []
     for key, (field, _, _) in _OPTIONS.items():
         value = options.get(field)

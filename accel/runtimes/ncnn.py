@@ -44,7 +44,8 @@ class Net:
 
         self.signature = signature
         self.net: Any = ncnn.Net()
-        # The net is verified and shipped in float32. By default ncnn computes in 16 bits on CPUs that support it.
+        # The net is verified and shipped in float32. By default, ncnn computes in 16 bits on CPUs with 16-bit
+        # arithmetic.
         for name in (
             "use_fp16_packed",
             "use_fp16_storage",
@@ -76,7 +77,7 @@ class Net:
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # False keeps the intermediate blobs
+            extractor.set_light_mode(False)  # without light mode, ncnn keeps the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:

@@ -63,7 +63,8 @@ _LARGE_BYTES = 1 << 30
 class RoundedModel:
     """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed.
 
-    ``tensors`` names all tensors that nodes of the top-level graph compute, in order, after functions are inlined.
+    ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. Functions are inlined
+    first.
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
@@ -206,7 +207,7 @@ def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit:
 
 
 def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
-    """Returns the number of bytes of each inner tensor whose shape follows from the shapes of the inputs."""
+    """Returns the number of bytes of each inner tensor. Leaves out tensors of unknown shape."""
     light = without_weights(model)
     del light.graph.value_info[:]
     for value in light.graph.input:
@@ -288,7 +289,7 @@ def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.No
         if not name or kind not in LOW or node.op_type in MOVES or node.op_type == "Constant":
             continue
         exact = f"{name}/exact"
-        if target in LOW:  # a Cast to 16 bits rounds by itself
+        if target in LOW:  # a Cast to a 16-bit dtype already rounds its output
             node.output[index] = f"{name}/rounded"
         else:
             node.output[index] = exact

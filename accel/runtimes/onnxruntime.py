@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the operator names of accel's convolutions.
-_FATAL = 4  # Hides ONNX Runtime's log of errors, because the exceptions contain the same messages.
+_FATAL = 4  # Hides the errors in ONNX Runtime's log, because the exceptions contain the same messages.
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -73,7 +73,8 @@ class OnnxRuntimeSession(BaseSession):
             raise RunFailed(f"{failed}; check the inputs' values") from error
 
     def _outside(self, feeds: Feeds) -> str:
-        """Returns a phrase that names the first integer input with an index outside the input's constant table.
+        """Returns a phrase for an error message. The phrase names the first integer input with an index outside its
+        lookup table.
 
         Returns "" if all indices are inside the tables, because the model itself then computed the bad index.
         """
@@ -100,7 +101,8 @@ class OnnxRuntimeSession(BaseSession):
         return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
 
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
-        """Copy the inputs to ``device``, run there, and copy the outputs back, with one copy in each direction."""
+        """Copy the inputs to ``device``, run the model there, and copy the outputs back, with one copy in each
+        direction."""
         binding = self.session.io_binding()
         held = []  # some versions of ONNX Runtime keep no references to bound values
         for name, value in feeds.items():
@@ -188,10 +190,11 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
 
 
 def _register_operators(settings: Any, path: Path) -> None:
-    """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
+    """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if this variable is
+    set.
 
     Without a library, the function bodies in the model file run instead. The operator names of accel's convolutions
-    contain sizes, so the library is given the names in this model.
+    contain sizes, so this function passes the names in the model to the library.
     """
     given = os.environ.get(OPERATORS)
     if not given:

@@ -89,8 +89,7 @@ class OpenVinoSession(BaseSession):
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
         free: SimpleQueue[_Slot] = SimpleQueue()
-        # There is one more request than there are streams, so that the next inputs are ready when a stream becomes
-        # free.
+        # With several streams, one extra request holds the next inputs until a stream becomes free.
         for _ in range(self.streams + (self.streams > 1)):
             free.put(_Slot(model.create_infer_request()))
         # With one thread, infer() hides errors and keeps the outputs of the previous run, while wait() raises the
@@ -133,8 +132,8 @@ class OpenVinoSession(BaseSession):
         """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
         callbacks.
 
-        OpenVINO's own request queue can deadlock on destruction, when its thread waits for the Python interpreter and
-        the interpreter waits for the thread.
+        OpenVINO's own request queue can deadlock on destruction, because the queue's thread and the Python interpreter
+        may wait for each other.
         """
         if self.streams == 1:
             return super().run_many(requests)

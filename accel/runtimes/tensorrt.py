@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .cuda_memory import Cuda
 
 Shape = tuple[int, ...]
-# The minimum, optimal and maximum shape of each input.
+# Maps each input to its minimum, optimal and maximum shape.
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 
 
@@ -114,7 +114,7 @@ class TensorRTSession(BaseSession):
         if not self._enqueue(known):
             raise EngineFailed(f"{self.artifact.path} failed on the GPU: {self._reason()}")
         mark()
-        self._cuda.wait(self._stream)  # data-dependent output sizes are known only now
+        self._cuda.wait(self._stream)  # data-dependent output sizes are known only after the run
         return self._receive(known, mark)
 
     def _enqueue(self, known: Mapping[str, Shape]) -> bool:
@@ -212,7 +212,8 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order, because each object uses the next object
+        # The objects are released in this order, because each object uses the next object.
+        self._context = self._engine = self._runtime = None
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)

@@ -1,6 +1,6 @@
 """Gives TensorRT and TensorRT-RTX a common interface for building and running engines. To find out whether a toolkit
-has a feature, accel looks for the feature in the toolkit's module. It doesn't compare versions, because the two
-toolkits have unrelated version numbers.
+has a feature, accel looks for the feature in the toolkit's module. Versions aren't compared, because the two toolkits
+have unrelated version numbers.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
-    """Returns the problems that the toolkit finds in an engine's header, or None if there are no problems or the
-    toolkit can't check headers. Without a GPU, the toolkit finds only malformed headers.
+    """Returns the problems that the toolkit finds in an engine's header. Returns None if the header has no problems, or
+    if the toolkit can't check headers. Without a GPU, the toolkit finds only malformed headers.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None

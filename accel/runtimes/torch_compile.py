@@ -101,7 +101,8 @@ def _torch_warns_of_itself() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the innermost cause in one line, with a C++ compiler's output and without torch's debugging advice."""
+    """Returns the innermost cause of an error in one line. The line includes a C++ compiler's output, but not torch's
+    debugging advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -81,12 +81,12 @@ class DimRange:
         return " or ".join(map(str, sorted(found)))
 
     def to_hold(self, size: int) -> str:
-        """Widens this range to include ``size``, and returns it as a text for ``--dim``."""
+        """Returns this range, widened to include ``size``, as a text for ``--dim``."""
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns the range that replaces ``known``. If this range has no step, the result keeps the step of ``known``,
-        provided that all sizes are multiples of this step.
+        """Returns this range as a replacement for ``known``. If this range has no step and all its sizes are multiples
+        of the step of ``known``, the result has the step of ``known``.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self

@@ -59,8 +59,8 @@ class Signature:
 
     @property
     def batch_dim(self) -> str | None:
-        """Returns the dim called ``batch``. If there is none, returns the dynamic dim that is the first dim of all
-        inputs, or None."""
+        """Returns the dim called ``batch``. If no dim has this name, returns the dynamic dim on axis 0 of all inputs,
+        or None."""
         if BATCH in self.dims:
             return BATCH
         first = {spec.shape[0] for spec in self.inputs if spec.shape}
@@ -69,7 +69,8 @@ class Signature:
 
     @property
     def fixed_batch(self) -> int | None:
-        """Returns the first dim of the first input whose first dim is fixed, or None if all first dims are dynamic."""
+        """Returns the size of axis 0 of the first input with a fixed axis 0, or None if axis 0 of all inputs is
+        dynamic."""
         return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
 
     @property
@@ -170,8 +171,8 @@ class Signature:
 
     @property
     def unknown_integers(self) -> tuple[TensorSpec, ...]:
-        """Returns the inputs for which ``example_inputs`` draws 0 or 1, because nothing tells which integers are
-        valid."""
+        """Returns the integer inputs with an unknown range of valid integers. For these inputs, ``example_inputs``
+        draws 0 or 1."""
         return tuple(
             spec
             for spec in self.inputs

@@ -49,8 +49,8 @@ class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
     ``values`` is the range of valid integers, such as token ids. A bound of ``values`` may be a sum of dims, as in
-    ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example, and
-    integers outside ``seen`` may be valid too. Example inputs are drawn from ``values``, or else from ``seen``.
+    ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example.
+    Integers outside ``seen`` may be valid too. Example inputs are drawn from ``values``, or else from ``seen``.
     ``optional`` is True if the model has a default for this input.
     """
 

@@ -20,7 +20,7 @@ from accel.spelling import option
 FACTS = "live.json"
 
 # Maps the class of a live model (its module and name) to the function that writes such a model to the cache. Classes
-# are compared by name, because importing the classes would import every framework.
+# are compared by name, because importing the classes would import all frameworks.
 _CAPTURED_BY = {
     ("torch.export.exported_program", "ExportedProgram"): "accel.sources.torch.live:capture_program",
     ("torch.nn.modules.module", "Module"): "accel.sources.torch.live:capture",

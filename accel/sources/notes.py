@@ -51,8 +51,8 @@ def _bounds_note(artifact: Artifact) -> str | None:
 
 
 def integers_note(signature: Signature) -> str | None:
-    """Returns a note about integer inputs with an unknown range, else None. Random inputs hold only the integers 0 and
-    1 there, so a comparison on random inputs proves little."""
+    """Returns a note about integer inputs with an unknown range, or else None. Random data for an input with an unknown
+    range holds only the integers 0 and 1, so a comparison on random data proves little."""
     unknown = signature.unknown_integers
     if not unknown:
         return None

@@ -36,8 +36,8 @@ def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
     """Runs a model at further sizes, and returns these sizes and the outputs. Each dynamic dim except the batch gets a
-    size far from its usual size, because strides and pooling may map neighboring input sizes to the same output size.
-    Leaves out sizes at which ``run`` raises an error, because the export will report the error.
+    size far from its usual size. Strides and pooling may map neighboring input sizes to the same output size. Leaves
+    out sizes at which ``run`` raises an error, because the export will report the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -139,9 +139,9 @@ def output_specs(
 ) -> tuple[TensorSpec, ...]:
     """Derives the specs of a model's outputs from ``runs``, the outputs at the sizes ``cases``.
 
-    A dim with the same size in all runs is fixed. A dim that always has the size of an input's dim gets the name of
-    that dim. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names. Raises
-    ``BadSource`` if the rank of an output varies.
+    A dim with the same size in all runs is fixed. An output dim gets the name of an input dim if both dims always have
+    the same size. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names.
+    Raises ``BadSource`` if the rank of an output varies.
     """
     specs = []
     if other := next((run for run in runs if set(run) != set(runs[0])), None):

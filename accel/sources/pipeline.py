@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, which combines several modules and the Python function that calls them into one model."""
+"""Defines ``Pipeline``, a model that consists of several modules and a Python function that calls the modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .torch.arguments import Called, Function, unwrapped
 from .torch.fingerprint import function_sha256
 from .torch.live import by_value
 
-# A callback for each call of a part. It gets the part's name and the arguments of the call.
+# A callback for each call of a part. The callback gets the part's name and the arguments of the call.
 Record = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _FUNCTION = "function.pkl"
@@ -77,14 +77,14 @@ class Parts:
 
 
 class Pipeline(Function):
-    """Combines several modules and the Python function that calls them into one model, such as an encoder with a
+    """Makes one model of several modules and a Python function that calls the modules, such as an encoder with a
     decoder, a diffusion loop or a detector.
 
     A call of the pipeline runs ``function(parts, *args)``, with the parts as the first argument. ``function`` may use
-    any Python code, such as loops and conditions, but it may only call the parts, not use their attributes. ``parts``
-    are modules of PyTorch, methods of modules, or functions of tensors. Every function of accel accepts a pipeline in
-    place of a module. ``accel.export`` exports each part and verifies the whole pipeline. The exported pipeline is
-    called without the argument ``parts``.
+    any Python code, such as loops and conditions. The function can call the parts, but can't use their attributes.
+    ``parts`` are modules of PyTorch, methods of modules, or functions of tensors. Every function of accel accepts a
+    pipeline in place of a module. ``accel.export`` exports each part and verifies the whole pipeline. The exported
+    pipeline is called without the argument ``parts``.
 
     >>> both = accel.Pipeline(translate, encoder=encoder, decoder=decoder)                  # doctest: +SKIP
     >>> accel.export(both, example=(tokens,), out="out/")                                   # doctest: +SKIP
@@ -151,7 +151,8 @@ def _check(name: str, part: Any) -> None:
 
 
 def pipeline_in(module: torch.nn.Module) -> Pipeline | None:
-    """Returns ``module`` if it is a pipeline, or else the pipeline that ``module`` wraps, or else None."""
+    """Returns ``module`` itself if it is a pipeline, or the pipeline that ``module`` wraps. Returns None for any other
+    module."""
     inner = module.module if isinstance(module, Called) else module
     return inner if isinstance(inner, Pipeline) else None
 
@@ -168,7 +169,7 @@ def keep_function(pipeline: Pipeline) -> str:
         with cache.scratch() as folder, by_value(pipeline):
             try:
                 body = cloudpickle.dumps(pipeline.function)
-            except Exception:  # an object that the function uses may raise any type of error
+            except Exception:  # pickling an object of the user's function may raise any type of error
                 return digest
             (folder / _FUNCTION).write_bytes(body)
             cache.keep(key, folder)

@@ -46,7 +46,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)  # so that the file can import its neighbors
+    sys.path.insert(0, folder)  # lets the file import modules from its own folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -84,7 +84,7 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
     """Returns a one-line error for an exception in the user's own code, with the exception's location. The location is
-    in the user's file, even if a library raised the exception. ``what`` says in the message which code raised the
+    in the user's file, even if a library raised the exception. In the message, ``what`` names the code that raised the
     exception.
     """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]

@@ -150,8 +150,8 @@ class Source:
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
 
-        ``like`` returns the signature of another version of the model. ``like`` is called only if nothing else declares
-        the inputs.
+        ``like`` returns the signature of another version of the model. ``like`` is called only if the inputs have no
+        other declaration.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that doesn't apply to this model.

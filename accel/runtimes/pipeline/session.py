@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class PipelineSession(BaseSession):
     """Runs the function of a pipeline on the sessions of its parts.
 
-    The function comes from this process or from the user's cache. If both lack the function, ``use`` has to set it.
-    ``options.threads`` applies to every part. Each part takes all other options from its own manifest.
+    The function comes from this process or from the user's cache. If neither the process nor the cache has the
+    function, ``use`` has to set the function. ``options.threads`` applies to every part. Each part takes all other
+    options from its own manifest.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -93,8 +94,8 @@ class PipelineSession(BaseSession):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the pipeline's function. Unlike an exported module, a pipeline takes any numbers and
-        strings, because they don't become part of a graph. If the arguments hold NumPy arrays, the result holds arrays,
-        too."""
+        strings, because numbers and strings don't become part of a graph. If the arguments hold NumPy arrays, the
+        result holds arrays, too."""
         template, found = describe([list(args), kwargs])
         arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
         if arrays:

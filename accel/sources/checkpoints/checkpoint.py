@@ -16,7 +16,7 @@ from accel.spelling import option
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
 # checkpoint. ``deepspeed`` comes before ``folder``, because the transformers Trainer saves a model.safetensors beside
-# DeepSpeed's files. Only DeepSpeed's files have the float32 master weights.
+# DeepSpeed's files. Only DeepSpeed's files hold the float32 master weights.
 FORMATS = (
     "accel.sources.checkpoints.deepspeed",
     "accel.sources.checkpoints.megatron",

@@ -201,7 +201,7 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise BadSource(f"{piece.file} holds more than a tensor for {name!r} and is not unpickled; refused") from error
+        raise BadSource(f"{piece.file} holds more than a tensor for {name!r}; accel refuses to unpickle it") from error
     except Exception as error:  # torch raises errors of many types on damaged bytes
         raise InvalidModel(f"{piece.file} holds damaged bytes for {name!r}; copy the file again") from error
     if not isinstance(found, torch.Tensor):

@@ -132,7 +132,7 @@ def read(path: Path) -> Checkpoint:
     for alias, name in dict(shards.models[0].get("shared_params") or {}).items():
         if name in tensors:
             tensors[alias] = tensors[name]
-    if shards.stage < 3:  # stage 1 stores frozen parameters only in the state dict
+    if shards.stage < 3:  # ZeRO stage 1 stores frozen parameters only in the state dict
         rest = {str(n): v for n, v in module.items() if n not in tensors and isinstance(v, torch.Tensor)}
         tensors |= {name: LazyTensor.of(value) for name, value in rest.items()}
         if rest:
@@ -197,7 +197,7 @@ def _open(folder: Path) -> Shards:
 
 def _stage(state: Mapping[str, Any]) -> int:
     stage = state["zero_stage"]
-    value = stage if isinstance(stage, int) else stage.args[0]  # an enum is read as a ``Record``
+    value = stage if isinstance(stage, int) else stage.args[0]  # the unpickler reads an enum as a ``Record``
     if value not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {value}")
     return int(value)
@@ -224,7 +224,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
-    """Returns the optimizer's step counts, if it has any."""
+    """Returns the optimizer's step counts, or an empty set if the optimizer has no step count."""
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
     groups = base.get("state", {}) if isinstance(base, dict) else base
     parts = list(groups.values()) if isinstance(groups, dict) else list(groups if isinstance(groups, list) else [])

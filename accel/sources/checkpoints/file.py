@@ -17,7 +17,7 @@ from accel.spelling import option
 from .checkpoint import Checkpoint, LazyTensor
 from .unpickle import read_torch
 
-# Keys under which trainers save the state dict.
+# The keys of the state dict in the checkpoint files of various trainers.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 # Suffixes of files that hold only one rank's shard.
 _SHARES = ("_model_states.pt", "_optim_states.pt", ".distcp", "model_optim_rng.pt")

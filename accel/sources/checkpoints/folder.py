@@ -12,7 +12,7 @@ from accel.spelling import option
 from . import dcp, file
 from .checkpoint import Checkpoint
 
-# File names that weights may have, in the order of the search.
+# Possible names of the file with the weights, in the order of the search.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",

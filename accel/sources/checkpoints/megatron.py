@@ -39,7 +39,8 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# The two names of the norm before a layer. Transformer Engine, which fuses norm and layer, uses the first name.
+# The two possible prefixes of each norm before a linear layer. Transformer Engine fuses the norm with the layer and
+# uses the first prefix.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -266,9 +267,9 @@ class _Joining:
         )
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
-        """Concatenates the shards of a fused query, key and value weight of an old checkpoint, and reorders its rows to
-        the current order, [heads, 3, head]. Checkpoint version 0 has the row order [3, heads, head], and version 1 has
-        [heads, head, 3].
+        """Concatenates the shards of a fused QKV weight of an old checkpoint, and reorders the rows to the current
+        order, [heads, 3, head]. Checkpoint version 0 has the row order [3, heads, head], and version 1 has [heads,
+        head, 3].
         """
         if (
             not self.heads

@@ -13,9 +13,9 @@ from accel.errors import BadSource
 
 from .checkpoint import Checkpoint, LazyTensor
 
-# Name components that wrappers insert anywhere in a name.
+# Matches the name components that wrappers insert anywhere in a parameter name.
 _INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Prefixes that wrappers put before every name, in the order of the search.
+# Prefixes that wrappers put before every parameter name, in the order of the search.
 _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_module.", "net.", "network.")
 
 
@@ -63,7 +63,7 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # two names would be equal without the wrappers' components
+    if len(found) < len(checkpoint.tensors):  # two parameters would get the same name
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()

@@ -152,7 +152,8 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     refuse_bomb(path)
     try:
         with warnings.catch_warnings(), _listed():
-            warnings.simplefilter("ignore")  # Files that torch warns about are refused below.
+            # Hides torch's warnings, because files that cause a warning are refused below.
+            warnings.simplefilter("ignore")
             # Only zip files can be memory-mapped. Old versions of torch wrote a format without zip.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -162,8 +163,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
 
 
 def refuse_bomb(path: Path) -> None:
-    """Raises ``InvalidModel`` if an archive unpacks to many times its own size, although torch never compresses its
-    files."""
+    """Raises ``InvalidModel`` if an archive unpacks to many times its own size. Files of torch are never compressed."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
@@ -195,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.Size":
             return torch.Size
         if full == "torch.serialization._get_layout":
-            return str  # a layout is read as its name, because accel doesn't use layouts
+            return str  # the name of a layout is enough, because accel doesn't use layouts
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")

@@ -68,7 +68,8 @@ def _onnx(names: Sequence[str]) -> list[str]:
 
 
 def _one_onnx(main: str, names: Sequence[str]) -> Choice:
-    """Returns the ONNX file ``main`` with the files whose names begin with its name (external data and manifest)."""
+    """Returns the ONNX file ``main``, its external data and its manifest. The names of all these files begin with the
+    name of ``main``."""
     return Choice((main, *(name for name in names if name.startswith((f"{main}_", f"{main}.")))), main)
 
 
@@ -78,7 +79,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _unreadable(names: Sequence[str]) -> str:
-    """Returns the end of an error message, which tells why accel can't read the repository and how to fix that."""
+    """Returns the end of an error message. The text tells why accel can't read the repository, and how to fix the
+    problem."""
     if "model_index.json" in names:
         return (
             "is a pipeline of diffusers, which consists of several models; write a function that returns one of them, "

@@ -1,4 +1,4 @@
-"""Finds a model of the Hugging Face Hub in the cache of huggingface_hub, or downloads it there."""
+"""Finds a model of the Hugging Face Hub in the cache of huggingface_hub, or downloads the model to this cache."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def locate(asked: ModelId) -> Located:
         import huggingface_hub
     except ImportError as error:
         raise BadSource(
-            f"{str(asked)!r} is no file or folder here, and to read a model of the Hugging Face Hub, huggingface_hub "
-            'has to be installed; check the path, or run: pip install "accel-toolchain[examples]"'
+            f"{str(asked)!r} is no file or folder here, and huggingface_hub has to be installed to read models of the "
+            'Hugging Face Hub; check the path, or run: pip install "accel-toolchain[examples]"'
         ) from error
     revision = asked.revision or None
     try:
@@ -116,7 +116,7 @@ def _listing(asked: ModelId) -> list[str] | None:
         return None
     try:
         return [file.path for file in listed(asked.repo, revision=asked.commit)]
-    except Exception:  # the callers have a fallback
+    except Exception:  # on None, the callers use a fallback
         return None
 
 
@@ -126,8 +126,8 @@ def _cached_folder(asked: ModelId) -> Path | None:
     import huggingface_hub
 
     try:
-        # Without ``allow_patterns``, ``snapshot_download`` would refuse a folder that lacks any of the repository's
-        # files.
+        # Without ``allow_patterns``, ``snapshot_download`` would refuse a folder in which any file of the repository is
+        # missing.
         found = huggingface_hub.snapshot_download(
             asked.repo, revision=asked.revision or None, local_files_only=True, allow_patterns=[]
         )
@@ -174,7 +174,7 @@ def _bar(message: str) -> type[Any]:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
-            check_interrupted()  # ends the download threads after Ctrl-C
+            check_interrupted()  # stops the download threads after Ctrl-C
             shown: bool | None = super().update(n)
             return shown
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from accel.tables.kinds import KINDS
 
-# A spec with one of these suffixes is taken for a path, although a repository could have such a name.
+# A spec with one of these suffixes is always read as a path, although the name of a repository may have the same
+# suffix.
 _FILES = {kind.suffix for kind in KINDS.values()} | {
     ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".jit", ".json", ".keras", ".meta", ".npz", ".pkl", ".pt", ".pth", ".py",
     ".safetensors", ".tar", ".torchscript", ".ts", ".zip",
@@ -41,7 +42,7 @@ class ModelId:
 
 
 def model_id(spec: str) -> ModelId | None:
-    """Parses a ``spec`` such as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx`` as a model's id. Returns
+    """Parses a ``spec`` such as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx`` into a model id. Returns
     None if ``spec`` is an existing path or looks like a path, such as ``folder/model.onnx`` or ``a/b/c``.
     """
     found = _ID.fullmatch(spec.removeprefix(_PREFIX))

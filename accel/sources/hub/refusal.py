@@ -1,4 +1,4 @@
-"""Turns the errors of huggingface_hub into accel's errors of one sentence."""
+"""Turns the errors of huggingface_hub into one-sentence errors of accel."""
 
 from __future__ import annotations
 

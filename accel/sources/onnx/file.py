@@ -18,11 +18,11 @@ from accel.spelling import option
 if TYPE_CHECKING:
     import onnx
 
-# The metadata key under which torch's exporter records which modules a node comes from.
+# The metadata key of a node's module path. torch's exporter writes this key.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The name under which the cache keeps the results of ``check``. A change of ``check`` needs a new name, so that cached
-# results of the old ``check`` aren't used.
+# The name under which the cache keeps the results of ``check``. If ``check`` changes, this name has to change too,
+# because results of the old ``check`` may still be in the cache.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -87,14 +87,14 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     dtypes.
 
     Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
-    the file has weights, QDQ nodes or integer matrix products of that precision. Otherwise the precision is that of
-    most float weights.
+    the file has weights, QDQ nodes or integer matrix products of this precision. Otherwise, the majority of the float
+    weights determines the precision.
     """
     return describe_model(read_proto(path))
 
 
-# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. Such an operator computes one scale for all rows of
-# a batch, so each row influences the results of the other rows.
+# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A quantization operator of this kind computes one
+# scale for all rows of a batch, so each row influences the results of the other rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -215,9 +215,8 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a file without a manifest is first loaded in a child process by the ONNX checker
-    and ONNX Runtime, because a hostile file may crash its reader. The result of the probe is cached by the file's
-    content.
+    file leaves open. With ``probe``, the ONNX checker and ONNX Runtime first load a file without a manifest in a child
+    process, because a hostile file may crash its reader. The result of the probe is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
@@ -335,7 +334,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # the model is valid, but needs another CPU (for bfloat16 products, for example)
+        return None  # the model is valid but needs another CPU, for example a CPU with bfloat16 products
     except Exception as error:
         return one_line(error)
     return None

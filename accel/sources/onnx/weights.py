@@ -25,8 +25,8 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
-# The metadata key of the dtype that a detached tensor has in its file. A tensor has this key only if reading converts
-# its values to another dtype.
+# The metadata key for the dtype of a detached tensor in its file. A tensor has this key only if reading converts its
+# values to another dtype.
 _STORED_AS = "stored_as"
 
 

@@ -190,7 +190,7 @@ def test_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     the package."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     words = (
-        r"'models/net' is no file or folder here, and .* huggingface_hub has to be installed; .*toolchain\[examples\]"
+        r"'models/net' is no file or folder here, and huggingface_hub has to be installed .*; .*toolchain\[examples\]"
     )
     with pytest.raises(BadSource, match=words):
         Source("models/net").open()
