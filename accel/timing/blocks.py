@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# Warm-up ends once the median of the last ``_WINDOW`` run times is at least this fraction of the median of the
-# ``_WINDOW`` run times before.
+# During warm-up, the median time of the last ``_WINDOW`` runs is divided by the median time of the ``_WINDOW`` runs
+# before. Warm-up ends once this ratio is at least ``_STILL_FALLING``.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -103,7 +103,7 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one session per stream, or one for all streams
+        self._sessions: list[Session] = []  # one session per stream, or one session for all streams
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)

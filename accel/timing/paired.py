@@ -177,9 +177,9 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first to get the reference outputs, and it is loaded again last as a second process,
-        # the twin. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline gets
-        # a part of this advantage, and the noise floor includes the advantage.
+        # The baseline is loaded first to get the reference outputs. A second process of the baseline, the twin, is
+        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline
+        # gets a part of this advantage, and the noise floor includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -212,8 +212,8 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # The recorded numbers of streams and threads belong together. If one of the two numbers is given, both recorded
-        # numbers are replaced.
+        # The recorded numbers of streams and threads are a pair. If the caller gives one of the two numbers,
+        # both recorded numbers are replaced.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])

@@ -86,8 +86,9 @@ class StepLog:
 
 
 def _board(folder: Path) -> Any:
-    # TensorBoard imports TensorFlow if it can. The import takes seconds and prints warnings, and scalars don't need it.
-    # TensorBoard uses its own stub instead if a module of this name exists.
+    # TensorBoard imports TensorFlow if TensorFlow is installed. The import takes seconds and prints warnings, and
+    # scalars don't need TensorFlow. With a module ``tensorboard.compat.notf``, TensorBoard uses its own stub instead of
+    # TensorFlow.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -71,7 +71,7 @@ class Trainer:
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
         self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
-        self.log: StepLog | None = None  # None on ranks other than 0, and outside run().
+        self.log: StepLog | None = None  # The log is open only on rank 0 and during run().
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:

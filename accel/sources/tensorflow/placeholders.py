@@ -135,7 +135,7 @@ def _shape(node: Any) -> list[int] | None:
 
 
 def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with the constants ``values`` in place of the placeholders of these names."""
+    """Returns ``frozen`` after replacing each placeholder named in ``values`` by a constant of this value."""
     graph = tf.compat.v1.GraphDef()
     graph.CopyFrom(frozen.graph)
     for node in graph.node:

@@ -22,7 +22,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of additional runs with different random inputs for a model whose output sizes may depend on input values.
+# A model runs on this many more random inputs if its output sizes may depend on the values of its inputs.
 _SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
@@ -216,8 +216,8 @@ def discover_outputs(
             f"{where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
             "give one name for each tensor"
         )
-    # A model may return an input as an output, as sentence-transformers models do. Such an output needs another name
-    # than the input.
+    # A model may return an input as an output, as sentence-transformers models do. The output then needs a name that
+    # differs from the input's name.
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]

@@ -35,7 +35,7 @@ class _Lookups(TorchDispatchMode):
         self.tables: dict[str, list[tuple[int, bool]]] = {}
         self._feeds = feeds
         self._names = {array.ctypes.data: name for name, array in feeds.items()}
-        self._copies: list[torch.Tensor] = []  # kept, so that no other tensor gets the address of a copy
+        self._copies: list[torch.Tensor] = []  # keeps the copies alive, so that new tensors get other addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

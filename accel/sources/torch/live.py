@@ -111,8 +111,8 @@ def open_captured(path: Path) -> Found:
     """Opens a module that ``capture`` wrote.
 
     Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
-    ``BadSource`` if the opened module computes other outputs than the live module did, because the module's code was
-    changed.
+    ``BadSource`` if the module's code was changed, so that the opened module computes other outputs than the live
+    module.
     """
     if not path.is_file():
         raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
@@ -123,11 +123,11 @@ def open_captured(path: Path) -> Found:
     module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
     if kept["outputs"]:
         outputs = _run(module, kept["inputs"], path.stem)
-        # A model that draws random numbers raises no error here, because it is refused later.
+        # Models that draw random numbers are refused later, so they raise no error here.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
-                f"{path.stem} computes other outputs than in the process that it comes from; if its code was changed "
-                "since it was imported, restart Python and give the module again"
+                f"{path.stem} computes other outputs than the original module; if its file was edited after the "
+                "import, restart Python and give the module again"
             )
     signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
     return Found(
@@ -242,7 +242,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         raise BadSource(
-            f"{reason}; mend the model, or give arguments that it takes with {option('example')}"
+            f"{reason}; correct the model, or give other arguments with {option('example')}"
         ) from error
     return {name: one.detach() for name, one in flatten(result).items()}
 
@@ -252,7 +252,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # torch added properties to the class, which the copy shares
+            if parametrize.is_parametrized(part):  # both copies share the class, and torch added properties to it
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():

@@ -197,7 +197,7 @@ def _precision(module: torch.nn.Module) -> str:
 
 def _find(spec: str, weights: Path | None) -> Found:
     asked = model_id(spec)
-    if asked is not None and asked.commit:  # ``Source`` has already replaced any other revision by its commit
+    if asked is not None and asked.commit:  # ``Source`` has already resolved a branch or tag
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)
