@@ -21,8 +21,8 @@ class Limit:
 
 
 TABLE: tuple[Limit, ...] = (
-    # export: limits for sources converted to ONNX, and for ONNX graphs rewritten in the same precision or converted to
-    # other formats.
+    # export: limits for conversions of sources to ONNX, for conversions of ONNX graphs to other formats, and for
+    # rewrites in the same precision.
     Limit(step="export", form="fp32", value=1e-4, reason="float32 sums move by a few units in the last place"),
     Limit(step="export", form="fp16", value=2e-2, reason="10 bits of mantissa, and runtimes round at different nodes"),
     Limit(step="export", form="bf16", value=1e-1, reason="7 bits of mantissa, and runtimes round at different nodes"),

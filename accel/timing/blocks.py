@@ -35,11 +35,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``. Their defaults are the manifest's runtime and options. ``opener`` is the import
-    string of a function that opens the session of a candidate, for models without a runtime in accel. The artifact of a
-    candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If ``streams`` is
-    0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets its own session
-    with a share of the threads.
+    the same as in ``open_session``. By default, the runtime and the options come from the manifest. ``opener`` is the
+    import string of a function that opens the session of a candidate, for models without a runtime in accel. The
+    artifact of a candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If
+    ``streams`` is 0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets
+    its own session with a share of the threads.
     """
 
     name: str

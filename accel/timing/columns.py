@@ -1,7 +1,7 @@
 """Defines the columns of the tables that ``accel bench`` and ``accel optimize`` show.
 
 A row of a table is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``,
-``metric`` and ``megabytes``. A value that isn't known is None in the row, or is missing from the row.
+``metric`` and ``megabytes``. An unknown value is None in the row, or is missing from the row.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Row:
     timed.
 
     ``error`` is the reason why the candidate was not timed, or None. The ratio of a round is the baseline's median
-    divided by the candidate's. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95% interval.
-    ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
+    divided by the candidate's median. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95%
+    interval. ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
     ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of
     the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run.
     ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library. ``samples_per_second``

@@ -142,10 +142,10 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline. ``first`` and ``second`` are float64[rounds] with the medians of the baseline's two
     processes.
 
-    The baseline's median in a round is the geometric mean of the medians of both processes, because the random offset
-    of a single process would affect every ratio. The A/A interval is the interval of the speedup of one process over
-    the other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``.
-    Effects inside the A/A interval occur even between identical processes.
+    The baseline's median in a round is the geometric mean of the medians of both processes. The random offset of a
+    single process would affect every ratio. The A/A interval is the interval of the speedup of one process over the
+    other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``. Effects
+    inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 

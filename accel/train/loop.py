@@ -346,7 +346,7 @@ class Trainer:
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
             # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
-            # In a checkpoint of another optimizer, the moment may be missing because that optimizer has no such moment.
+            # A checkpoint of another optimizer may lack the moment because the other optimizer doesn't use this moment.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

@@ -181,7 +181,7 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
                 f"{what}; {strip} found no dropout in them: leave placeholders for training out of the inputs, or save "
                 "the model for inference"
             )
-        raise RandomOps(f"{what}; pass {strip} to take dropout out, or save the model for inference")
+        raise RandomOps(f"{what}; pass {strip} to remove dropout, or save the model for inference")
 
 
 def without_weights(frozen: Frozen) -> Frozen:

@@ -66,7 +66,7 @@ def describe(
     factory, ``sha256`` is the hash of the graph that the factory returned, else "".
 
     Runs the model at several sizes. Repeats the run at one size to find random outputs. If the model can't take the
-    usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the input specs that the
+    usual sizes, tries larger sizes for the dims that have no range in ``dims``. ``inputs`` are the input specs that the
     user gave (see ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
     if spec.form == "python":  # a factory may use files that ``load`` doesn't watch
@@ -205,7 +205,7 @@ def _probe(
                 raise BadSource(
                     f"the output {name!r} of {spec.path} differs from run to run on the same inputs, because the "
                     "model still draws random numbers; save it for inference"
-                    + (f", or take dropout out with {option('strip_training_ops', True)}" if strip else "")
+                    + (f", or remove dropout with {option('strip_training_ops', True)}" if strip else "")
                 )
     far, found = far_runs(signature, run_on)
     return output_specs(signature, [*cases, *far], [*runs, *found], spec.path), all(map(_is_sound, runs))

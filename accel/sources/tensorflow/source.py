@@ -260,7 +260,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 
 
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """Returns the specs ``found`` with the dims and value ranges of the specs ``given`` that have the same names.
+    """Returns the specs ``found``, but takes dims and value ranges from the spec of the same name in ``given``.
 
     Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. ``where`` names the model in messages.
     """

@@ -64,7 +64,7 @@ class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
     Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
-    if one of several inputs has a name that ``forward`` lacks.
+    if there are several inputs and ``forward`` has no parameter for one of them.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
@@ -99,8 +99,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
-    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if one of several inputs has a name that ``forward`` doesn't
-    have, because inputs passed by position could be mixed up.
+    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if there are several inputs and ``forward`` has no parameter
+    for one of them. Inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False

@@ -159,8 +159,8 @@ def _on_cpu(value: Any) -> torch.Tensor:
 
 
 def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[str, list[int]]]:
-    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the smallest and the largest
-    size of each dim that ``dynamic`` gives as a ``torch.export.Dim`` with bounds."""
+    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the bounds of each dim that
+    ``dynamic`` gives as a ``torch.export.Dim``."""
     if dynamic is None:
         return None, {}
     found: dict[str, dict[int, str]] = {}
@@ -211,8 +211,8 @@ def _described(
 
 
 def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
-    """Runs the module with a batch that is one row larger. Returns the batch axis of each input that has one, and a
-    note about the result of this run."""
+    """Runs the module with a batch that is one row larger. Returns the batch axis of each input that has a batch axis,
+    and a note about the result of this run."""
     size = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 0)
     batched = [name for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == size]
     if not size:
@@ -266,7 +266,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
         except Exception as error:  # an object may raise any type of error
             raise BadSource(
                 f"{class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; remove it from "
-                "the module, or write a function that makes the module and give it as FILE.py:FUNCTION"
+                "the module, or write a function that makes the module and give the function as FILE.py:FUNCTION"
             ) from error
 
 
@@ -281,7 +281,7 @@ def _read(path: Path) -> torch.nn.Module:
 
 
 def _unpicklable(module: torch.nn.Module) -> str:
-    """Describes the first attribute that can't be pickled as text, or returns "" if there is none."""
+    """Returns a text about the first attribute that can't be pickled, or "" if all attributes can be pickled."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             if attribute in ("_parameters", "_buffers", "_modules"):

@@ -118,7 +118,7 @@ def write_run(
 
 
 def input_options(folder: Path) -> list[str]:
-    """Returns the ``--input`` options with which ``accel export`` takes a checkpoint of the run.
+    """Returns the ``--input`` options that ``accel export`` needs for a checkpoint of the run.
 
     ``folder`` is the run's ``final/``, whose ``inputs.safetensors`` holds example inputs. Returns an empty list if the
     factory declares its inputs.

@@ -105,9 +105,9 @@ def loader(
     """Returns a StatefulDataLoader over ``data`` for one rank. The loader yields micro-batches ``(inputs, targets)``
     without end.
 
-    The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
-    with step ``first``. The loader counts its position in global batches, so resuming is exact at another world size
-    too. Raises ``BadData`` if the data has fewer samples than a batch.
+    With ``drop_last=False``, the last batch is smaller, and the targets are None on a rank without samples. The loader
+    begins with step ``first``. The loader counts its position in global batches, so resuming is exact at another world
+    size too. Raises ``BadData`` if the data has fewer samples than a batch.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]

@@ -274,6 +274,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Takes only the last pairs, because torch also calls the loss once before the first step, on uninitialized
-        # memory, to learn the shapes.
+        # Takes only the last pairs. Before the first step, torch also calls the loss on uninitialized memory to learn
+        # the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -1,8 +1,8 @@
 """Runs FSDP2's collectives in 8 bits, as in ZeRO++: qwZ gathers parameters, and qgZ reduces gradients.
 
 The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in blocks. Each block has a scale, so an
-outlier affects only one block. Each parameter begins a new block, so that a norm's weights of 1 don't affect a
-neighbor's weights of 0.02.
+outlier affects only one block. Each parameter begins a new block, so that large weights of one parameter don't affect
+the scale of another parameter.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice, because under
 hpZ the backward pass gathers the forward pass's rounded values unchanged. All blocks are int8, but in the paper the

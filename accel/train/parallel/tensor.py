@@ -65,7 +65,7 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if sequence parallel would let a ``column`` gather a sequence that no module has split."""
+    """Raises ``BadConfig`` if a ``column`` layer would gather a sequence although no module splits the sequence."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()

@@ -105,7 +105,7 @@ def train(
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
-    """Raises ``BadConfig`` if ``nnodes`` allows no number of machines on which ``config`` can run."""
+    """Raises ``BadConfig`` if ``config`` can't run on any of the numbers of machines in ``nnodes``."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or a range MIN:MAX")
@@ -127,8 +127,8 @@ def _goes_on(out: Path) -> str:
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
     """Returns the killed ranks, each with the signal that killed the rank.
 
-    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
-    because torchrun ends the other ranks with SIGTERM.
+    Reads torchrun's report in the log after the offset ``begin``, or the exit ``code`` of a single process. Skips
+    SIGTERM, because torchrun ends the other ranks with SIGTERM.
     """
     if code < 0:
         return {0: -code}
