@@ -75,7 +75,7 @@ TABLE: tuple[Limit, ...] = (
         value=1e-1,
         reason="a runtime computes the graph it was made from; a larger error is a fault of the runtime",
     ),
-    # cast: the overflow search investigates each output of the 16-bit graph whose error is above this limit.
+    # cast: the overflow search investigates each output of the 16-bit graph with an error above this limit.
     Limit(step="cast", form="fp16", value=1e-2, reason="half of what the gate allows: the search has to leave room"),
     Limit(step="cast", form="bf16", value=8e-2, reason="below what the gate allows: the search has to leave room"),
     Limit(step="cast", form="quantized", value=1e-1, reason="an int8 model answers a tiny change with a whole step"),

@@ -31,7 +31,7 @@ class Stage:
     proves: bool = False
 
 
-# The stages in the order in which they can follow one another.
+# The stages are listed in a possible order of a run.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
@@ -206,7 +206,7 @@ def route(start: str, end: str) -> tuple[Stage, ...]:
     """
     routes: dict[str, tuple[Stage, ...]] = {start: ()}
     kinds = [start]
-    for kind in kinds:  # breadth-first search, in which the list grows during the loop
+    for kind in kinds:  # breadth-first search: the list grows during the loop
         for stage in STAGES:
             if kind in stage.takes and stage.gives not in routes:
                 routes[stage.gives] = (*routes[kind], stage)

@@ -151,14 +151,14 @@ def measure(
 
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
-    baseline runs in two processes, whose difference gives the noise floor. Candidates are compared with the two
-    processes of the baseline together. After ``rounds`` rounds, further rounds run while the confidence interval of a
-    speedup, on a logarithmic scale, is wider than ``target_width``. The further rounds end after four times ``rounds``
-    rounds in all, or ``budget_seconds`` after the first round began. ``limit_seconds`` limits the time of the whole
-    call, including loading. After the first 5 rounds, a round begins only if it is likely to end within
-    ``limit_seconds``.
+    baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
+    compared with the two processes of the baseline together. After ``rounds`` rounds, further rounds run while the
+    confidence interval of a speedup, on a logarithmic scale, is wider than ``target_width``. The further rounds end
+    after four times ``rounds`` rounds in all, or ``budget_seconds`` after the first round began. ``limit_seconds``
+    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
+    to end within ``limit_seconds``.
 
-    ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither
+    ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
     manifest doesn't have these numbers, the candidate uses one stream and all cores that this process may use. If only
     ``streams`` is given, ``threads`` is the number of cores. If only ``threads`` is given, ``streams`` is 1. If any

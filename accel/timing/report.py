@@ -72,10 +72,10 @@ class BenchReport:
     """The results of a benchmark, with one row per candidate in the given order.
 
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` is the speedup between two processes of
-    the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple for each round, with the candidates
-    in the order in which they were timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above
-    1, every ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the
-    nanoseconds of every run. ``samples`` is not part of the JSON.
+    the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple of candidates for each round, in the
+    order of their timing. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every
+    ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of
+    every run. ``samples`` is not part of the JSON.
     """
 
     rows: tuple[Row, ...]

@@ -32,7 +32,7 @@ class StepLog:
     """Writes one JSON object every ``log_every`` steps, at the last step, and for each evaluation.
 
     Writes the same figures as TensorBoard scalars if ``config.tensorboard`` is set. ``flops`` is the number of FLOPs of
-    a step over all ranks, and ``peak`` is the FLOP/s of all devices. If either is 0, no MFU is written.
+    a step over all ranks, and ``peak`` is the FLOP/s of all devices. If ``flops`` or ``peak`` is 0, no MFU is written.
     """
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:

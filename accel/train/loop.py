@@ -292,8 +292,8 @@ class Trainer:
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Returns the metrics of the unsharded weights as plain numbers.
 
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but a dict
-        of numbers.
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if the result of ``evaluate`` isn't a dict of
+        numbers.
         """
         assert self.evaluate is not None
         name = self.config.evaluate

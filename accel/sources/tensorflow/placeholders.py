@@ -165,8 +165,8 @@ def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Maps the names of placeholders to their values for inference. The value for inference is the value that leaves
-    the fewest training ops in the graph. Leaves out placeholders for which no value is better than the others, and
-    placeholders whose default is the value for inference.
+    the fewest training ops in the graph. Leaves out a placeholder if all its values are equally good, or if its default
+    is the value for inference.
 
     Also returns the names of the placeholders that the outputs depend on.
     """

@@ -58,7 +58,7 @@ class TensorFlowSpec:
 
 
 def source_options(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of ``accel.Source`` with which a model was opened. ``loading`` is the record of the model in
+    """Returns the options of ``accel.Source`` that were used to open a model. ``loading`` is the record of the model in
     a manifest."""
     given = {
         "graph_inputs": loading.get("inputs"),

@@ -154,8 +154,8 @@ def in_training(module: torch.nn.Module) -> str:
 
 
 class ByValue(TorchDispatchMode):
-    """Sets ``seen`` if an operator returns a Python number, as ``item`` does, or a tensor whose size depends on values,
-    as ``nonzero`` does. Also sets ``seen`` if an operator of a library other than torch runs."""
+    """Sets ``seen`` if an operator returns a Python number (like ``item``), or a tensor with a size that depends on
+    values (like ``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
 
     seen = False
 

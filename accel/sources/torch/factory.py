@@ -154,7 +154,7 @@ def suggested_inputs(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _kinds_of_input(layer: torch.nn.Module) -> tuple[str, ...]:
-    """Returns dtypes and shapes that are usual for the input of a model whose first layer is ``layer``."""
+    """Returns the usual input dtypes and shapes of a model that begins with the layer ``layer``."""
     if isinstance(layer, torch.nn.Embedding):
         rows = f"{{0..{layer.num_embeddings - 1}}}"
         return (f"int64[batch,length]{rows}", f"int64[batch]{rows}")

@@ -120,8 +120,8 @@ def write_run(
 def input_options(folder: Path) -> list[str]:
     """Returns the ``--input`` options that ``accel export`` needs for a checkpoint of the run.
 
-    ``folder`` is the run's ``final/``, whose ``inputs.safetensors`` holds example inputs. Returns an empty list if the
-    factory declares its inputs.
+    ``folder`` is the run's ``final/``, and its file ``inputs.safetensors`` holds example inputs. Returns an empty list
+    if the factory declares its inputs.
     """
     from safetensors.torch import load_file
 
@@ -137,7 +137,7 @@ def sources(spec: str) -> dict[str, bytes]:
     """Returns the Python files of ``file.py:factory`` by name. ``file.py`` comes first, before the imported files of
     the same folder.
 
-    Returns an empty dict for ``package.module:factory``, whose code is not copied.
+    Returns an empty dict for ``package.module:factory``, because the code of a package is not copied.
     """
     where = spec.rpartition(":")[0]
     if not where.endswith(".py"):

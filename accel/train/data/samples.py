@@ -18,7 +18,7 @@ class Order(torch.utils.data.Sampler[int]):
     """The samples of one data-parallel rank.
 
     Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and divides each batch among
-    the ranks. So the global batch of a step is the same for any number of ranks.
+    the ranks. The global batch of a step is therefore the same for any number of ranks.
 
     ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
     With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer

@@ -168,7 +168,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     for cost in costs:
         total.append(total[-1] + cost)
     # best[k][n] describes the best cut of the first n parts into k groups. The entry has the cost of the most expensive
-    # group, and the index at which the last group starts.
+    # group, and the start index of the last group.
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k

@@ -40,8 +40,8 @@ def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns float32 values [..., blocks, block] from int8 codes and scales. A block whose scale isn't finite becomes
-    NaN."""
+    """Returns float32 values [..., blocks, block] from int8 codes and scales. A block with a scale of NaN or infinity
+    becomes NaN."""
     return codes.to(torch.float32) * torch.where(scales.isfinite(), scales, torch.nan)[..., None]
 
 
