@@ -28,7 +28,7 @@ FLAGS: Mapping[str, str] = {
     "page": "--graph",
     "preprocess": "--normalize",
 }
-# Maps command-line options to the field of a Python argument that they set.
+# Maps a command-line option to the Python argument and the field that the option sets.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
 # Maps boolean arguments and their values to command-line switches if the names differ. An argument ``like_this`` that
 # isn't listed has the switch --like-this, which means True.

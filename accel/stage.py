@@ -50,8 +50,8 @@ class StageConfig:
     """The options of a stage. Every option that can change the result is a field. The cache key covers the name and the
     content of a file that a ``Path`` field names.
 
-    A field that is added later has ``omit_default`` in its metadata. A field with ``omit_default`` is not part of the
-    cache key while it has its default value, so results made before the field existed stay valid.
+    A field that is added later has ``omit_default`` in its metadata. A field with ``omit_default`` joins the cache key
+    only if its value differs from the default. Results made before the field existed therefore stay valid.
     """
 
 
@@ -108,8 +108,8 @@ class Proof:
     def of(self, result: Artifact) -> tuple[Artifact, tuple[GateResult, ...]]:
         """Returns ``result`` with the signature read from its file, and the results of the gates.
 
-        Raises ``SignatureDrift`` if the contract is broken. This method raises no error for a failed gate, because
-        the results say which gate failed.
+        Raises ``SignatureDrift`` if the contract is broken. A failed gate raises no error here, because the results
+        name the failed gate.
         """
         if (
             self._proven is None

@@ -37,9 +37,10 @@ def describe(
     """Returns the template of ``value``, and the tensors in ``value`` by name.
 
     A tensor is named after its key in a dict, or after its field in a dataclass or a named tuple. The only tensor of a
-    result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... A given
-    ``name`` replaces ``output``, and becomes the prefix of keys and fields. An object that has no template becomes
-    None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names of tensors to new names.
+    result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... If
+    ``name`` is given, ``name`` replaces ``output`` and becomes the prefix of keys and fields. An object that has no
+    template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names of tensors to new
+    names.
     """
     if is_array(value):
         name = name or "output"

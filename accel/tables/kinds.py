@@ -12,13 +12,13 @@ class Kind:
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
     of companion files, which runtimes look for beside the main file under the same stem. ``runtimes`` lists the names
-    of the runtimes that can open the file, in the order in which accel tries them. ``reader`` is the import string of a
+    of the runtimes that can open the file, in the order of accel's attempts. ``reader`` is the import string of a
     function in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file.
     ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
     for a file that states unexpected output shapes. The function runs the model in the file, and corrects the stated
     shapes if nothing else is wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be
     exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's
-    format is a source unless the file has a manifest.
+    format is a source if the file has no manifest.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
         return tuple(main.with_suffix(suffix).name for suffix in self.companions)
 
 
-# The kinds in the order in which a folder is searched for a main file.
+# A folder is searched for a main file of each kind, in the order of this dict.
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -114,7 +114,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def framework_suffixes() -> tuple[str, ...]:
-    """Returns the suffixes of main files that are sources unless they have a manifest."""
+    """Returns the suffixes of main files that count as sources if they have no manifest."""
     return tuple(kind.suffix for kind in KINDS.values() if kind.framework)
 
 
@@ -124,7 +124,7 @@ def artifact_suffixes() -> tuple[str, ...]:
 
 
 def main_files() -> tuple[str, ...]:
-    """Returns the names of main files, in the order in which a folder is searched for them."""
+    """Returns the names of main files, in the order of a search in a folder."""
     return tuple(kind.main_file for kind in KINDS.values())
 
 

@@ -21,8 +21,8 @@ class Limit:
 
 
 TABLE: tuple[Limit, ...] = (
-    # export: limits for sources converted to ONNX, and for ONNX graphs rewritten in the same precision or converted to
-    # other formats.
+    # export: limits for conversions of sources to ONNX, for conversions of ONNX graphs to other formats, and for
+    # rewrites in the same precision.
     Limit(step="export", form="fp32", value=1e-4, reason="float32 sums move by a few units in the last place"),
     Limit(step="export", form="fp16", value=2e-2, reason="10 bits of mantissa, and runtimes round at different nodes"),
     Limit(step="export", form="bf16", value=1e-1, reason="7 bits of mantissa, and runtimes round at different nodes"),
@@ -75,7 +75,7 @@ TABLE: tuple[Limit, ...] = (
         value=1e-1,
         reason="a runtime computes the graph it was made from; a larger error is a fault of the runtime",
     ),
-    # cast: the overflow search investigates each output of the 16-bit graph whose error is above this limit.
+    # cast: the overflow search investigates each output of the 16-bit graph with an error above this limit.
     Limit(step="cast", form="fp16", value=1e-2, reason="half of what the gate allows: the search has to leave room"),
     Limit(step="cast", form="bf16", value=8e-2, reason="below what the gate allows: the search has to leave room"),
     Limit(step="cast", form="quantized", value=1e-1, reason="an int8 model answers a tiny change with a whole step"),

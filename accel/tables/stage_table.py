@@ -14,10 +14,10 @@ class Stage:
 
     ``takes`` lists the kinds of artifacts that the stage accepts, and ``gives`` is the kind that the stage makes.
     ``packages`` lists distributions whose versions are part of the cache key. ``may_change`` lists the parts of a model
-    that the stage may change. Its values are ``dtypes``, ``opset``, ``ir``, ``shapes``, and ``interface`` for all
+    that the stage may change. The parts are called ``dtypes``, ``opset``, ``ir``, ``shapes``, and ``interface`` for all
     inputs and outputs. Only the stage's own gate checks a changed interface. ``version`` is increased when a code
-    change changes the stage's result. ``proves`` is True if the stage's function checks its own files. Such a function
-    takes the ``Proof`` of the run as a fourth argument.
+    change changes the stage's result. ``proves`` is True if the stage's function checks its own files. A function with
+    ``proves`` takes the ``Proof`` of the run as a fourth argument.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stage:
     proves: bool = False
 
 
-# The stages in the order in which they can follow one another.
+# The stages are listed in a possible order of a run.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
@@ -206,7 +206,7 @@ def route(start: str, end: str) -> tuple[Stage, ...]:
     """
     routes: dict[str, tuple[Stage, ...]] = {start: ()}
     kinds = [start]
-    for kind in kinds:  # breadth-first search, in which the list grows during the loop
+    for kind in kinds:  # breadth-first search: the list grows during the loop
         for stage in STAGES:
             if kind in stage.takes and stage.gives not in routes:
                 routes[stage.gives] = (*routes[kind], stage)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# Warm-up ends once the median of the last ``_WINDOW`` run times is at least this fraction of the median of the
-# ``_WINDOW`` run times before.
+# During warm-up, the median time of the last ``_WINDOW`` runs is divided by the median time of the ``_WINDOW`` runs
+# before. Warm-up ends once this ratio is at least ``_STILL_FALLING``.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -35,11 +35,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``. Their defaults are the manifest's runtime and options. ``opener`` is the import
-    string of a function that opens the session of a candidate, for models without a runtime in accel. The artifact of a
-    candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If ``streams`` is
-    0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets its own session
-    with a share of the threads.
+    the same as in ``open_session``. By default, the runtime and the options come from the manifest. ``opener`` is the
+    import string of a function that opens the session of a candidate, for models without a runtime in accel. The
+    artifact of a candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If
+    ``streams`` is 0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets
+    its own session with a share of the threads.
     """
 
     name: str
@@ -103,7 +103,7 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one session per stream, or one for all streams
+        self._sessions: list[Session] = []  # one session per stream, or one session for all streams
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)

@@ -1,7 +1,7 @@
 """Defines the columns of the tables that ``accel bench`` and ``accel optimize`` show.
 
 A row of a table is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``,
-``metric`` and ``megabytes``. A value that isn't known is None in the row, or is missing from the row.
+``metric`` and ``megabytes``. An unknown value is None in the row, or is missing from the row.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Column:
     """A column of a table. ``text`` returns the text of a row's cell, which may be "". If ``whole`` is True, neither
     the cells nor the title are wrapped.
 
-    ``readable`` is the smallest width in characters to which cells may be wrapped. If ``readable`` is 0, cells are not
-    wrapped. A narrow terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is
-    always shown.
+    ``readable`` is the smallest width of a wrapped cell, in characters. If ``readable`` is 0, cells are not wrapped. A
+    narrow terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is always
+    shown.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Column:
     spare: int = 0
 
     def least_width(self, rows: Sequence[BenchRow]) -> int:
-        """Returns the smallest width in characters at which numbers are not wrapped and sentences stay readable."""
+        """Returns the smallest width in characters that keeps numbers on one line and sentences readable."""
         titles = [self.title] if self.whole else self.title.split()
         wide = max(len(self.text(row)) for row in rows)
         return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)

@@ -1,9 +1,9 @@
 """Times candidates in a paired schedule: every candidate has its own process, and only the process that is being timed
 runs.
 
-Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
-that keep running, slow one another down by different factors, up to 2. Therefore, the processes of all other candidates
-are stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
+Thread pools of inference runtimes keep spinning after a run. Candidates slow one another down, by different factors up
+to 2, if they share a process or if their processes keep running. Therefore, the processes of all other candidates are
+stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
 compared within the same round.
 """
 
@@ -78,7 +78,7 @@ class Lane:
         """Times a block of runs and adds the block to ``rounds``.
 
         The number of passes is calculated from the fastest block so far. If the machine or the session has become
-        slower, the block ends early, at a multiple of its planned time that is the same for every candidate.
+        slower, the block ends early. The time limit is the same multiple of the planned time for every candidate.
         """
         runs = self.feeds * self.candidate.streams  # runs in a pass
         passes = passes_for(block_seconds, self.pass_seconds, runs)
@@ -146,18 +146,19 @@ def measure(
 
     ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often.
     The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared with
-    the baseline's outputs. A candidate gets a row with ``error`` and is not timed if it fails, or if its outputs differ
-    from the baseline's outputs in names, shapes or NaN.
+    the baseline's outputs. If a candidate fails, or if its outputs differ from the baseline's outputs in names, shapes
+    or NaN, the candidate is not timed. Its row has an ``error``.
 
-    There are ``rounds`` rounds, at least 5. In each round, every candidate warms up and runs a block of about
+    ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
-    baseline runs in two processes, whose difference gives the noise floor. Candidates are compared with the two
-    processes of the baseline together. After ``rounds`` rounds, further rounds run while a confidence interval of the
-    logarithm of a speedup is wider than ``target_width``. The further rounds end after four times ``rounds`` rounds in
-    all, or ``budget_seconds`` after the first round began. ``limit_seconds`` limits the time of the whole call,
-    including loading. After the first 5 rounds, no round begins that would exceed ``limit_seconds``.
+    baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
+    compared with the two processes of the baseline together. After ``rounds`` rounds, further rounds run while the
+    confidence interval of a speedup, on a logarithmic scale, is wider than ``target_width``. The further rounds end
+    after four times ``rounds`` rounds in all, or ``budget_seconds`` after the first round began. ``limit_seconds``
+    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
+    to end within ``limit_seconds``.
 
-    ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither
+    ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
     manifest doesn't have these numbers, the candidate uses one stream and all cores that this process may use. If only
     ``streams`` is given, ``threads`` is the number of cores. If only ``threads`` is given, ``streams`` is 1. If any
@@ -177,9 +178,9 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first to get the reference outputs, and it is loaded again last as a second process,
-        # the twin. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline gets
-        # a part of this advantage, and the noise floor includes the advantage.
+        # The baseline is loaded first to get the reference outputs. A second process of the baseline, the twin, is
+        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline
+        # gets a part of this advantage, and the noise floor includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -212,8 +213,8 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # The recorded numbers of streams and threads belong together. If one of the two numbers is given, both recorded
-        # numbers are replaced.
+        # The recorded numbers of streams and threads are a pair. If the caller gives one of the two numbers,
+        # both recorded numbers are replaced.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
@@ -295,7 +296,7 @@ def _run_rounds(
 ) -> list[tuple[str, ...]]:
     """Runs the rounds and adds the blocks to ``lane.rounds``. Returns the order of the candidates in each round.
 
-    ``ends`` is the time of ``time.monotonic`` at which the last round has to be over.
+    ``ends`` is the deadline of the last round, as a time of ``time.monotonic``.
     """
     shuffle = random.Random(seed).shuffle
     order: list[tuple[str, ...]] = []

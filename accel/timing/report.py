@@ -31,8 +31,8 @@ class Row:
     timed.
 
     ``error`` is the reason why the candidate was not timed, or None. The ratio of a round is the baseline's median
-    divided by the candidate's. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95% interval.
-    ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
+    divided by the candidate's median. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95%
+    interval. ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
     ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of
     the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run.
     ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library. ``samples_per_second``
@@ -72,10 +72,10 @@ class BenchReport:
     """The results of a benchmark, with one row per candidate in the given order.
 
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` is the speedup between two processes of
-    the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple for each round, with the candidates
-    in the order in which they were timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above
-    1, every ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the
-    nanoseconds of every run. ``samples`` is not part of the JSON.
+    the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple of candidates for each round, in the
+    order of their timing. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every
+    ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of
+    every run. ``samples`` is not part of the JSON.
     """
 
     rows: tuple[Row, ...]

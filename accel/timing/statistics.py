@@ -16,13 +16,14 @@ Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "
 # With fewer rounds, even the interval from the smallest to the largest median contains the true value in less than 95%
 # of cases.
 MIN_ROUNDS = 5
-# Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
-# process loaded last tends to be faster. More rounds in the same processes don't average out the difference between the
-# processes. A single pair of processes may happen to differ by less than 2%, so the noise floor is set to at least 2%.
+# The speeds of two processes of one model differ by up to 2% for the whole lifetime of the processes. Their memory
+# layouts differ, and the process loaded last tends to be faster. More rounds in the same processes don't average out
+# the difference between the processes. A single pair of processes may happen to differ by less than 2%, so the noise
+# floor is set to at least 2%.
 MIN_FLOOR = 0.02
 # Above this noise floor, a benchmark may miss relevant effects, such as a quantized model that is 10% faster.
 NOISY_FLOOR = 0.05
-# Above this noise floor, tables don't show speedups that aren't significant, because such speedups mean nothing.
+# Above this noise floor, tables show only significant speedups, because other speedups mean nothing.
 TOO_NOISY_FLOOR = 1.0
 _RESAMPLES = 10_000
 
@@ -141,10 +142,10 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline. ``first`` and ``second`` are float64[rounds] with the medians of the baseline's two
     processes.
 
-    The baseline's median in a round is the geometric mean of the medians of both processes, because the random offset
-    of a single process would affect every ratio. The A/A interval is the interval of the speedup of one process over
-    the other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``.
-    Effects inside the A/A interval occur even between identical processes.
+    The baseline's median in a round is the geometric mean of the medians of both processes. The random offset of a
+    single process would affect every ratio. The A/A interval is the interval of the speedup of one process over the
+    other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``. Effects
+    inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 

@@ -32,7 +32,7 @@ class StepLog:
     """Writes one JSON object every ``log_every`` steps, at the last step, and for each evaluation.
 
     Writes the same figures as TensorBoard scalars if ``config.tensorboard`` is set. ``flops`` is the number of FLOPs of
-    a step over all ranks, and ``peak`` is the FLOP/s of all devices. If either is 0, no MFU is written.
+    a step over all ranks, and ``peak`` is the FLOP/s of all devices. If ``flops`` or ``peak`` is 0, no MFU is written.
     """
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:
@@ -86,8 +86,9 @@ class StepLog:
 
 
 def _board(folder: Path) -> Any:
-    # TensorBoard imports TensorFlow if it can. The import takes seconds and prints warnings, and scalars don't need it.
-    # TensorBoard uses its own stub instead if a module of this name exists.
+    # TensorBoard imports TensorFlow if TensorFlow is installed. The import takes seconds and prints warnings, and
+    # scalars don't need TensorFlow. With a module ``tensorboard.compat.notf``, TensorBoard uses its own stub instead of
+    # TensorFlow.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -71,7 +71,7 @@ class Trainer:
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
         self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
-        self.log: StepLog | None = None  # None on ranks other than 0, and outside run().
+        self.log: StepLog | None = None  # The log is open only on rank 0 and during run().
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
@@ -292,8 +292,8 @@ class Trainer:
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Returns the metrics of the unsharded weights as plain numbers.
 
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but a dict
-        of numbers.
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if the result of ``evaluate`` isn't a dict of
+        numbers.
         """
         assert self.evaluate is not None
         name = self.config.evaluate
@@ -346,7 +346,7 @@ class Trainer:
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
             # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
-            # In a checkpoint of another optimizer, the moment may be missing because that optimizer has no such moment.
+            # A checkpoint of another optimizer may lack the moment because the other optimizer doesn't use this moment.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

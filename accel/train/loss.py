@@ -49,7 +49,7 @@ def _kind(found: object) -> str:
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the cross entropies and the number of counted targets. Targets of -100 aren't counted.
 
-    Raises ``BadConfig`` unless ``outputs`` are float[..., classes] and ``targets`` are int64[...].
+    ``outputs`` must be float[..., classes] and ``targets`` int64[...], else ``BadConfig`` is raised.
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(

@@ -55,7 +55,7 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # frees the step's largest tensor, unless the backward pass needs the tensor
+                    del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen

@@ -224,7 +224,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
     """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank`` as a float32 scalar.
-    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``, and no rank
+    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``. No rank then
     has to read all gradients.
     """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]

@@ -69,10 +69,10 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def load_signature(spec: TensorFlowSpec) -> Loaded:
-    """Loads a signature of a TF1 SavedModel that leaves out placeholders from its inputs. ``tf.saved_model.load``
-    refuses such a signature.
+    """Loads a signature of a TF1 SavedModel if the signature doesn't list all placeholders as inputs.
+    ``tf.saved_model.load`` refuses a signature with missing placeholders.
 
-    Raises ``KeyError`` if there is no such signature.
+    Raises ``KeyError`` if the SavedModel has no signature of this name.
     """
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         found = tf.compat.v1.saved_model.load(session, ["serve"], spec.path).signature_def
@@ -88,7 +88,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
     said: dict[str, str] = {}
     whole = converted = frozen
     if spec.placeholders or left_out(frozen):
-        # Conversions are compared with the user's graph, in which only the placeholders are set.
+        # Conversions are compared with ``whole``, the user's graph before folding.
         whole, said = with_placeholders(replace(frozen, graph=as_imported(frozen.graph)), spec)
         converted = folded(whole)
     if spec.strip and training_ops(converted):

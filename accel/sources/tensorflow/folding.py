@@ -92,8 +92,8 @@ def _with_functional_branches(graph: Any) -> Any:
 
 def _with_taken_branches(graph: Any) -> Any:
     """Replaces each ``If`` and ``Case`` that has a constant condition by a call of the chosen branch. The call gets a
-    new name, because TensorFlow aborts if the name of an inlined call is also the name of a scope. An ``IdentityN``
-    takes over the old name."""
+    new name, because TensorFlow aborts if the name of an inlined call is also the name of a scope. A new ``IdentityN``
+    node gets the old name."""
     nodes = {node.name: node for node in graph.node}
     made = tf.compat.v1.GraphDef(versions=graph.versions, library=graph.library)
     for node in graph.node:

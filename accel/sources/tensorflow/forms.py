@@ -186,8 +186,8 @@ def _from_keras(model: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
-    """Loads a Keras model that doesn't know its inputs, such as a subclass of ``keras.Model``, with the inputs that the
-    user declared. Calls the model once, because a subclassed model creates its weights at the first call."""
+    """Loads a Keras model with the inputs that the user declared. A subclass of ``keras.Model`` doesn't know its
+    inputs. Calls the model once, because a subclassed model creates its weights at the first call."""
     declared = [TensorSpec.parse(text) for text in spec.declared]
     if not declared:
         raise BadInputSpec(

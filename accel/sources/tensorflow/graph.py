@@ -150,7 +150,7 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 def graph_sha256(frozen: Frozen) -> str:
     """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
 
-    Node names don't change the hash, because Keras numbers the nodes in the order in which a process creates them.
+    Node names don't change the hash, because Keras numbers the nodes in the order of their creation in a process.
     """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
@@ -181,7 +181,7 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
                 f"{what}; {strip} found no dropout in them: leave placeholders for training out of the inputs, or save "
                 "the model for inference"
             )
-        raise RandomOps(f"{what}; pass {strip} to take dropout out, or save the model for inference")
+        raise RandomOps(f"{what}; pass {strip} to remove dropout, or save the model for inference")
 
 
 def without_weights(frozen: Frozen) -> Frozen:
@@ -280,7 +280,7 @@ def _is_mask(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> bool:
 
 
 def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
-    """Returns the tensor whose elements ``node`` drops, or "" if ``node`` is not the last node of a dropout."""
+    """Returns the input tensor of a dropout if ``node`` is the dropout's last node, else ""."""
     others = [name for name in node.input if operation(name) not in masks]
     if node.op == "Mul" and len(others) == 1:
         return _unscaled(others[0], nodes)

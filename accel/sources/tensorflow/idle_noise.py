@@ -26,15 +26,15 @@ _ELEMENTWISE = frozenset(
         "Minimum", "GreaterEqual", "Greater", "Less", "LessEqual", "LogicalNot",
     }
 )  # fmt: skip
-# For each operator, an operand with this value makes the operator return its other operand unchanged.
+# Maps each operator to its neutral operand. With a neutral operand, the operator returns its other operand unchanged.
 _NEUTRAL = {"Mul": 1, "Add": 0, "AddV2": 0, "Sub": 0, "RealDiv": 1, "Div": 1}
 _FROM_SECOND = frozenset({"Sub", "RealDiv", "Div"})
 _SELECT = frozenset({"Select", "SelectV2"})
 
 
 def without_idle_noise(graph: Any) -> Any:
-    """Returns ``graph`` without the random ops that don't change any result: masks of ones, added zeros, and selections
-    that always pick the same input. Also replaces a selection with a constant condition by the selected input."""
+    """Returns ``graph`` without the random ops that change no result: masks of ones, added zeros, and selections that
+    always pick the same input. Also replaces a selection with a constant condition by the selected input."""
     nodes = {node.name: node for node in graph.node}
     idle: dict[str, np.ndarray] = {}
     for node in graph.node:
@@ -44,7 +44,7 @@ def without_idle_noise(graph: Any) -> Any:
     made.CopyFrom(graph)
     for node in made.node:
         order = [name for name in node.input if name[0] == "^"]
-        if node.name in idle and idle[node.name].ndim == 0:  # such as the predicate of a branch
+        if node.name in idle and idle[node.name].ndim == 0:  # e.g. the predicate of a branch becomes a constant
             _make_constant(node, idle[node.name])
         elif kept := _without_effect(node, idle, nodes):
             kind = node.attr["T"].type
@@ -66,7 +66,7 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
 
 def _idle(noise: Any, graph: Any, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Finds the tensors that depend on ``noise`` but always have the same value, and maps their names to this value.
-    Such tensors are computed from ``noise`` and constant numbers only. The value has rank 0 if the noise is a single
+    These tensors are computed from ``noise`` and constant numbers only. The value has rank 0 if the noise is a single
     number, else rank 1.
 
     Computes the tensors from 1001 values that span the range of the noise.

@@ -60,8 +60,8 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         result = call(list(arrays.values()))
     except Exception as error:  # a model may raise any type of error
         raise BadSource(
-            f"{_name(model)} fails on its example: {one_line(error, 200)}; mend the model, or give arguments "
-            f"that it takes with {option('example')}"
+            f"{_name(model)} fails on its example: {one_line(error, 200)}; correct the model, or give other "
+            f"arguments with {option('example')}"
         ) from error
     if dynamic is not None:
         axes = {name: sorted(found) for name, found in dynamic.items()}

@@ -25,11 +25,11 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of repeated runs on the same inputs, which find random outputs. One repeated run is not enough, because a
-# random choice among a few values may repeat itself.
+# A model runs this many more times on the same inputs, to find random outputs. One repeated run is not enough, because
+# a random choice among a few values may repeat itself.
 _AGAIN = 4
 # Ranges to try for the dynamic dims if a model can't take the usual sizes. The largest range is tried only for models
-# with one dynamic dim, such as the length of a sound, because a model would take too long on an image of this size.
+# with one dynamic dim, such as the length of a sound. An image of this size would take too long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
 # The number of models that stay loaded. A conversion loads the same model several times.
 _KEPT = 2
@@ -66,7 +66,7 @@ def describe(
     factory, ``sha256`` is the hash of the graph that the factory returned, else "".
 
     Runs the model at several sizes. Repeats the run at one size to find random outputs. If the model can't take the
-    usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the input specs that the
+    usual sizes, tries larger sizes for the dims that have no range in ``dims``. ``inputs`` are the input specs that the
     user gave (see ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
     if spec.form == "python":  # a factory may use files that ``load`` doesn't watch
@@ -188,10 +188,10 @@ def _reason(error: Exception) -> str:
 def _probe(
     run_on: _Run, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
 ) -> tuple[tuple[TensorSpec, ...], bool]:
-    """Returns the specs of the outputs, and whether all outputs are sound (see ``_is_sound``) at every size.
+    """Returns the specs of the outputs, and True if all outputs are sound (see ``_is_sound``) at every size.
 
-    The dims in ``doubled`` are probed only at their usual and their largest size, because a network that downsamples
-    can't take an image that is one pixel larger.
+    The dims in ``doubled`` are probed only at their usual and their largest size. A network that downsamples can't take
+    an image that is one pixel larger.
     """
     cases = probe_cases(signature)
     for case in cases[1:]:
@@ -205,7 +205,7 @@ def _probe(
                 raise BadSource(
                     f"the output {name!r} of {spec.path} differs from run to run on the same inputs, because the "
                     "model still draws random numbers; save it for inference"
-                    + (f", or take dropout out with {option('strip_training_ops', True)}" if strip else "")
+                    + (f", or remove dropout with {option('strip_training_ops', True)}" if strip else "")
                 )
     far, found = far_runs(signature, run_on)
     return output_specs(signature, [*cases, *far], [*runs, *found], spec.path), all(map(_is_sound, runs))
@@ -220,8 +220,8 @@ def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
 
 
 def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSource:
-    """Returns ``error``, which the model raised at a size of ``signature``. If the model runs at multiples of a step,
-    the error includes the advice to pass ranges with that step."""
+    """Returns ``error``, with advice if the model runs only at sizes that are multiples of a step. The advice is to
+    pass ranges with this step."""
     if not isinstance(error, FailsOnInputs) or not (fix := step_advice(signature, run_on)):
         return error
     return BadSource(error.reason + fix)
@@ -266,8 +266,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns a fixed dim unchanged, and a name for a dynamic dim, which is ``batch``, ``length`` for sequences,
-    ``height`` or ``width`` for NHWC images, else ``dim_<axis>``."""
+    """Returns a fixed dim unchanged, and a name for a dynamic dim. The first axis is called ``batch``. Other axes are
+    called ``length`` in sequences, ``height`` or ``width`` in NHWC images, else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

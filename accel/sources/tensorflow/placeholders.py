@@ -135,7 +135,7 @@ def _shape(node: Any) -> list[int] | None:
 
 
 def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with the constants ``values`` in place of the placeholders of these names."""
+    """Returns ``frozen`` after replacing each placeholder named in ``values`` by a constant of this value."""
     graph = tf.compat.v1.GraphDef()
     graph.CopyFrom(frozen.graph)
     for node in graph.node:
@@ -165,8 +165,8 @@ def _at_inference(
     frozen: Frozen, given: Mapping[str, Any], needed: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Maps the names of placeholders to their values for inference. The value for inference is the value that leaves
-    the fewest training ops in the graph. Leaves out placeholders for which no value is better than the others, and
-    placeholders whose default is the value for inference.
+    the fewest training ops in the graph. Leaves out a placeholder if all its values are equally good, or if its default
+    is the value for inference.
 
     Also returns the names of the placeholders that the outputs depend on.
     """

@@ -58,7 +58,7 @@ class TensorFlowSpec:
 
 
 def source_options(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of ``accel.Source`` with which a model was opened. ``loading`` is the record of the model in
+    """Returns the options of ``accel.Source`` that were used to open a model. ``loading`` is the record of the model in
     a manifest."""
     given = {
         "graph_inputs": loading.get("inputs"),
@@ -260,7 +260,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 
 
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """Returns the specs ``found`` with the dims and value ranges of the specs ``given`` that have the same names.
+    """Returns the specs ``found``, but takes dims and value ranges from the spec of the same name in ``given``.
 
     Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. ``where`` names the model in messages.
     """

@@ -1,4 +1,4 @@
-"""Reads from example inputs which arguments a live module is called with."""
+"""Derives the arguments of a live module's call from example inputs."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
     """Returns a template for each argument by parameter name, and the tensors in the arguments by name.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
-    single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` doesn't take these
-    arguments.
+    single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` can't be called
+    with ``example``.
     """
     if example is None:
         return {}, {}
@@ -129,7 +129,7 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
 
 
 def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns the reason why ``forward`` doesn't take these arguments, or "" if ``forward`` takes them."""
+    """Returns the reason why ``forward`` can't take these arguments, or "" if ``forward`` can take them."""
     if isinstance(module, torch.jit.ScriptModule):
         return ""
     try:

@@ -22,7 +22,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of additional runs with different random inputs for a model whose output sizes may depend on input values.
+# A model runs on this many more random inputs if its output sizes may depend on the values of its inputs.
 _SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
@@ -64,7 +64,7 @@ class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
     Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
-    if one of several inputs has a name that ``forward`` lacks.
+    if there are several inputs and ``forward`` has no parameter for one of them.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
@@ -99,8 +99,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
-    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if one of several inputs has a name that ``forward`` doesn't
-    have, because inputs passed by position could be mixed up.
+    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if there are several inputs and ``forward`` has no parameter
+    for one of them. Inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
@@ -154,8 +154,8 @@ def in_training(module: torch.nn.Module) -> str:
 
 
 class ByValue(TorchDispatchMode):
-    """Sets ``seen`` if an operator returns a Python number, as ``item`` does, or a tensor whose size depends on values,
-    as ``nonzero`` does. Also sets ``seen`` if an operator of a library other than torch runs."""
+    """Sets ``seen`` if an operator returns a Python number (like ``item``), or a tensor with a size that depends on
+    values (like ``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
 
     seen = False
 
@@ -216,8 +216,8 @@ def discover_outputs(
             f"{where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
             "give one name for each tensor"
         )
-    # A model may return an input as an output, as sentence-transformers models do. Such an output needs another name
-    # than the input.
+    # A model may return an input as an output, as sentence-transformers models do. The output then needs a name that
+    # differs from the input's name.
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]

@@ -72,7 +72,7 @@ def open_factory(spec: str, weights: Path | None) -> Found:
 def _found_pipeline(
     pipeline: Pipeline, example: Any, spec: str, files: tuple[Path, ...], declaration: Declaration | None
 ) -> Found:
-    """Opens a pipeline like a live module, because its function takes any arguments."""
+    """Opens a pipeline like a live module, because a pipeline's function may take any arguments."""
     if example is None:
         raise BadSource(
             f"{spec} returned a pipeline without an example; return the pipeline with the arguments of a call: "
@@ -141,7 +141,7 @@ def required_parameters(module: torch.nn.Module) -> list[str]:
 def suggested_inputs(module: torch.nn.Module) -> tuple[str, ...]:
     """Returns example declarations of the inputs of ``forward``, for a message.
 
-    If ``forward`` has one input, returns the first declaration that fits the first layer and with which the model runs.
+    If ``forward`` has one input, returns the first declaration that fits the first layer and lets the model run.
     """
     names = required_parameters(module) or ["x"]
     first = next(filter(None, map(_kinds_of_input, module.modules())), ())
@@ -154,7 +154,7 @@ def suggested_inputs(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _kinds_of_input(layer: torch.nn.Module) -> tuple[str, ...]:
-    """Returns dtypes and shapes that are usual for the input of a model whose first layer is ``layer``."""
+    """Returns the usual input dtypes and shapes of a model that begins with the layer ``layer``."""
     if isinstance(layer, torch.nn.Embedding):
         rows = f"{{0..{layer.num_embeddings - 1}}}"
         return (f"int64[batch,length]{rows}", f"int64[batch]{rows}")

@@ -62,9 +62,9 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
     """Returns the sha256 of the class, the code and the attributes of ``module`` and all its submodules.
 
     A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
-    The hash also covers the functions, classes and plain values that these functions use by global names. An object
-    that can't be pickled and has no ``__dict__`` is hashed by the name of its class. A pickle of the whole module would
-    not do, because the bytes of the pickle differ between two runs of the same program.
+    The hash also covers the functions, classes and plain values that the hashed functions use by global names. An
+    object that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The function hashes no
+    pickle of the whole module, because the pickle's bytes differ between two runs of the same program.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return hashlib.sha256(script_bytes(module)).hexdigest()

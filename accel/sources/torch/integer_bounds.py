@@ -24,10 +24,11 @@ _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forw
 
 
 class _Lookups(TorchDispatchMode):
-    """Records the tables from which the inputs select rows, also after a cast, a copy or a view of the input.
+    """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
+    selection.
 
-    ``tables`` maps the name of an input to pairs: the number of rows, and whether all integers of the input are
-    indices of this table.
+    ``tables`` maps the name of an input to pairs: a table's number of rows, and True if all integers of the input are
+    indices of the table.
     """
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -35,7 +36,7 @@ class _Lookups(TorchDispatchMode):
         self.tables: dict[str, list[tuple[int, bool]]] = {}
         self._feeds = feeds
         self._names = {array.ctypes.data: name for name, array in feeds.items()}
-        self._copies: list[torch.Tensor] = []  # kept, so that no other tensor gets the address of a copy
+        self._copies: list[torch.Tensor] = []  # keeps the copies alive, so that new tensors get other addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -55,9 +56,9 @@ class _Lookups(TorchDispatchMode):
 def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
     """Returns ``signature`` with a range for each integer input that selects rows of an embedding: 0 to the last row.
 
-    The range becomes the input's ``values``. If a part of the input selects from another table, as in recommenders
-    with a column for each table, the rows of the smallest table only become ``seen``. Changes no input with declared
-    ``values``, and changes nothing if ``run`` fails because of the new integers.
+    The range becomes the input's ``values``. In recommenders, each column of an input may select from another table.
+    The range of the smallest table then becomes the input's ``seen`` instead of its ``values``. Changes no input with
+    declared ``values``, and changes nothing if ``run`` fails because of the new integers.
     """
     free = {spec.name for spec in signature.inputs if _is_free(spec)}
     if not free:
@@ -83,8 +84,8 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """If ``run`` raises for some integer inputs at some sizes, returns ``signature`` with dims as the bounds of these
-    inputs.
+    """Returns ``signature`` with dims as bounds of its integer inputs if ``run`` raises for some integers without these
+    bounds.
 
     Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
     together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
@@ -106,7 +107,7 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signatu
 
 
 def bounds_words(before: Signature, after: Signature) -> str:
-    """Describes the bounds that ``find_bounds`` found as text, or returns "" if there are none."""
+    """Returns a text about the bounds that ``find_bounds`` found, or "" if it found no bounds."""
     found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
     if not found:
         return ""

@@ -111,8 +111,8 @@ def open_captured(path: Path) -> Found:
     """Opens a module that ``capture`` wrote.
 
     Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
-    ``BadSource`` if the opened module computes other outputs than the live module did, because the module's code was
-    changed.
+    ``BadSource`` if the module's code was changed, so that the opened module computes other outputs than the live
+    module.
     """
     if not path.is_file():
         raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
@@ -123,11 +123,11 @@ def open_captured(path: Path) -> Found:
     module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
     if kept["outputs"]:
         outputs = _run(module, kept["inputs"], path.stem)
-        # A model that draws random numbers raises no error here, because it is refused later.
+        # Models that draw random numbers are refused later, so they raise no error here.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
-                f"{path.stem} computes other outputs than in the process that it comes from; if its code was changed "
-                "since it was imported, restart Python and give the module again"
+                f"{path.stem} computes other outputs than the original module; if its file was edited after the "
+                "import, restart Python and give the module again"
             )
     signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
     return Found(
@@ -159,8 +159,8 @@ def _on_cpu(value: Any) -> torch.Tensor:
 
 
 def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[str, list[int]]]:
-    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the smallest and the largest
-    size of each dim that ``dynamic`` gives as a ``torch.export.Dim`` with bounds."""
+    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the bounds of each dim that
+    ``dynamic`` gives as a ``torch.export.Dim``."""
     if dynamic is None:
         return None, {}
     found: dict[str, dict[int, str]] = {}
@@ -211,8 +211,8 @@ def _described(
 
 
 def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
-    """Runs the module with a batch that is one row larger. Returns the batch axis of each input that has one, and a
-    note about the result of this run."""
+    """Runs the module with a batch that is one row larger. Returns the batch axis of each input that has a batch axis,
+    and a note about the result of this run."""
     size = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 0)
     batched = [name for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == size]
     if not size:
@@ -242,7 +242,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         raise BadSource(
-            f"{reason}; mend the model, or give arguments that it takes with {option('example')}"
+            f"{reason}; correct the model, or give other arguments with {option('example')}"
         ) from error
     return {name: one.detach() for name, one in flatten(result).items()}
 
@@ -252,7 +252,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # torch added properties to the class, which the copy shares
+            if parametrize.is_parametrized(part):  # both copies share the class, and torch added properties to it
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
@@ -266,7 +266,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
         except Exception as error:  # an object may raise any type of error
             raise BadSource(
                 f"{class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; remove it from "
-                "the module, or write a function that makes the module and give it as FILE.py:FUNCTION"
+                "the module, or write a function that makes the module and give the function as FILE.py:FUNCTION"
             ) from error
 
 
@@ -281,7 +281,7 @@ def _read(path: Path) -> torch.nn.Module:
 
 
 def _unpicklable(module: torch.nn.Module) -> str:
-    """Describes the first attribute that can't be pickled as text, or returns "" if there is none."""
+    """Returns a text about the first attribute that can't be pickled, or "" if all attributes can be pickled."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             if attribute in ("_parameters", "_buffers", "_modules"):

@@ -1,4 +1,4 @@
-"""Opens the files in which torch saves a module with its code: exported programs (``.pt2``) and TorchScript files."""
+"""Opens torch's files that hold a module with its code: exported programs (``.pt2``) and TorchScript files."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def open_torch(
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
-    the factory's module. ``like`` returns the signature of another version of the model, and is called if neither
-    ``spec`` nor ``inputs`` declares the inputs.
+    the factory's module. ``like`` is a function that returns the signature of another version of the model. This
+    function is called if ``spec`` and ``inputs`` don't declare the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
@@ -197,7 +197,7 @@ def _precision(module: torch.nn.Module) -> str:
 
 def _find(spec: str, weights: Path | None) -> Found:
     asked = model_id(spec)
-    if asked is not None and asked.commit:  # ``Source`` has already replaced any other revision by its commit
+    if asked is not None and asked.commit:  # ``Source`` has already resolved a branch or tag
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)

@@ -17,9 +17,9 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
     .bin, .ckpt) or the folder of a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
     Returns the loaded checkpoint with its format, files and notes. Reads and copies one tensor at a time, unless the
-    module loads state dicts in its own way. Raises ``BadSource`` if ``path`` is a pickle with code. If the names of the
-    weights don't match the module even without the prefixes that wrappers add, raises ``BadSource`` with the first
-    unmatched name.
+    module loads state dicts in its own way. Raises ``BadSource`` if ``path`` is a pickle with code. Ignores the
+    prefixes that wrappers add to the names of weights. Raises ``BadSource`` with the first name that doesn't match the
+    module.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {

@@ -96,7 +96,7 @@ def write_run(
         stacked = torch.utils.data.default_collate(samples)[0]
     except RuntimeError:  # samples of different lengths can't be stacked, so the example is a single sample
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # keeps only the tokens, because only training passes positions and documents
+    if config.pack:  # keeps only the tokens, because inference passes no positions and documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:
@@ -118,10 +118,10 @@ def write_run(
 
 
 def input_options(folder: Path) -> list[str]:
-    """Returns the ``--input`` options with which ``accel export`` takes a checkpoint of the run.
+    """Returns the ``--input`` options that ``accel export`` needs for a checkpoint of the run.
 
-    ``folder`` is the run's ``final/``, whose ``inputs.safetensors`` holds example inputs. Returns an empty list if the
-    factory declares its inputs.
+    ``folder`` is the run's ``final/``, and its file ``inputs.safetensors`` holds example inputs. Returns an empty list
+    if the factory declares its inputs.
     """
     from safetensors.torch import load_file
 
@@ -137,7 +137,7 @@ def sources(spec: str) -> dict[str, bytes]:
     """Returns the Python files of ``file.py:factory`` by name. ``file.py`` comes first, before the imported files of
     the same folder.
 
-    Returns an empty dict for ``package.module:factory``, whose code is not copied.
+    Returns an empty dict for ``package.module:factory``, because the code of a package is not copied.
     """
     where = spec.rpartition(":")[0]
     if not where.endswith(".py"):

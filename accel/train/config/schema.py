@@ -63,8 +63,8 @@ class ParallelConfig:
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
 
-    ``compression`` selects the format in which DDP sends gradients: bf16, fp16, or PowerSGD of rank
-    ``compression_rank`` after ``compression_start`` exact steps.
+    ``compression`` selects DDP's format for sending gradients: bf16, fp16 or PowerSGD. PowerSGD has the rank
+    ``compression_rank`` and begins after ``compression_start`` exact steps.
     """
 
     zero: int = 0
@@ -116,7 +116,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The rules by which checkpoints are written and kept.
+    """The rules for writing and keeping checkpoints.
 
     ``every`` is the number of steps between two checkpoints, or 0 for a single checkpoint at the end. ``keep`` is the
     number of newest checkpoints to keep. ``best`` names a metric of ``evaluate``, and the checkpoint that is best by

@@ -26,7 +26,7 @@ from ..attention import AroundAttention
 from ..batch import call, input_names, to_device
 from ..loss import IGNORED
 
-# The parameter names by which ``forward`` can take each token's position in its document.
+# If ``forward`` has a parameter of one of these names, the parameter gets each token's position in its document.
 POSITIONS = ("positions", "position_ids")
 _FIX = (
     "let forward take positions (or position_ids), and let only F.scaled_dot_product_attention look at other "
@@ -88,7 +88,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences that have this number.
+    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with this number.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])

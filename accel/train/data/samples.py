@@ -18,7 +18,7 @@ class Order(torch.utils.data.Sampler[int]):
     """The samples of one data-parallel rank.
 
     Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and divides each batch among
-    the ranks. So the global batch of a step is the same for any number of ranks.
+    the ranks. The global batch of a step is therefore the same for any number of ranks.
 
     ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
     With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer
@@ -105,9 +105,9 @@ def loader(
     """Returns a StatefulDataLoader over ``data`` for one rank. The loader yields micro-batches ``(inputs, targets)``
     without end.
 
-    The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
-    with step ``first``. The loader counts its position in global batches, so resuming is exact at another world size
-    too. Raises ``BadData`` if the data has fewer samples than a batch.
+    With ``drop_last=False``, the last batch is smaller, and the targets are None on a rank without samples. The loader
+    begins with step ``first``. The loader counts its position in global batches, so resuming is exact at another world
+    size too. Raises ``BadData`` if the data has fewer samples than a batch.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]

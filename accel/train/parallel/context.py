@@ -1,4 +1,5 @@
-"""Implements Ulysses context parallelism. Each rank has a part of every sequence, and a part of the heads in attention.
+"""Implements Ulysses context parallelism. Each rank holds a part of every sequence, and computes attention for a part
+of the heads.
 
 The method is from Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module
 (``parallel.cp_split``, which embeds tokens and positions) works on whole sequences, and its output is split over the
@@ -68,7 +69,8 @@ class Ulysses(AroundAttention):
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Exchanges this rank's shard of a tensor, cut along dim ``had``, for the shard cut along dim ``gets``."""
+        """Replaces this rank's shard of a tensor that is cut along dim ``had``. The new shard is cut along dim
+        ``gets``."""
         shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
         return shared.redistribute(placements=(Shard(gets),)).to_local()
 

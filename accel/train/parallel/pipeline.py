@@ -102,8 +102,8 @@ def chain(module: nn.Module) -> list[str]:
         return [name for name, _ in module.named_children()]
     if names is None:
         raise BadConfig(
-            f"{type(module).__name__} doesn't say where a pipeline may cut; make the model an nn.Sequential, or give "
-            "the model an attribute pipeline_chain that names the modules which forward runs one after the other"
+            f"{type(module).__name__} doesn't say where a pipeline may cut; make the model an nn.Sequential, or list "
+            "its modules in an attribute pipeline_chain, in the order of forward"
         )
     found = []
     for name in names:
@@ -168,7 +168,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     for cost in costs:
         total.append(total[-1] + cost)
     # best[k][n] describes the best cut of the first n parts into k groups. The entry has the cost of the most expensive
-    # group, and the index at which the last group starts.
+    # group, and the start index of the last group.
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k
@@ -274,6 +274,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Takes only the last pairs, because torch also calls the loss once before the first step, on uninitialized
-        # memory, to learn the shapes.
+        # Takes only the last pairs. Before the first step, torch also calls the loss on uninitialized memory to learn
+        # the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -1,8 +1,8 @@
 """Runs FSDP2's collectives in 8 bits, as in ZeRO++: qwZ gathers parameters, and qgZ reduces gradients.
 
 The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in blocks. Each block has a scale, so an
-outlier affects only one block. Each parameter begins a new block, so that a norm's weights of 1 don't affect a
-neighbor's weights of 0.02.
+outlier affects only one block. Each parameter begins a new block, so that large weights of one parameter don't affect
+the scale of another parameter.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice, because under
 hpZ the backward pass gathers the forward pass's rounded values unchanged. All blocks are int8, but in the paper the
@@ -40,8 +40,8 @@ def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns float32 values [..., blocks, block] from int8 codes and scales. A block whose scale isn't finite becomes
-    NaN."""
+    """Returns float32 values [..., blocks, block] from int8 codes and scales. A block with a scale of NaN or infinity
+    becomes NaN."""
     return codes.to(torch.float32) * torch.where(scales.isfinite(), scales, torch.nan)[..., None]
 
 

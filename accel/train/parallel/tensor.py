@@ -42,7 +42,7 @@ _SEQUENCE = 1
 
 
 def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Returns the style of each module whose name a pattern of ``plan`` matches. ``*`` matches anything but a dot.
+    """Returns the style of each module that matches a pattern of ``plan``. ``*`` matches any text without a dot.
 
     Raises ``BadConfig`` if a pattern matches no module, two patterns disagree, or a style doesn't fit its module.
     """
@@ -65,7 +65,7 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if sequence parallel would let a ``column`` gather a sequence that no module has split."""
+    """Raises ``BadConfig`` if a ``column`` layer would gather a sequence although no module splits the sequence."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
@@ -203,8 +203,9 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. If a parameter's gradients differ, its
-    module saw only a part of the sequence or of the hidden states, and the ranks' weights would diverge.
+    Raises ``TrainingFailed`` with the name of the first parameter that has different gradients. If a parameter's
+    gradients differ, its module saw only a part of the sequence or of the hidden states, and the ranks' weights would
+    diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

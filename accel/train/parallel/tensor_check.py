@@ -128,8 +128,8 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     dist.all_reduce(wrong, group=mesh.get_group())
     if wrong:
         raise BadConfig(
-            f"with tp {mesh.size()}, the model's output for a sample changes; don't split one linear layer "
-            "for query, key and value, let a row layer follow each column layer in [tensor_parallel], or use tp 1"
+            f"with tp {mesh.size()}, the model's output for a sample changes; compute query, key and value in "
+            "separate layers, let a row layer follow each column layer in [tensor_parallel], or use tp 1"
         )
 
 

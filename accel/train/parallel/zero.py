@@ -6,8 +6,8 @@ parameters, and frees the gathered parameters of each block after the block's fo
 
 Under FSDP2 the optimizer always works on shards. Stages 1 to 3 differ in how long unsharded gradients and parameters
 stay in memory. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the
-last micro-batch the gathered parameters are always freed, because the optimizer updates only the shards and the
-gathered copy would keep the old values.
+last micro-batch, the gathered parameters are always freed. The optimizer updates only the shards, so the gathered copy
+would keep the old values.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def train(
     """Trains the model of ``config`` and writes into the folder ``out``. Returns the steps, loss and metrics of rank 0.
 
     ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
-    ``rendezvous`` is the address at which the machines find each other. If ``out`` holds checkpoints, training
-    continues from the newest checkpoint. With ``fresh``, training starts over.
+    ``rendezvous`` is the address where the machines find each other. If ``out`` holds checkpoints, training continues
+    from the newest checkpoint. With ``fresh``, training starts over.
 
     Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
@@ -105,7 +105,7 @@ def train(
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
-    """Raises ``BadConfig`` if ``nnodes`` allows no number of machines on which ``config`` can run."""
+    """Raises ``BadConfig`` if ``config`` can't run on any of the numbers of machines in ``nnodes``."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or a range MIN:MAX")
@@ -117,7 +117,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Returns a clause that says at which step the same command resumes."""
+    """Returns a clause with the step that the same command resumes from."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
@@ -127,8 +127,8 @@ def _goes_on(out: Path) -> str:
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
     """Returns the killed ranks, each with the signal that killed the rank.
 
-    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
-    because torchrun ends the other ranks with SIGTERM.
+    Reads torchrun's report in the log after the offset ``begin``, or the exit ``code`` of a single process. Skips
+    SIGTERM, because torchrun ends the other ranks with SIGTERM.
     """
     if code < 0:
         return {0: -code}
@@ -252,8 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path`` if the file exists, or else accel's example config of the same name. So the path
-    ``examples/digits.toml`` works in any folder."""
+    """Returns ``path`` if the file exists, or else accel's example config of the same name. The path
+    ``examples/digits.toml`` therefore works in any folder."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent

@@ -56,7 +56,7 @@ def quiet_transformers() -> Any:
 
 
 def own_code(name: str) -> BadSource:
-    """Returns the error for a model whose class is defined by code in the model's folder."""
+    """Returns the error for a model that needs Python code from its own folder."""
     return BadSource(
         f"{name} needs code of its own, which accel doesn't run; write a function that loads the model with "
         "trust_remote_code=True and give it as FILE.py:FUNCTION"

@@ -62,9 +62,9 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
 
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
-    """Returns the first signature of ``found`` with which the module runs. Narrows the ranges of the dims to sizes at
-    which the module runs, because a config may lack the size of a position table. Keeps the ranges in ``given``. If the
-    module runs with no signature of ``found``, returns the first signature unchanged.
+    """Returns the first signature in ``found`` that lets the module run. Narrows the ranges of the dims to sizes that
+    the module can take. The config may lack the size of a position table. Keeps the ranges in ``given``. If the module
+    fails with every signature in ``found``, returns the first signature unchanged.
     """
     module.eval()
     for form in found:
@@ -81,8 +81,8 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
 
 
 def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange:
-    """Returns the part of ``bounds`` in which ``module`` runs. Returns ``bounds`` unchanged if the module runs at no
-    tested size.
+    """Returns the part of the range ``bounds`` that ``module`` can take. Returns ``bounds`` unchanged if the module
+    fails at every tested size.
     """
 
     def runs(size: int) -> bool:
