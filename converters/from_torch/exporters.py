@@ -225,8 +225,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     module, tensors = named(src), example(src)
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
-            # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
-            # module of the outer and the inner module. The inner TorchScript module keeps its branches.
+            # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
+            # TorchScript module. The inner TorchScript module keeps its branches.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))

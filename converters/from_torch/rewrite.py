@@ -157,7 +157,7 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
     """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
-    # A function of ``math`` can't take a tensor, but torch.export can record some of these functions on numbers.
+    # No function of ``math`` takes a tensor, but torch.export can record some of these functions if they take numbers.
     certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
     for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:

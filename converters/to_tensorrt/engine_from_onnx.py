@@ -63,8 +63,8 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # With these options, TensorRT for RTX only logs a message or searches for a library that the toolkit doesn't
-        # include.
+        # TensorRT for RTX doesn't support these options: it only logs a message, or searches for a library that is not
+        # part of the toolkit.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "

@@ -53,7 +53,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # equals int8 with zero point 0 and the same scale
+        if self.low == 0 and (offset == 128).all():  # uint8 with zero point 128 has the scale of symmetric int8
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -123,7 +123,7 @@ class _Fit:
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
         self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to the node to insert before it.
-        for node in graph.node:  # A DequantizeLinear without zero point has the dtype of its QuantizeLinear.
+        for node in graph.node:  # A DequantizeLinear without a zero point has the dtype of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 
