@@ -26,7 +26,7 @@ from .plain_attention import plain_attention
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns example tensors for tracing the model.
 
-    No dynamic dim has size 1, because exporters treat a size of 1 as a constant. No two dynamic dims have the same size
+    No dynamic dim has size 1, because exporters treat a size of 1 as a constant. All dynamic dims have different sizes
     if their ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
@@ -178,7 +178,8 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by those of the contract.
+    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by the contract's names and
+    dims.
 
     Outputs are exported under unique names, because the name of an output may also be the name of an inner value. This
     function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output

@@ -198,7 +198,8 @@ def _is_size(user: ast.AST) -> bool:
 
 
 def _cuts(user: ast.AST, function: ast.AST) -> bool:
-    """Tells whether ``user`` cuts a tensor to a length, itself or by the variable that it sets in ``function``."""
+    """Tells whether ``user`` cuts a tensor to a length, directly or with a variable that ``user`` sets in
+    ``function``."""
     if isinstance(user, ast.Slice):
         return True
     name = _set(user)[0] if isinstance(user, ast.stmt) else ""

@@ -1,4 +1,4 @@
-"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages take the file."""
+"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages accept the file."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
 
 
 class SimplifyFailed(StageFailed):
-    """The model could not be written, not even unsimplified."""
+    """The model could not be written, even without simplification."""
 
 
 @dataclass(frozen=True, kw_only=True)

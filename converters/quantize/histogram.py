@@ -157,7 +157,7 @@ def _entropy(found: Histogram) -> float:
 def _divergence(inside: np.ndarray, outside: float) -> float:
     """Returns the divergence between the counts ``inside`` and the same counts merged into ``_ENTROPY_LEVELS`` levels.
 
-    ``outside`` is the number of values beyond the last bin. Before the merge, these values are added to the last bin.
+    ``outside`` is the number of values beyond the last bin. Before the merge, ``outside`` is added to the last bin.
     """
     wanted = inside.copy()
     wanted[-1] += outside

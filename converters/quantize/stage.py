@@ -222,7 +222,8 @@ def least_opset(config: QuantizeConfig) -> int:
 
 
 def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) -> None:
-    """Raises ``UnsupportedHere`` if ``src`` has the wrong precision or too low an opset for the quantization."""
+    """Raises ``UnsupportedHere`` if the precision of ``src`` is wrong, or if its opset is too low for the
+    quantization."""
     from accel.sources.onnx.file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]

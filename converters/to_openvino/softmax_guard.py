@@ -1,4 +1,4 @@
-"""Removes the guards against NaN after softmax from an OpenVINO model, where the softmax can't give NaN."""
+"""Removes the guards against NaN after softmax from an OpenVINO model, if the softmax can't give NaN."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"{name} is not installed, and is in no extra of accel (its pins exclude accel's libraries); "
+                f"{name} is not installed; no extra of accel installs it, because its pins exclude accel's libraries; "
                 f"run: {ONNX2TF}"
             )
 
@@ -202,9 +202,9 @@ def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
     """Returns the permutation that transposes each output to the layout in the ONNX file. Outputs in the right layout
-    get an empty list. Layouts may differ, because onnx2tf prefers channels last. The outputs of both models are
-    compared, because the shape of a square doesn't show a transposition. Raises ``NotTensorFlow`` if no transposition
-    gives the right values.
+    get an empty list. Layouts may differ, because onnx2tf prefers channels last. Compares the outputs of both models,
+    because a square output has the same shape after a transposition. Raises ``NotTensorFlow`` if no transposition gives
+    the right values.
     """
     import itertools
 
