@@ -50,7 +50,7 @@ class Mutant:
 
 
 def main() -> None:
-    """Draws the mutants, runs the tests near each of them, and prints how many are caught."""
+    """Draws the mutants, runs the tests near each mutant, and prints how many are caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=19)

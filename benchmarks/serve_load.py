@@ -6,8 +6,9 @@ VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.
 workers with a later uvloop. The requests are sent by h2load (Debian package nghttp2-client), which uses far less CPU
 than a Python client. Every round measures each server once. Needs a quiet machine. All requests go to 127.0.0.1.
 
-After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
-h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals are met.
+After each run of accel, the script compares the server's statistics with the answers that h2load counted. This check is
+needed, because h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals
+are met.
 """
 
 from __future__ import annotations

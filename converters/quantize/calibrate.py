@@ -33,7 +33,8 @@ _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Collects statistics batch by batch. ``state`` returns the statistics as arrays, and ``restore`` takes them."""
+    """Collects statistics batch by batch. ``state`` returns the statistics as arrays, and ``restore`` takes these
+    arrays."""
 
     def add(self, feeds: Feeds) -> None: ...
 

@@ -263,7 +263,7 @@ def _refuse_shape_inputs(network: Any) -> None:
         if tensor.is_shape_tensor:
             raise EngineNotBuilt(
                 f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no ranges "
-                "for such values; make the sizes constant and export the model again"
+                "for these values; make the sizes constant and export the model again"
             )
 
 

@@ -148,7 +148,8 @@ class _Fit:
         return zero is not None and bool(numpy_helper.to_array(zero).any())
 
     def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
-        """Returns the scale and the zero point, or None if one of them is computed, as in dynamic quantization."""
+        """Returns the scale and the zero point, or None if the model computes the scale or the zero point, as in
+        dynamic quantization."""
         scale = self.constants.get(node.input[1])
         has_zero = len(node.input) > 2 and bool(node.input[2])
         zero = self.constants.get(node.input[2]) if has_zero else None
