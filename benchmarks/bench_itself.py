@@ -1,7 +1,7 @@
 """Checks the verdicts of `accel bench`. Compares a model with itself, and with a copy whose runs take 10% longer.
 
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
-    python benchmarks/bench_itself.py same-01 delayed-01 --again
+    python benchmarks/bench_itself.py same-01 delayed-01 --again  # repeats these two runs.
 
 The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
 needs a quiet machine for eight minutes. The first goal is that at most two of the 40 runs of a model against itself
@@ -42,7 +42,7 @@ WIDTH, LAYERS, BATCH = 512, 6, 16
 
 
 class Delayed:
-    """A session whose runs take longer than the model's runs by the fraction ``SHARE``."""
+    """Wraps a session, and makes each run longer by the fraction ``SHARE``."""
 
     def __init__(self, session: Session) -> None:
         self.signature = session.signature

@@ -1,7 +1,7 @@
 """Checks that `accel optimize` chooses the fastest candidate on this CPU without losing accuracy.
 
-    python benchmarks/cpu_latency.py                     # measures every row that has no result yet
-    python benchmarks/cpu_latency.py small-cnn-b1 --again
+    python benchmarks/cpu_latency.py                           # measures every row that has no result yet
+    python benchmarks/cpu_latency.py small-cnn-b1 --again       # measures this row again.
 
 Each row is a model at one batch size. In paired blocks, a row compares PyTorch (eager, torch.compile), ONNX Runtime
 (fp32, quantize_static, quantize_dynamic), OpenVINO with NNCF (called by hand), and accel's choice. Each measured row is

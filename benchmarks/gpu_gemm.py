@@ -75,8 +75,8 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """Maps names to the functions that are timed for comparison with the fused kernel. cuBLASLt adds the bias in its
-    epilogue where it supports that. The operands get each library's layout before the timing starts."""
+    """Maps names to the functions that are timed for comparison with the fused kernel. For types other than int8 and
+    fp8, cuBLASLt adds the bias in its epilogue. The operands get each library's layout before the timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 

@@ -9,9 +9,9 @@ Needs cosmic-ray (``pip install cosmic-ray``), which makes the mutants. The firs
 ``results/mutants.json``, and each run adds its results to this file. An interrupted run continues with the mutants that
 have no result yet. The tests run in a copy of the checkout.
 
-A mutant counts as caught if the tests hang, or if a test fails that passes without the mutant. A mutant counts as
-absent if the checkout doesn't have its line, or has the line several times. With ``--before``, the results show whether
-the older tests catch a mutant that today's tests miss.
+A mutant counts as caught if the tests hang, or if a test fails only with the mutant. A mutant counts as absent if the
+checkout doesn't have its line, or has the line several times. With ``--before``, the results show whether the older
+tests catch a mutant that today's tests miss.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mutant:
 
 
 def main() -> None:
-    """Draws the mutants, runs the tests near each of them, and prints how many are caught."""
+    """Draws the mutants, runs the tests near each mutant, and prints how many are caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=19)
@@ -83,8 +83,8 @@ def write(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Returns ``count`` different mutants. Each line of code is about equally likely. Type annotations are left out,
-    because Python never evaluates them."""
+    """Returns ``count`` different mutants. Draws each line of code with about the same probability. Type annotations
+    are left out, because Python never evaluates them."""
     import cosmic_ray.plugins
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code

@@ -14,8 +14,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def row_arguments(description: str | None, example: str) -> argparse.ArgumentParser:
-    """Returns an argument parser with the options that all benchmarks of rows share: the rows, ``--again`` and the
-    folder of the results. Each benchmark adds its own options."""
+    """Returns an argument parser with the options of every row-by-row benchmark: the rows, ``--again`` and the folder
+    of the results. Each benchmark adds its own options."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n", 1)[0])
     parser.add_argument("rows", nargs="*", help=f"such as {example}; default: all")
     parser.add_argument("--again", action="store_true", help="measure rows again that are there already")

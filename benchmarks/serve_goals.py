@@ -38,8 +38,8 @@ class Goal:
 
 
 def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
-    """Returns the goals. ``overhead_us`` has one number per round: how many microseconds longer a remote call at
-    concurrency 1 takes than ``session.run``."""
+    """Returns the goals. ``overhead_us`` has one number per round: the time of a remote call at concurrency 1 minus the
+    time of ``session.run``, in microseconds."""
     found = [
         Goal(
             what=f"mlp, concurrency {concurrency}: accel over MLServer's faster way",

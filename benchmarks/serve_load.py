@@ -6,8 +6,9 @@ VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.
 workers with a later uvloop. The requests are sent by h2load (Debian package nghttp2-client), which uses far less CPU
 than a Python client. Every round measures each server once. Needs a quiet machine. All requests go to 127.0.0.1.
 
-After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
-h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals are met.
+After each run of accel, the script compares the server's statistics with the answers that h2load counted. This check is
+needed, because h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals
+are met.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ SCENARIOS = (
 @dataclass(frozen=True)
 class Row:
     """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
-    ``spread`` is (max - min) / median of ``rates``. ``lost`` and ``twice`` are the numbers of lost requests and of
-    requests answered twice over all rounds, by the server's own counts. Both numbers are None for a server without
-    counts."""
+    ``spread`` is (max - min) / median of ``rates``. ``lost`` counts the lost requests of all rounds, and ``twice``
+    counts the requests that the server answered twice, according to the server's own counts. Both numbers are None for
+    a server without counts."""
 
     scenario: str
     server: str
@@ -184,7 +185,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # A request that was open at the end may have been canceled, which the server counts as failed.
+    # h2load may have canceled requests that were open at the end, and the server counts these requests as failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:

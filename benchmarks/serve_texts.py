@@ -48,8 +48,8 @@ Ask = Callable[[Feeds], Any]
 @dataclass(frozen=True)
 class Row:
     """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
-    ``wrong`` counts answers that belong to another text or are inaccurate. ``lost`` counts failed calls, and for accel
-    also calls that accel's statistics don't count exactly once."""
+    ``wrong`` counts answers that belong to another text or are inaccurate. ``lost`` counts failed calls. For accel,
+    ``lost`` also counts calls that accel's statistics miss or count several times."""
 
     server: str
     concurrency: int

@@ -1,4 +1,4 @@
-"""Measures what the transposes around channels-first convolutions cost in networks converted from TensorFlow.
+"""Measures the cost of the transposes around channels-first convolutions in networks converted from TensorFlow.
 
 Usage:
 

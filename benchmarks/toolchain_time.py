@@ -33,8 +33,7 @@ from accel.timing.environment import environment
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
-    # Olive 0.13 imports the package requests without declaring the dependency, and Olive's export fails with
-    # transformers 5.
+    # Olive 0.13 imports ``requests`` without declaring this dependency. Olive's export fails with transformers 5.
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
@@ -88,7 +87,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # saved weights, because a factory with random weights would make another model on each call
+        if model.train:  # without saved weights, each call would make a model with other random weights
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]

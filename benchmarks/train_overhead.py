@@ -12,11 +12,12 @@ gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 
 pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
 the mean over the batch. The bare loop has no check, no clipping and no log. If DeepSpeed is installed, a DeepSpeed loop
 with the same stage and optimizer takes part. DeepSpeed may also be in a separate environment with the same Python
-version. ``--deepspeed`` names the interpreter of that environment. These commands make the environment for DeepSpeed:
-`python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops
-msgpack`. Torch and the other packages come from accel's environment. This script sets DS_ACCELERATOR=cpu. In each turn,
-a loop's time is divided by the bare loop's time. Each result is the median ratio of all turns, minus 1, with the 95%
-bootstrap interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
+version. ``--deepspeed`` names the interpreter of the separate environment. These commands make the environment for
+DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
+py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This script sets
+DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the median ratio of
+all turns, minus 1, with the 95% bootstrap interval. Needs a quiet machine: other work on the cores makes the interval
+wider than the result.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # so that no loop has to collect the garbage of another loop
+        gc.collect()  # collects now, so that no loop collects the garbage of another loop
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -168,7 +168,7 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        # The crashed code may be code that accel usually runs in a child process, so the try is repeated that way.
+        # accel usually runs some code in its own child process, so a crashed try is repeated with this child process.
         if row["class"] == "crashed" and "SIG" in row["message"]:
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":

@@ -20,7 +20,8 @@ def names() -> list[str]:
 
 
 def make(name: str) -> Case:
-    """Returns the architecture with 10 classes, and with a small image size if the architecture supports that."""
+    """Returns the architecture with 10 classes, and with a small image size if the architecture has an option for the
+    size."""
     import timm
 
     reasons = []

@@ -22,7 +22,7 @@ _HEADS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
 
-# The heads of architectures whose best-known task isn't the task of the first mapping in ``_HEADS``.
+# Maps an architecture to its head if the head for its best-known task isn't the first match in ``_HEADS``.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -48,10 +48,9 @@ _SMALL = {
 }  # fmt: skip
 
 # Maps each model that ONNX can't express to a part of the error message that accel.export must give. The text encoder
-# of aimv2 attends to later tokens only if no value of the mask is zero, and a traced graph can't depend on the mask's
-# values.
+# of aimv2 is causal if the mask has a zero, and a traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# If an architecture's sizes depend on each other, only these sizes are reduced.
+# Only these sizes are reduced if the other sizes of an architecture depend on each other.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 
@@ -108,7 +107,7 @@ def _model(name: str, few: bool) -> Any:
     small = _small(transformers.AutoConfig.for_model(name).to_dict(), few)
     config = type(transformers.AutoConfig.for_model(name)).from_dict(small)
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # the export has a single pass without a cache
+        config.use_cache = False  # the exported graph runs one forward pass without a KV cache
     count = 0
     with contextlib.suppress(Exception), torch.device("meta"):  # some constructors fail on meta tensors
         count = sum(p.numel() for p in getattr(transformers, kind)(config).parameters())

@@ -1,4 +1,4 @@
-"""Makes modules like those that people write themselves. Each module is named after its special feature."""
+"""Makes modules similar to the models that users write themselves. Each module is named after its special feature."""
 
 from __future__ import annotations
 

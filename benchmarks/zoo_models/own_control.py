@@ -36,7 +36,7 @@ class LoopOverLength(nn.Module):
 
 
 class Branch(nn.Module):
-    """Chooses a branch by the input's values, with ``if``, which a traced graph can't express."""
+    """Chooses a branch with ``if`` on the input's values, which a traced graph can't express."""
 
     def __init__(self) -> None:
         super().__init__()

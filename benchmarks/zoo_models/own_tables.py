@@ -189,7 +189,7 @@ class Gcn(nn.Module):
 
 
 class Gat(nn.Module):
-    """Graph attention, whose softmax over neighbors uses scatter_reduce."""
+    """Graph attention with a softmax over neighbors, computed with scatter_reduce."""
 
     def __init__(self) -> None:
         super().__init__()

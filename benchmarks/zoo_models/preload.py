@@ -1,4 +1,4 @@
-"""Imports the libraries once, in the process from which the children are forked.
+"""Imports the libraries once, in the process that later forks the children.
 
 The variable $ACCEL_ZOO_PACKAGES names the folder of a family's packages. The C++ operators of torchvision are only
 declared, not loaded.

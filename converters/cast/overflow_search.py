@@ -214,8 +214,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. In place of a node that can't be changed to
-    float32, yields the nearest 16-bit nodes before that node."""
+    """Yields the first nodes that give infinities or NaN. If a node can't be changed to float32, yields the nearest
+    16-bit nodes before this node instead."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):

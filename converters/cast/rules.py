@@ -143,7 +143,7 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes after ``start``, which adds an epsilon, up to the divisions by the sum."""
+    """Yields the nodes from ``start``, which adds an epsilon, to the divisions by the sum. Leaves out ``start``."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}

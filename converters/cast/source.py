@@ -37,9 +37,9 @@ class Typing:
     """The dtypes of a node after the cast. ``inputs`` and ``outputs`` map the position of each float32 input or output
     to float32 or to the 16-bit format.
 
-    An input or output without an entry isn't float32 before the cast, or may have any dtype. ``reason`` tells why the
-    node can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16
-    bits.
+    An input or output has no entry if it isn't float32 before the cast, or if it may have any dtype. ``reason`` tells
+    why the node can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that
+    allows 16 bits.
     """
 
     inputs: Mapping[int, int]

@@ -123,7 +123,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
     A model with most weights in float32 would be slower than the original.
     """
     sizes = {name: math.prod(tensor.dims) for name, tensor in source.constants.items()}
-    # The number of weights that can't be cast, by the reason and by the first opset that would allow the cast.
+    # Counts the weights that can't be cast. The keys are the reason and the first opset that would allow the cast.
     stuck: dict[tuple[str, int | None], int] = {}
     for name, size in sizes.items():
         typings = [source.typing(i) for i in source.consumers.get(name, [])]

@@ -64,7 +64,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
 
 
 def transposes(model: onnx.ModelProto) -> tuple[int, int]:
-    """Counts all Transposes of activations, and those that aren't directly at an input or output of the model."""
+    """Counts all Transposes of activations, and the Transposes that are not next to an input or output of the model."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}

@@ -26,7 +26,7 @@ from .plain_attention import plain_attention
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns example tensors for tracing the model.
 
-    No dynamic dim has size 1, because exporters treat a size of 1 as a constant. No two dynamic dims have the same size
+    No dynamic dim has size 1, because exporters treat a size of 1 as a constant. All dynamic dims have different sizes
     if their ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
@@ -178,7 +178,8 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by those of the contract.
+    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by the contract's names and
+    dims.
 
     Outputs are exported under unique names, because the name of an output may also be the name of an inner value. This
     function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output
@@ -225,8 +226,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     module, tensors = named(src), example(src)
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
-            # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
-            # module of the outer and the inner module. The inner TorchScript module keeps its branches.
+            # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
+            # TorchScript module. The inner TorchScript module keeps its branches.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -252,8 +253,8 @@ def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]
     """Yields ``module`` with an added output for each RNN that returns a packed sequence. The added output is the
     padded sequence.
 
-    Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence, for
-    example a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
+    Without the added outputs, the exporter fails if the model never reads the lengths of a packed sequence. An example
+    is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

@@ -73,7 +73,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
 
 
 def _median(x: Any) -> Any:
-    """Computes the median of all elements. Returns the lower one of two middle elements."""
+    """Computes the median of all elements. If two elements are in the middle, returns the lower element."""
     op = _operators()
 
     values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
@@ -81,7 +81,8 @@ def _median(x: Any) -> Any:
 
 
 def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """Computes the median along a dim, and the median's index. Returns the lower one of two middle elements."""
+    """Computes the median along a dim, and the median's index. If two elements are in the middle, returns the lower
+    element."""
     op = _operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
@@ -143,7 +144,7 @@ def _log2_of_number(x: Any) -> Any:
 
 
 def _rounded_number(x: Any, ndigits: int | None = None) -> Any:
-    """Computes Python's ``round``, which returns an integer without ``ndigits``."""
+    """Computes Python's ``round``, which returns an integer if ``ndigits`` is None."""
     op = _operators()
 
     if ndigits is None:

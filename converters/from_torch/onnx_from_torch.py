@@ -109,7 +109,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     if _packs(src):
         raise ExportFailed(
             f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
-            "pad_packed_sequence directly after the RNN, or (if the RNN has one direction) run the RNN on the padded "
+            "pad_packed_sequence directly after the RNN, or run an RNN of one direction on the padded "
             "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
         )
     read = _read(src, ()) if read is None else read

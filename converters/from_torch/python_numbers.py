@@ -89,8 +89,8 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
     A place that only prints or checks values is left out, because it doesn't change the outputs. A place that reads
-    other values, such as a buffer's, is left out too. ``said`` has warnings of the older exporter, which also warns
-    about branches on sizes that depend on values.
+    other values, such as the values of a buffer, is left out too. ``said`` has warnings of the older exporter, which
+    also warns about branches on sizes that depend on values.
     """
     import torch
 

@@ -157,7 +157,7 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
     """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
-    # A function of ``math`` can't take a tensor, but torch.export can record some of these functions on numbers.
+    # No function of ``math`` takes a tensor, but torch.export can record some of these functions if they take numbers.
     certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
     for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:
@@ -198,7 +198,8 @@ def _is_size(user: ast.AST) -> bool:
 
 
 def _cuts(user: ast.AST, function: ast.AST) -> bool:
-    """Tells whether ``user`` cuts a tensor to a length, itself or by the variable that it sets in ``function``."""
+    """Tells whether ``user`` cuts a tensor to a length, directly or with a variable that ``user`` sets in
+    ``function``."""
     if isinstance(user, ast.Slice):
         return True
     name = _set(user)[0] if isinstance(user, ast.stmt) else ""

@@ -1,4 +1,4 @@
-"""Gives ONNX translations of operators that overflow in the translation by torch's exporter, but not in PyTorch."""
+"""Gives ONNX translations of operators that overflow if torch's own exporter translates them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def tensors(node: ast.expr) -> ast.expr:
 
 
 def condition(node: ast.expr) -> ast.expr:
-    """Returns ``node`` as an expression for a tensor of bools, as torch.where needs it."""
+    """Returns ``node`` as an expression for the tensor of bools that torch.where needs."""
     return _made(_condition(_Tensors().visit(copy.deepcopy(node))))
 
 

@@ -19,7 +19,7 @@ from accel.stage import StageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """``residual`` also fuses a following addition whose shape equals the product's shape."""
+    """If ``residual`` is true, an addition after a product is fused too, if its shape equals the product's shape."""
 
     residual: bool = True
 

@@ -1,4 +1,4 @@
-"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages take the file."""
+"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages accept the file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 if TYPE_CHECKING:
     import onnx
 
-# A Constant node with fewer elements than this holds axes or sizes, not weights. Axes and sizes stay in Constant nodes,
-# where shape inference reads them.
+# A Constant node with fewer elements than this limit holds axes or sizes, not weights. Axes and sizes stay in Constant
+# nodes, where shape inference reads them.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # Maps each newer dtype (its name in TensorProto) to the IR version that introduced the dtype.
@@ -197,9 +197,9 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    The version converter of onnx fails at many operators whose newer version only adds dtypes. After such a failure,
-    only the declared opset is lowered, and newer attributes are dropped. Later, the checker refuses an invalid model,
-    and the gate refuses changed outputs.
+    The version converter of onnx fails at many operators whose newer version only adds dtypes. After a failure, only
+    the declared opset is lowered, and newer attributes are dropped. Later, the checker refuses an invalid model, and
+    the gate refuses changed outputs.
     """
     from onnx import version_converter
 

@@ -2,8 +2,8 @@
 
 A stage doesn't check its own output. Instead, ``accel.stage`` compares the signature of the written file with the
 signature of the stage's input. Each function reads one kind of file. ``path`` is the file, and ``known`` is the
-signature of the source model. ``known`` supplies only the information that the file's format can't store. Only ONNX
-files and the OpenVINO IRs that accel writes store the names of dynamic dims. Programs of torch.export and ncnn nets
+signature of the source model. ``known`` supplies only the information that the file's format can't store. The names of
+dynamic dims are stored only in ONNX files, and in OpenVINO IRs from accel. Programs of torch.export and ncnn nets
 identify tensors by position. An ncnn net stores neither dtypes nor a batch dim.
 
 This module has no reader for TensorRT engines, because an engine can only be opened on a machine with the right GPU.

@@ -23,7 +23,7 @@ _DTYPES = {
 }  # fmt: skip
 _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _QUANTIZED = ("i8", "u8", "i4", "u4")
-_WEIGHTS = 16  # a constant with fewer 8-bit numbers than this holds axes or flags, not weights
+_WEIGHTS = 16  # a constant with fewer 8-bit numbers than this limit holds axes or flags, not weights
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:

@@ -28,7 +28,7 @@ _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
 
 
 class SimplifyFailed(StageFailed):
-    """The model could not be written, not even unsimplified."""
+    """The model could not be written, even without simplification."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 
 
 def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
-    """Describes the first forbidden change from ``before`` to ``after``. Returns None if no such change exists."""
+    """Describes the first forbidden change from ``before`` to ``after``. Returns None if no change is forbidden."""
     (was, _), (now, _) = describe_model(before), describe_model(after)
     for old, new in zip((*was.inputs, *was.outputs), (*now.inputs, *now.outputs), strict=False):
         # The dims of an output may be renamed, and an unknown shape may have become known.

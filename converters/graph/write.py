@@ -23,7 +23,7 @@ SINGLE_FILE_BYTES = 1_800_000_000
 # Writing detached weights into one message needs four times as much memory as the weights.
 _ATTACHED_BYTES = 1 << 29
 
-# Tensors with fewer bytes than this stay in the main file, because shape inference reads some of them.
+# Tensors with fewer bytes than this limit stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
 
 

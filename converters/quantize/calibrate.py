@@ -33,7 +33,8 @@ _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Collects statistics batch by batch. ``state`` returns the statistics as arrays, and ``restore`` takes them."""
+    """Collects statistics batch by batch. ``state`` returns the statistics as arrays, and ``restore`` takes these
+    arrays."""
 
     def add(self, feeds: Feeds) -> None: ...
 
@@ -87,7 +88,7 @@ class Histograms:
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
         self._plain = RoundedModel(model)
-        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps the shapes of a batch to chunks of names
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps input shapes to chunks of tensor names
         made = set(self._plain.tensors)
         self._inner = [name for name in names if name in made]
         self.found = {name: Histogram() for name in names}

@@ -217,7 +217,7 @@ def _preprocessed(task: Task) -> Path:
     fails, returns the path of the unchanged model."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # ONNX Runtime would hold three copies of the weights
+    if _is_large(task.path):  # ONNX Runtime would hold three copies of a large model's weights
         inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):

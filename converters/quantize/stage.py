@@ -99,7 +99,7 @@ class QuantizeConfig(StageConfig):
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
     of ``block_size`` weights has a scale, except that 8-bit weights for openvino have a scale for each channel.
 
-    ``data`` is the calibration data, of which at most ``samples`` samples are used. ``calibration`` is minmax,
+    ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``). The form openvino takes only minmax and percentile.
     ``smooth`` sets how far outliers move from activations into weights of a transformer, from 0 (not at all) to 1
     (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. ``ops`` limits quantization to
@@ -113,7 +113,7 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # error of MiniLM on TensorRT: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
+    smooth: float = 0.85  # MiniLM's error on TensorRT: 0.18 at smooth=0, 0.37 at 0.5, 0.10 at 0.7 and 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32
@@ -222,7 +222,8 @@ def least_opset(config: QuantizeConfig) -> int:
 
 
 def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) -> None:
-    """Raises ``UnsupportedHere`` if ``src`` has the wrong precision or too low an opset for the quantization."""
+    """Raises ``UnsupportedHere`` if the precision of ``src`` is wrong, or if its opset is too low for the
+    quantization."""
     from accel.sources.onnx.file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]
@@ -312,7 +313,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
                 f"a tensor inside the model is NaN on the calibration data, so quantization for {task.config.form} "
-                "finds no range; correct the operation that gives NaN, leave out such samples, or pass "
+                "finds no range; correct the operation that gives NaN, leave out the samples that cause it, or pass "
                 f"{option('quantize', ['keep=NODE'])} for each node that reads the tensor"
             ) from error
         raise QuantizeFailed(

@@ -1,4 +1,4 @@
-"""Rewrites reductions that drop dims in quantized models, because OpenVINO may compute such reductions wrongly."""
+"""Rewrites reductions that drop dims in quantized models, because OpenVINO may compute these reductions wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removes the guards against NaN after softmax from an OpenVINO model, where the softmax can't give NaN."""
+"""Removes the guards against NaN after softmax from an OpenVINO model, if the softmax can't give NaN."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def remove_softmax_guards(model: Any) -> int:
 
 
 def _guarded(op: Any) -> Any | None:
-    """Returns the softmax whose NaN ``op`` turns into zeros, or None if ``op`` is not a softmax guard."""
+    """Returns the softmax that the guard ``op`` protects, or None if ``op`` is not a softmax guard."""
     if op.get_type_name() != "Select":
         return None
     condition, replacement, value = (op.input_value(i).get_node() for i in range(3))

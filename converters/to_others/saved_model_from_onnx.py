@@ -22,14 +22,14 @@ from .keras2_process import NotTensorFlow, run_with_keras2
 
 # onnx2tf can't be an extra, because the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with
 # every other part of accel. This command installs onnx2tf without its dependencies, because onnx2tf also runs with
-# newer versions than it pins.
+# newer versions of its dependencies.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# These options of onnx2tf keep the ONNX layout of the inputs. With the first option, the SavedModel computes with the
-# layout channels last, which TensorFlow's convolutions use. With the second option, onnx2tf adds no transposes. This
-# suits models from TensorFlow, which already have transposes.
+# These options of onnx2tf keep the ONNX layout of the inputs. With the first option, the SavedModel computes in the
+# channels-last layout of TensorFlow's convolutions. With the second option, onnx2tf adds no transposes. The second
+# option suits models from TensorFlow, which already have transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -98,7 +98,7 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"{name} is not installed, and is in no extra of accel (its pins exclude accel's libraries); "
+                f"{name} is not installed; no extra of accel installs it, because its pins exclude accel's libraries; "
                 f"run: {ONNX2TF}"
             )
 
@@ -202,9 +202,9 @@ def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
     """Returns the permutation that transposes each output to the layout in the ONNX file. Outputs in the right layout
-    get an empty list. Layouts may differ, because onnx2tf prefers channels last. The outputs of both models are
-    compared, because the shape of a square doesn't show a transposition. Raises ``NotTensorFlow`` if no transposition
-    gives the right values.
+    get an empty list. Layouts may differ, because onnx2tf prefers channels last. Compares the outputs of both models,
+    because a square output has the same shape after a transposition. Raises ``NotTensorFlow`` if no transposition gives
+    the right values.
     """
     import itertools
 

@@ -21,7 +21,7 @@ class TfliteFromSavedModelConfig(StageConfig):
 
 
 def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, out: Path) -> Artifact:
-    """Converts the SavedModel ``src`` to the float32 file ``out``, whose signature has the same names.
+    """Converts the SavedModel ``src`` to the float32 file ``out``, and keeps the names of the signature.
 
     Raises ``NotTensorFlow`` if the converter fails or takes too long.
     """

@@ -42,7 +42,7 @@ def tensor(value: Any) -> torch.Tensor:
 
 
 def _filled(given: Sequence[Any], count: int) -> list[Any]:
-    """Returns the ``given`` inputs, followed by None for missing optional inputs, ``count`` values in total."""
+    """Returns ``count`` values: the ``given`` inputs, and then None for each missing optional input."""
     return [*given, *[None] * (count - len(given))]
 
 
@@ -194,7 +194,7 @@ def _slice(a: Attributes, x: Any, *given: Any) -> Any:
         if step < 0:
             if start != -1 or end > -x.shape[axis]:
                 raise OperatorNotThere(
-                    "Slice backwards over a part of a dim has no translation; export the part without it"
+                    "a backward Slice of only a part of a dim has no translation; export the part without it"
                 )
             x = x.flip(axis)[(slice(None),) * (axis % x.ndim) + (slice(None, None, -step),)]
             continue

@@ -38,7 +38,8 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# Pairs of a text in the errors of TensorRT's parser and a fix. The first text that occurs in an error selects the fix.
+# Each pair has a text from an error of TensorRT's parser, and the fix for this error. The first text that occurs in an
+# error selects the fix.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -262,7 +263,7 @@ def _refuse_shape_inputs(network: Any) -> None:
         if tensor.is_shape_tensor:
             raise EngineNotBuilt(
                 f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no ranges "
-                "for such values; make them constants and export the model again"
+                "for these values; make the sizes constant and export the model again"
             )
 
 

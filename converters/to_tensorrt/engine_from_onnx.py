@@ -35,12 +35,12 @@ class EngineFromOnnxConfig(StageConfig):
     dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for an input belongs to the next profile. If
     ``profiles`` is empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the
     GPUs to build for, such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs.
-    ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from
-    0 (fast build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later
-    versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the
-    engine. If ``kernels`` is set, accel's operators become plugins where possible. An operator without a plugin is
-    built from its function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library,
-    or empty if there is no library. With the sha256, the cache distinguishes engines for different libraries.
+    ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from 0 (fast
+    build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later versions of
+    TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If
+    ``kernels`` is set, accel's operators become plugins if possible. An operator without a plugin is built from its
+    function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if
+    there is no library. With the sha256, the cache distinguishes engines for different libraries.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -63,8 +63,8 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # With these options, TensorRT for RTX only logs a message or searches for a library that the toolkit doesn't
-        # include.
+        # TensorRT for RTX doesn't support these options: it only logs a message, or searches for a library that is not
+        # part of the toolkit.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "
@@ -205,10 +205,9 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     First compares the file's sha256 with the manifest beside the file, if present. Only the comparison with the
     manifest finds a flipped bit in the weights. After the comparison, ``toolkit`` reads the file in a child process. By
     default, ``toolkit`` is the toolkit in the manifest, or ``tensorrt-rtx`` if no manifest names a toolkit. Without a
-    GPU, the toolkit reads only the header and the layout. This is enough to detect a truncated file, a damaged header,
-    or a file that is not an engine. If the engine calls
-    accel's plugins, the plugin library is loaded before the engine. Raises ``BadConfig`` or ``UnsupportedHere`` if the
-    plugin library can't be loaded.
+    GPU, the toolkit reads only the header and the layout. The header and the layout are enough to detect a truncated
+    file, a damaged header, or a file that is not an engine. If the engine calls accel's plugins, the plugin library is
+    loaded before the engine. Raises ``BadConfig`` or ``UnsupportedHere`` if the plugin library can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

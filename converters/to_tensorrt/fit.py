@@ -53,7 +53,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # equals int8 with zero point 0 and the same scale
+        if self.low == 0 and (offset == 128).all():  # uint8 with zero point 128 has the scale of symmetric int8
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -123,7 +123,7 @@ class _Fit:
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
         self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to the node to insert before it.
-        for node in graph.node:  # A DequantizeLinear without zero point has the dtype of its QuantizeLinear.
+        for node in graph.node:  # A DequantizeLinear without a zero point has the dtype of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 
@@ -148,7 +148,8 @@ class _Fit:
         return zero is not None and bool(numpy_helper.to_array(zero).any())
 
     def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
-        """Returns the scale and the zero point, or None if one of them is computed, as in dynamic quantization."""
+        """Returns the scale and the zero point, or None if the model computes the scale or the zero point, as in
+        dynamic quantization."""
         scale = self.constants.get(node.input[1])
         has_zero = len(node.input) > 2 and bool(node.input[2])
         zero = self.constants.get(node.input[2]) if has_zero else None

@@ -110,8 +110,8 @@ def one_folder(out: Path, ranks: Ranks) -> None:
         sign.unlink()
     if not all(seen):
         raise BadConfig(
-            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out, but all machines "
-            "must write into the same folder; give an --out on a network file system that all machines share"
+            f"rank {seen.index(False)} can't see the files that rank 0 writes into --out; "
+            "give an --out on a network file system that all machines share"
         )
 
 
