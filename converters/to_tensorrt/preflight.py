@@ -29,7 +29,7 @@ FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISION
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# The parser is recursive. The largest stack of a build (1 GiB) is enough for a chain of this many nodes.
+# The parser recurses along a chain of nodes. The largest stack of a build (1 GiB) is enough for LONGEST_CHAIN nodes.
 LONGEST_CHAIN = 400_000
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -68,7 +68,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # onnx.checker describes the error better
+    except Exception:  # onnx.checker later describes this error better
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:
@@ -105,7 +105,7 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
     )
 
     trt = load_toolkit(toolkit)
-    if offered := offered_capabilities(trt):  # a toolkit that offers no choice builds for this machine's GPU
+    if offered := offered_capabilities(trt):  # a toolkit without a choice of GPUs builds for this machine's GPU
         choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
     return known_operators(trt, trt.Builder(logger), logger, read_proto(path))
@@ -157,7 +157,7 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # By the standard, a missing zero point means uint8, unless an attribute says otherwise (opset 21 and later).
+        # Without a zero point, the ONNX standard assumes uint8. Since opset 21, an attribute can set another dtype.
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 
@@ -242,7 +242,8 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the first dtype in the inputs and outputs of ``node`` that TensorRT lacks, or "" if TensorRT has all.
+    """Returns the first dtype in the inputs and outputs of ``node`` that TensorRT lacks, or "" if TensorRT has all
+    dtypes.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

@@ -143,7 +143,7 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
     """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't in ``given``.
 
     The shapes to add have the ranges in ``dims``, which come from the shapes of other inputs. A dim that is not in
-    ``dims`` has its range in the signature.
+    ``dims`` has the range that the signature gives.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

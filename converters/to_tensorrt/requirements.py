@@ -22,8 +22,8 @@ def check_onnx(
     """Raises an error if TensorRT can't build ``path``. ``model`` is the result of ``read_proto(path)``.
 
     Raises ``InvalidModel`` if the ONNX checker refuses the file, because TensorRT reads an empty file or a text file as
-    an empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes as something
-    else.
+    an empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes in another
+    dtype.
     """
     import onnx
 

@@ -1,9 +1,9 @@
 """Saves TensorRT's timing cache, the builder's measurements of kernels on this GPU, for later builds.
 
 TensorRT's developer guide describes timing caches in "The timing cache". Only the data-center toolkit has a timing
-cache. TensorRT for RTX measures nothing during a build, and caches kernels where the engine runs. The file name of a
-timing cache contains the version of the toolkit and the compute capability of the GPU. TensorRT also checks the version
-and the GPU when it loads a timing cache.
+cache. TensorRT for RTX measures nothing during a build, and caches kernels on the machine that runs the engine. The
+file name of a timing cache contains the version of the toolkit and the compute capability of the GPU. TensorRT also
+checks the version and the GPU when it loads a timing cache.
 """
 
 from __future__ import annotations

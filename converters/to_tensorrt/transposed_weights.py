@@ -22,12 +22,12 @@ _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 
 
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
-    """Replaces the second input of each of ``nodes`` with its transpose.
+    """Replaces the second input of each node in ``nodes`` with the transposed weight.
 
-    Returns the path for the changed model in ``folder``, which then has all weight files.
+    Puts all weight files into ``folder``. Returns the path that the changed model has in ``folder``.
 
     ``model`` was read from ``source``. The second inputs are initializers of rank 2 with a dtype of one or two bytes.
-    An initializer that nothing else uses is removed from the model. The function loads only one weight into memory at a
+    An initializer is removed if no other node uses the initializer. The function loads only one weight into memory at a
     time.
     """
     wanted = dict.fromkeys(node.input[1] for node in nodes)

@@ -61,7 +61,7 @@ def product(config: Config, dtype: str, arch: int) -> str:
     if config.block_m >= 64:  # wgmma and tcgen05.mma take at least 64 rows
         instruction = INSTRUCTION[arch]
         return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
-    # On sm_90 and sm_100, mma.sync has no fp8. There, fp8 operands are widened to fp16, which can represent every fp8
+    # On sm_90 and sm_100, mma.sync has no fp8. Kernels with mma.sync widen fp8 to fp16, which represents every fp8
     # value.
     widened = dtype == "fp8_e4m3" and arch in (90, 100)
     return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
@@ -107,8 +107,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 class HandWritten:
     """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
-    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. The kernel ``gemv`` takes at most as many
-    rows as its tile has.
+    ``tile`` has M and N in elements and K in bytes. A dim that is not tiled has size 0. The kernel ``gemv`` takes at
+    most as many rows as its tile has.
     """
 
     name: str
@@ -130,7 +130,7 @@ HAND_WRITTEN: dict[str, HandWritten] = {
 def rows() -> list[dict[str, Any]]:
     """Returns the table of ``accel kernels list``: one row per configuration, with its dtypes and architectures.
 
-    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled.
+    ``tile`` has M and N in elements and K in bytes. A dim that is not tiled has size 0.
     """
     found = []
     for config in CONFIGS:

@@ -101,7 +101,7 @@ def quantized_dtype(x: torch.Tensor, dtype: torch.dtype) -> str:
     Raises ``BadFeeds`` if ``x`` isn't a float matrix, or ``dtype`` is neither int8 nor float8_e4m3fn.
     """
     if x.dim() != 2 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise BadFeeds(f"quantize_rowwise takes a float matrix with elements, got {x.dtype} {list(x.shape)}")
+        raise BadFeeds(f"quantize_rowwise takes a non-empty float matrix, got {x.dtype} {list(x.shape)}")
     if dtype not in (torch.int8, torch.float8_e4m3fn):
         raise BadFeeds(f"quantize_rowwise can't give {dtype}; pass torch.int8 or torch.float8_e4m3fn")
     return NAMES[dtype]

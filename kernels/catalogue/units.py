@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the two dtypes as the names of configurations spell them, such as ``fp16`` or ``int8_bf16``."""
+        """Returns the two dtypes as part of a configuration's name, such as ``fp16`` or ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property

@@ -17,8 +17,8 @@ from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
 from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
-# A problem needs at least this number of tiles to fill a GPU. The smallest data-center GPU has 108 multiprocessors. A
-# tile size is too large for a problem if it gives fewer tiles.
+# A problem needs at least ENOUGH_TILES tiles to fill a GPU. The smallest data-center GPU has 108 multiprocessors. A
+# tile size that gives fewer than ENOUGH_TILES tiles is too large for the problem.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
@@ -45,14 +45,14 @@ def family(capability: tuple[int, int]) -> int | None:
 
 
 def native_arch(capability: tuple[int, int]) -> str:
-    """Returns the architecture that a library for this compute capability is compiled for, such as ``sm_90a`` for 9.0.
+    """Returns the architecture to compile for this compute capability, such as ``sm_90a`` for 9.0.
 
     Raises ``UnsupportedHere`` below 8.0.
     """
     arch = family(capability)
     if arch is None:
         raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; use a newer GPU")
-    # If code uses the tensor cores of compute capability 9.0 or above, the code doesn't run on later architectures.
+    # Code for the tensor cores of compute capability 9.0 or above does not run on later architectures.
     return f"sm_{arch}" + ("a" if arch >= 90 and capability == divmod(arch, 10) else "")
 
 
@@ -66,8 +66,8 @@ def candidates(
     native: Collection[str] = (),
     residual_dtype: str | None = None,
 ) -> list[AnyConfig]:
-    """Returns every configuration that computes ``spec`` on this compute capability. The arguments are those of
-    ``choose``."""
+    """Returns every configuration that computes ``spec`` on this compute capability. ``choose`` explains the
+    arguments."""
     arch = family(capability)
     if arch is None:
         return []
@@ -167,7 +167,8 @@ def choose(
             reason = f"Triton, which computes whole convolutions, is not installed; patches multiplied by {product}"
             return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
-        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills registers
+        # Without aligned vector loads, a large tile spills registers.
+        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
     compiled = [config for config in usable if isinstance(config, NativeConfig)]
@@ -200,7 +201,7 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """Chooses a tile of this GPU's family: the largest tile that fills the GPU, or the smallest tile if none does."""
+    """Chooses a tile of this GPU's family: the largest that fills the GPU, or the smallest if no tile fills it."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 

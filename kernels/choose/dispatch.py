@@ -27,7 +27,7 @@ from ..catalogue.units import NativeConfig
 from . import tuned
 from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# A convolution processes its images in groups. The patches of one group take about this number of bytes.
+# A convolution processes its images in groups. The patches of one group take about PATCH_BYTES bytes.
 PATCH_BYTES = 256 << 20
 
 
@@ -42,7 +42,7 @@ def why(
     tuned_name: str | None = None,
     vectors: bool = False,
 ) -> str:
-    """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
+    """Says in one sentence which implementation would run, and why. ``choose`` explains the arguments.
 
     If ``native`` is None, the kernels of the built library are used. If ``tuned_name`` is None and the current GPU has
     the compute capability ``capability``, the tuner's choice for the current GPU is used.
@@ -202,7 +202,7 @@ def choose_for(
     )
 
 
-_choose_again = lru_cache(maxsize=4096)(choose)  # a model repeats the same choice in every layer and step
+_choose_again = lru_cache(maxsize=4096)(choose)  # cached, because all layers and steps repeat the same choices
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -261,7 +261,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Returns the version of the loaded driver, such as ``580.65.06``.
 
     If ``file`` can't be read, returns the driver's CUDA version, such as ``13000``. Most driver updates don't change
-    this version. Returns 0 without a driver.
+    the CUDA version. Returns 0 without a driver.
     """
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):

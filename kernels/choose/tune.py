@@ -1,4 +1,4 @@
-"""The tuner times every configuration of a problem, and verifies the fastest configuration before storing the result.
+"""Times every configuration of a problem, and verifies the fastest configuration before storing the result.
 
 ``choose_fastest`` picks one of the given candidates with the given timer. ``tune`` calls ``choose_fastest`` with the
 kernels of a product or a convolution on this machine's GPU.
@@ -43,7 +43,7 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # larger than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
+LAUNCH_MICROSECONDS = 500.0  # Python's overhead may take most of the time of a shorter call.
 MOST_SETS = 256  # The smallest layer of BERT-base has operands of 1 MiB, so 256 sets fill ROTATED_BYTES.
 RECORDED_CALLS = MOST_SETS  # A CUDA graph of short calls has a call for each set, so a replay takes milliseconds.
 BLOCKS = 5
@@ -81,8 +81,7 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
     """Times every candidate, then verifies the candidates, starting with the fastest. Puts the first correct candidate
     into ``table``.
 
-    ``timer`` returns the time of a call in microseconds. A candidate that fails, or whose error is over the bound, is
-    refused.
+    ``timer`` returns the time of a call in microseconds. Refuses a candidate that fails or has an error over the bound.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -179,8 +178,8 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    # Unscaled int8 sums would overflow fp16. With int8 numbers under 16, the sums fit in fp16 up to a K of some ten
-    # thousand.
+    # Unscaled int8 sums would overflow fp16. If the int8 numbers are below 16, the sums fit in fp16 for K up to about
+    # ten thousand.
     e = spec.epilogue
     end = 128 if e.row_scale or e.col_scale or e.out_dtype != "fp16" else 16
 
@@ -322,7 +321,7 @@ def recorded(run: Run, calls: int) -> Run | None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
-        # Doesn't use torch.cuda.graph, which would empty the allocator's cache each time.
+        # The function torch.cuda.graph would empty the allocator's cache each time.
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin(capture_error_mode="thread_local")  # CUDA calls of other threads don't end the capture
             try:

@@ -42,7 +42,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Holds the device and the features of a problem on which the choice of a kernel depends. The ``op`` of a
+    """Holds the device, and the features of a problem that determine the choice of a kernel. The ``op`` of a
     convolution includes kernel size, stride, padding and dilation."""
 
     device: Device

@@ -178,7 +178,7 @@ def has_code(library: Path, capability: tuple[int, int] | None = None) -> bool:
 
 
 def record_of(library: Path) -> dict[str, Any]:
-    """Returns the record beside a library, or an empty dict if there is none."""
+    """Returns the record beside a library, or an empty dict if there is no record."""
     return _record(library.with_name(RECORD))
 
 
@@ -273,7 +273,7 @@ def _compile_all(
                 warnings += [f"{name}: {line}" for line in slow_code(future.result())]
                 progress(f"compiled {name}", done / (len(compiled) + 1))
         except BaseException:
-            compilers.end()  # otherwise, the compilers would run on for minutes
+            compilers.end()  # without this call, the compilers would run on for minutes
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return tuple(sorted(warnings))

@@ -29,7 +29,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
     folder = parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     held: int | None = None
     try:
-        all_builds = _lock(parent, wait=True)  # no other build may see a folder before it is locked
+        all_builds = _lock(parent, wait=True)  # hides the new folder from other builds until the folder is locked
         try:
             for found in parent.glob(".*"):
                 _remove_if_abandoned(found)

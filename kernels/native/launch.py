@@ -21,8 +21,8 @@ from .library import ACTS, DTYPES, Library, Problem
 
 @lru_cache(maxsize=4)
 def installed(capability: tuple[int, int] | None = None) -> Library | None:
-    """Returns the library that ``accel kernels build`` made for this compute capability (None for any). Loads it only
-    once.
+    """Returns the library that ``accel kernels build`` made for this compute capability (None for any). Loads the
+    library only once.
 
     Returns None if no library was built from the current sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
     names a file that is not a library.
@@ -38,7 +38,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"{CHOSEN} is {path}, which can't be loaded ({error}); set it to a library that accel kernels build "
                 "wrote, or unset it"
             ) from error
-        return None  # the library is damaged; Triton or the reference runs instead
+        return None  # Triton or the reference runs instead of a damaged library
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:

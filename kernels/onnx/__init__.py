@@ -1,6 +1,5 @@
-"""Provides the kernels as ONNX operators, with function bodies for any runtime, export from PyTorch, and fusion of
-graphs.
+"""Provides the kernels as ONNX operators with function bodies that any runtime can run.
 
-Takes an ONNX model or an exported program. Inserts accel's operators, such as `accel::FusedGemm`, and gives each
-operator a function body.
+Takes an ONNX model or an exported PyTorch program. Inserts accel's operators, such as `accel::FusedGemm`, and gives
+each operator a function body.
 """

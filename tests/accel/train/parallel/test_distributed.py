@@ -332,7 +332,7 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
             "(0.03 with bf16). The added 0.02 allows for values that round the other way because of their last",
             "bit. Without bf16, the first two losses of ZeRO++ are within 5e-6 of one process with the same",
             "rounding. Every layout was compared in float32. 16 bits, recomputation and offload were compared only",
-            "in the rows that name them. Combinations without a row use the same code and were not compared.",
+            "in the rows that name them. Combinations without a row were not compared.",
             '`ACCEL_WRITE_PARITY=1 pytest -m "" tests/accel/train/parallel/test_distributed.py` writes this page.',
             "",
             "| layout and precision | ranks | largest difference | bound |",
