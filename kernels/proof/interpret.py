@@ -145,7 +145,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
     x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
-    else:  # the interpreter's float8 conversion loses carries, so torch rounds the fp32 quotients
+    else:  # torch converts to float8, because the interpreter's conversion loses carries
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
         sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
         kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
@@ -234,8 +234,8 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is the length of one step plus 16 elements, because TMA needs row lengths that are multiples of 16
-                # bytes.
+                # K is the length of one step plus 16 elements, which keeps the row length a multiple of 16 bytes for
+                # TMA.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -23,8 +23,7 @@ from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
 TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # The names of output dtypes in tensorrt.
-# Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
-# architecture only.
+# Plain PTX for sm_80 runs on every later architecture. PTX with wgmma or tensor memory runs on one architecture only.
 PORTABLE_ARCH = 80
 
 

@@ -89,7 +89,7 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
             if not adds_in_place(module):
                 raise
     if example_inputs is not None:
-        with contextlib.suppress(GateFailed):  # GateFailed means that the module doesn't call a Sequential as a whole
+        with contextlib.suppress(GateFailed):  # the check fails if the module calls a Sequential's layers one by one
             return _swapped(module, example_inputs, joined=True)
     return _swapped(module, example_inputs, joined=False)
 

@@ -11,7 +11,7 @@ from ..catalogue.configs import Config, get
 from ..catalogue.reference import QMAX, TORCH_DTYPES
 from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # A group of programs computes this number of rows of tiles.
+GROUP = 8  # Each group of programs computes GROUP rows of tiles.
 PARTS_TILE = {"BM": 16, "BN": 64}  # The tile of the kernel that sums the parts of a split-K GEMM.
 
 

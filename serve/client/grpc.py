@@ -234,8 +234,7 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The progress text doesn't count the sent samples, because a log prints only the first text, whose count would
-        # be 0.
+        # The progress text has no count of sent samples, because a log prints only the first text.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -313,7 +312,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
     found = {}
     for tensor in metadata.inputs:
         if tensor.name not in feeds:
-            continue  # the server refuses the request if a missing input isn't optional
+            continue  # the server refuses a request that lacks a required input
         value, wanted = feeds[tensor.name], DATATYPES[tensor.datatype].numpy
         if wanted.kind == "O":
             value = to_bytes(value)
@@ -381,7 +380,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             for name, values in body.items():
                 yield name, np.asarray(values)
             return
-        # This function opens the file, because numpy doesn't close a file that numpy can't read.
+        # The ``with`` statement closes the file, because numpy leaves an unreadable file open.
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):

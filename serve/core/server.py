@@ -232,7 +232,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True once a response of the model couldn't be converted to a reply
+        spoiled = False  # True after the conversion of a response to a reply has failed
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
