@@ -105,8 +105,7 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # A change of the server's settings also changes the settings of every model, so new samplers replace all
-            # old samplers.
+            # The server's settings are the defaults of every model, so new samplers replace all old samplers.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 

@@ -181,8 +181,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# Maps each unsupported field of a config to the advice for users. The server refuses a config with such a field,
-# because the model's answers would differ without the field.
+# Maps each unsupported field of a config to the advice for users. The server refuses unsupported fields, because
+# ignoring them would change the model's answers.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",

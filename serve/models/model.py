@@ -164,7 +164,8 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since its loading, including refused requests."""
-        # ``own`` subtracts some successes. ``own`` is copied first, so that the executor has already counted them.
+        # ``own`` subtracts some successes that the executor counts. ``own`` is copied first, so that the executor's
+        # statistics already include every subtracted success.
         with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)

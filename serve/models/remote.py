@@ -35,14 +35,14 @@ from .files import valid_name
 
 log = logging.getLogger("accel.serve")
 
-# Fields of a remote file that change when the file's bytes change. Each store has only some of these fields.
+# Fields of a remote file that change when the file's bytes change. A store sets only some of the fields in ``_MARKS``.
 _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
 _DEEPEST = 6  # The maximum depth of folders below a model. The limit ends the search if a folder contains itself.
-_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load it.
+_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load the copy.
 _RECORD = "files.json"
 
 
@@ -137,7 +137,7 @@ class Mirror:
         for leaf, info in self._list(address):
             if leaf in ("", ".", "..") or any(c in leaf for c in "/\\\0") or len(leaf) > 255:
                 raise BadRepository(
-                    f"{address[:300]} holds the name {leaf[:100]!r}, which leads elsewhere; rename that file"
+                    f"{address[:300]} holds the name {leaf[:100]!r}, which is no plain file name; rename the file"
                 )
             place, name = (*inside, leaf), str(info["name"])
             if _is_folder(info):

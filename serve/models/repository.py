@@ -26,7 +26,7 @@ log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the reason in the index if a command unloaded the model
+UNLOADED = "unloaded"  # the index gives this reason for a model that a command unloaded
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Entry:
     after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # maps a version, or "" for all versions, to the reason
+    failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
@@ -87,7 +87,7 @@ class Repository:
         # Requests look up models in this table. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
-        self._control = threading.Lock()  # held by a load or unload, so that only one runs at a time
+        self._control = threading.Lock()  # serializes all loads and unloads
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
@@ -186,7 +186,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # loading the ensemble reports the missing step
+                continue  # the missing step is reported when the ensemble is loaded
             try:
                 self._load(name)
             except ServeError as error:
@@ -221,7 +221,7 @@ class Repository:
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # loading the ensemble reports the missing step
+            except ServeError as error:  # the missing step is reported when the ensemble is loaded
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()

@@ -32,9 +32,9 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. A process that didn't
-# answer in time has only _SILENT_PATIENCE seconds until it answers again. The short limit keeps a stopped process from
-# delaying every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. After a timeout, a
+# process has only _SILENT_PATIENCE seconds for each answer, until it answers in time. The short limit keeps a stopped
+# process from delaying every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # A command waits at most this many seconds for earlier commands to end.
 _TURN_PATIENCE = 60.0

@@ -63,7 +63,7 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
-    for name in ("aiohttp.server", "asyncio"):  # these loggers' messages become JSON lines too
+    for name in ("aiohttp.server", "asyncio"):  # formats the messages of both loggers as JSON lines
         other = logging.getLogger(name)
         other.handlers, other.propagate = [made], False
 

@@ -185,7 +185,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # only a bug of the server causes this error, and every waiting request gets it
+        except Exception as error:  # an error here is a bug of the server, and every waiting request gets the error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):

@@ -37,12 +37,12 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# At most _WINDOW waiting requests are cut into batches at once, or twice the largest batch size if that is more. The
-# number is limited because the queue's lock is held during the cut.
+# The number of waiting requests that are cut into batches at once is limited, because the queue's lock is held during
+# the cut. The limit is at least twice the largest batch size.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. But a late request runs first once it has waited for
-# _PATIENCE delay bounds, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. A late request runs first after waiting for _PATIENCE
+# delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -131,8 +131,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # The best cut never takes longer than running each request alone. While there is time to run each request
-            # alone, no cut is computed.
+            # The best cut never takes longer than running each request alone. No cut is computed while enough time is
+            # left to run each request alone.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
