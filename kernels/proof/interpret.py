@@ -110,7 +110,8 @@ def gemm(
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that a NaN in a row of ``a`` passes the activation ``act`` and reaches only that row of the output."""
+    """Checks that the activation ``act`` passes a NaN on, and that a NaN in a row of ``a`` reaches only the same row of
+    the output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
@@ -156,7 +157,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
 
 
 def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -> float:
-    """Runs the kernels with arguments in TensorRT's order, which is the inputs, then M, N and K, then the output."""
+    """Runs the kernels with arguments in TensorRT's order: the inputs, M, N, K, and the output."""
     from ..triton import plugin_kernels as triton_plugin
 
     g = torch.Generator().manual_seed(5)
@@ -189,8 +190,8 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 
 
 def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
-    """Runs a convolution with arguments in TensorRT's order, which is the inputs, the sizes, and then the output.
-    Images and weights are in ONNX's layout.
+    """Runs a convolution with arguments in TensorRT's order: the inputs, the sizes, and the output. Images and weights
+    are in ONNX's layout.
 
     On a ``device`` other than the CPU, the kernel is compiled.
     """

@@ -27,8 +27,8 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Describes a fused operation, with its name and its parts. ``difference`` is the difference from the original, if
-    the operation was verified alone."""
+    """Describes a fused operation, with its name and its parts. If the operation was verified alone, ``difference`` is
+    its difference from the original."""
 
     name: str
     operation: str
@@ -165,8 +165,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. The result of ``joined`` is
-    wrong if code calls these modules one by one.
+    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. With ``joined``, the result
+    is wrong if other code calls the modules of a Sequential one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]

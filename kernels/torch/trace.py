@@ -70,7 +70,7 @@ def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
 
 
 def writes_between(taken: list[fx.Node], modules: dict[str, nn.Module]) -> bool:
-    """Tells whether another node between the first and the last of ``taken`` may write to a tensor."""
+    """Tells whether a node that runs between the nodes of ``taken`` may write to a tensor."""
     node = taken[0]
     while node is not taken[-1]:
         node = node.next

@@ -1,4 +1,4 @@
-"""Verifies a fused module, by comparing its outputs with those of the original module on the same inputs."""
+"""Verifies a fused module: runs the fused and the original module on the same inputs, and compares their outputs."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Describes a compiled kernel, with its shared memory and spills in bytes and the tensor-core instructions in its
-    PTX.
+    """Describes a compiled kernel: its registers, its shared memory and spills in bytes, and its tensor-core
+    instructions.
 
     Each instruction is followed by the type of its operands, as in ``wgmma e4m3``.
     """
@@ -45,8 +45,8 @@ class Compiled:
     instruction: str
     kernel: str = ""
     imprecise: int = 0
-    """In an fp8 product on sm_90, the number of elements of K that the tensor cores sum up in 14 bits before the sum
-    continues in fp32."""
+    """For fp8 products on sm_90: the number of K elements that the tensor cores sum up in 14 bits. After this number,
+    the sum continues in fp32."""
 
     @property
     def problem(self) -> str:
@@ -143,8 +143,7 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Reads from Triton's intermediate code how many elements of K the fp8 tensor cores sum up before the sum continues
-    in fp32."""
+    """Returns the number of K elements that the fp8 tensor cores sum up in 14 bits, from Triton's intermediate code."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
