@@ -1,8 +1,9 @@
 """Implements a small gRPC client for ``accel infer``. The client takes and returns arrays.
 
-This module doesn't use tritonclient, which would be one more dependency and would leave most of the work to accel. The
-package tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or explain a
-wrong address. This client needs grpcio and the protocol's messages, which are installed with the server.
+This module doesn't use tritonclient, because tritonclient would be one more dependency and would do only a small part
+of the work. The package tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the
+outputs or explain a wrong address. This client needs grpcio and the protocol's messages, which are installed with the
+server.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class InferenceClient:
     ``url`` is host:port, and ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's
     certificate, and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is
     the longest time of a call in seconds. A failed call raises ``ServeError`` with the server's code and text. Raises
-    ``UsageError`` if only a part of the TLS files is given.
+    ``UsageError`` if some of the TLS files are missing.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Sends a plain HTTP request to the address. Returns the reason why gRPC fails there, or "" if no reason is
-        found."""
+        """Sends a plain HTTP request to the address. Returns the reason why gRPC fails at the address, or "" if no
+        reason is found."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT with the server's --grpc-port (usually 8001)"
@@ -171,8 +172,8 @@ class InferenceClient:
         """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 means the model's
         largest batch.
 
-        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests this
-        number of classes per sample in place of the outputs. Raises ``BadData`` if the arrays don't fit the model.
+        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests the top
+        ``classes`` classes of each sample instead of the outputs. Raises ``BadData`` if the arrays don't fit the model.
         """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)

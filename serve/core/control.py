@@ -1,4 +1,4 @@
-"""Defines ``Control``, whose methods are the commands that change a running server. Inference and queries are not
+"""Defines ``Control``. Its methods are the commands that change a running server. Inference and queries are not
 commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to

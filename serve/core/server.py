@@ -57,7 +57,7 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Holds the metadata of a model, which is its versions, platform, inputs and outputs."""
+    """Holds the metadata of a model: its versions, platform, inputs and outputs."""
 
     name: str
     versions: tuple[str, ...]
@@ -132,7 +132,7 @@ class InferenceServer:
         return NAME, __version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
-        """Tells whether the model is served. Returns False if the repository has no such model."""
+        """Tells whether the model is served. Returns False if the repository lacks the model."""
         self.access.check(token, model=name)
         try:
             self.repository.get(name, version)
@@ -210,8 +210,8 @@ class InferenceServer:
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
-        """Returns the request that ``call`` describes. The model's statistics count a malformed call as a failure, just
-        like a refused request."""
+        """Returns the request that ``call`` describes. The model's statistics count malformed calls and refused
+        requests as failures."""
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
@@ -224,7 +224,7 @@ class InferenceServer:
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
-        """Tells whether a request may get several responses. Returns False if the repository has no such model."""
+        """Tells whether a request may get several responses. Returns False if the repository lacks the model."""
         try:
             return self.repository.get(name, version).scheduling.decoupled
         except ServeError:

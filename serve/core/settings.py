@@ -73,7 +73,7 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Returns True if this request is to be traced, and counts the request. While tracing is on, a request with a
+        """Returns True if the request has to be traced, and counts the request. While tracing is on, a request with a
         trace context from the client (``propagated``) is always traced and not counted."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
