@@ -1,5 +1,5 @@
-"""Defines ``Control``. Its methods are the commands that change a running server. Inference and queries are not
-commands.
+"""Defines ``Control``. The methods of ``Control`` are the commands that change a running server. Inference and queries
+are not commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
 another process as a ``Command``, which has the name of a method of ``Control`` and its arguments.

@@ -22,9 +22,9 @@ class Deployment:
 
     ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
     resources of each replica, written as Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of each replica.
-    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. A replica that is being stopped
-    has ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel
-    serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
+    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. Before a replica stops, it has
+    ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel serve``.
+    ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
     """
 
     name: str

@@ -59,8 +59,8 @@ class _Remote:
 class Mirror:
     """Mirrors the models of ``address`` in a local ``folder``, which ``refresh`` updates.
 
-    Raises ``MissingExtra`` if fsspec is not installed, and ``UnsupportedHere`` if the library for the address's scheme
-    is not installed.
+    Raises ``MissingExtra`` if fsspec is not installed. Raises ``UnsupportedHere`` if the library for the address's
+    scheme is not installed.
     """
 
     def __init__(self, address: str, root: Path | None = None) -> None:
@@ -223,7 +223,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Removes the copies to which no link points and which are older than ``_KEPT_SECONDS``."""
+        """Removes the copies that are older than ``_KEPT_SECONDS`` and have no link."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):
