@@ -248,8 +248,8 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """Does nothing if the request of ``run`` is already answered. Otherwise, answers the request with ``error`` and
-        cancels the running steps."""
+        """If the request of ``run`` has no answer yet, answers the request with ``error`` and cancels the running
+        steps."""
         with self._lock:
             if run.done:
                 return

@@ -155,7 +155,7 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. With 0 threads, the runtime or the manifest chooses the number.
+    Returns 0 if a single session may use all cores. With 0, the runtime or the manifest chooses the number of threads.
     """
     if not cores and instances == 1:
         return 0

@@ -78,7 +78,7 @@ class Mirror:
         """Updates all models of the folder, or only the model ``name``. Returns the reason for each model that can't be
         updated.
 
-        Raises ``BadRepository`` and changes nothing if the address can't be read at all.
+        If the address can't be read at all, raises ``BadRepository`` and changes nothing.
         """
         with self._lock, self._alone():
             names = [name] if name is not None else self._names()

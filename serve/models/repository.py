@@ -42,8 +42,8 @@ class IndexRow:
 @dataclass
 class _Entry:
     """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
-    doesn't try unchanged files again. ``lacks_step`` is True if an ensemble lacks a step and has to be loaded again
-    after another model has loaded."""
+    doesn't try unchanged files again. ``lacks_step`` is True for an ensemble that lacks a step and is loaded again
+    after other models have loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
@@ -214,7 +214,7 @@ class Repository:
     # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. Also loads the steps of an ensemble that aren't served yet."""
+        """Loads or reloads a model by command. For an ensemble, also loads each step that isn't served yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
@@ -227,7 +227,7 @@ class Repository:
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the steps of the ensemble ``name`` that aren't served yet. ``load`` loads these models first."""
+        """Returns the unserved steps of the ensemble ``name``, which ``load`` loads before the ensemble."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -240,7 +240,7 @@ class Repository:
         return [one for one in steps_first([name], steps_of) if one != name and one not in self._table]
 
     def _fetched_steps(self, name: str) -> list[str]:
-        """Returns the names of the steps of the ensemble ``name``. In explicit mode, also fetches these models."""
+        """Returns the step names of the ensemble ``name``. In explicit mode, also fetches the steps' models."""
         steps = self._steps_in_config(name)
         if self.mode == "explicit":
             for step in filter(valid_name, steps):
@@ -249,7 +249,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the config isn't an ensemble's."""
+        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the model is no ensemble."""
         if not valid_name(name):
             return []
         try:
@@ -410,8 +410,8 @@ class Repository:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Loads new and changed models and unloads removed models. Raises ``BadRepository`` and changes nothing if the
-        remote address can't be read."""
+        """Loads new and changed models and unloads removed models. If the remote address can't be read, raises
+        ``BadRepository`` and changes nothing."""
         self._refresh()
         loaded = False
         folders = {folder.name: folder for folder in self._folders()}

@@ -131,8 +131,8 @@ class ServeOptions:
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """Parses each of ``texts`` into a name and a value, and returns a dict of the values. Raises ``UsageError`` if a
-    text is not a valid value of the option ``flag``."""
+    """Parses each of ``texts`` into a name and a value, and returns a dict from names to values. Raises ``UsageError``
+    if a text is not a valid value of the option ``flag``."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

@@ -135,8 +135,8 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Asks another process for the commands that the server got before this process started, and runs these
-        commands."""
+        """Asks another process for all commands that the server ran before this process started. Runs the commands in
+        this process."""
         with self._turn(_LOAD_PATIENCE):  # under the lock, no command changes the other processes
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":

@@ -70,8 +70,8 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Returns the number of padding positions and the number of positions that callers sent, both along the
-        variable dim of one run."""
+        """Returns two counts along the variable dim of one run: the padding positions, and the positions that callers
+        sent."""
         ...
 
 

@@ -109,7 +109,7 @@ def _filled(table: np.ndarray, sizes: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def grid(low: int, high: int) -> list[int]:
-    """Returns ``low``, its doublings below ``high``, and ``high``."""
+    """Returns ``low``, ``2 * low``, ``4 * low`` and so on below ``high``, and then ``high``."""
     found = [low]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)

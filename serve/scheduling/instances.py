@@ -330,8 +330,8 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed in a run
-        of this entry alone."""
+        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed while
+        running only this entry."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):

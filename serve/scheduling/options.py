@@ -71,12 +71,13 @@ class Scheduling:
     ``max_batch_size`` is the number of rows in the largest batch. If ``max_batch_size`` is 0, the model has no batch
     dim and runs each request alone. With ``dynamic``, requests of several callers may share a batch. ``preferred``
     lists the batch sizes to wait for. The oldest request waits at most ``max_delay_us`` for other requests. ``allowed``
-    lists the batch sizes that the model takes, where None means all sizes. ``profiles`` are the optimization profiles
-    of an engine. ``queue_rows`` and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With
-    ``response_cache``, repeated requests are answered from the server's cache. With ``eager=True``, a request runs at
-    once if an instance is idle and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With
-    ``eager=False``, a request waits for further requests even if an instance is idle, as in Triton. ``resources`` maps
-    a shared resource to the amount that one run takes. ``rate_limit.py`` explains ``resource_priority``.
+    lists the batch sizes that the model takes, or is None if the model takes every size. ``profiles`` are the
+    optimization profiles of an engine. ``queue_rows`` and ``queue_bytes`` limit the waiting rows and bytes over all
+    priority levels. With ``response_cache``, repeated requests are answered from the server's cache. With
+    ``eager=True``, a request runs at once if an instance is idle and the queue is empty, whatever ``max_delay_us`` and
+    ``preferred`` say. With ``eager=False``, a request waits for further requests even if an instance is idle, as in
+    Triton. ``resources`` maps a shared resource to the amount that one run takes. ``rate_limit.py`` explains
+    ``resource_priority``.
     """
 
     max_batch_size: int = 0

@@ -1,8 +1,9 @@
 """Queues the requests of one model, with priorities, limits and timeouts. The queue has no thread and no clock, so the
 caller passes the time.
 
-Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
-served after the requests that are in time. The queue raises or returns errors, and never calls an ``Answer``.
+Requests of the same priority level are served in the order of arrival. If the policy of an expired request says
+``delay``, the request is served after the requests that are in time. The queue raises or returns errors, and never
+calls an ``Answer``.
 """
 
 from __future__ import annotations

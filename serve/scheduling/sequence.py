@@ -3,7 +3,7 @@
 The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
 or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
 a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request with START.
-The caller sent these requests before learning of the failure.
+The caller sent the waiting requests before learning of the failure.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class SequenceExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
-        """Removes and returns the waiting steps from ``index`` up to the next step with START, because the earlier
-        ``step`` failed. Called with the lock held."""
+        """Removes and returns the steps that have to fail because ``step`` failed: the waiting steps from ``index`` up
+        to the next step with START. Called with the lock held."""
         failed = []
         while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
             failed.append(self._unqueue(sequence, index))
@@ -277,7 +277,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers ``steps``, which never reached the inner executor, with ``error``."""
+        """Answers ``steps`` with ``error``. The steps never reached the inner executor."""
         for step in steps:
             with self._lock:
                 self._recorder.received()
