@@ -140,5 +140,5 @@ def row_config(columns: int, dtype: str) -> Config:
 def _give_scratch(device: torch.device) -> None:
     import triton
 
-    # TMA descriptors are built on the device, in memory that Triton requests from this allocator.
+    # The GPU builds TMA descriptors in memory that Triton requests from an allocator.
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))

@@ -199,7 +199,7 @@ class InferenceClient:
         """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
         explains ``batch``.
 
-        If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
+        With ``classes=None``, requests three classes if the model's only output holds scores for each image.
         """
         from .images import image_input
 
@@ -291,7 +291,7 @@ class InferenceClient:
 
 
 def _token_advice() -> str:
-    """Returns the advice for a client whose token is missing or unknown."""
+    """Returns the advice for a client without a valid token."""
     return f"pass {option('token')}" + (" or set ACCEL_TOKEN" if is_command_line() else "")
 
 

@@ -83,7 +83,8 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # Refuses a small file that unpacks to a huge image. By default, Pillow only warns about such a file.
+                # Refuses a small file that unpacks to a huge image. By default, Pillow only warns about a decompression
+                # bomb.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])

@@ -1,5 +1,5 @@
-"""Defines ``InferenceServer``, whose methods every transport calls. The methods take and return the types of
-``transport.py``."""
+"""Defines ``InferenceServer``. Every transport calls the methods of ``InferenceServer``. The methods take and return
+the types of ``transport.py``."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """At most ``max_waiting`` transport threads wait for one model, so a hanging model doesn't hold all threads. A
-        ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the queue of
-        their model."""
+        """At most ``max_waiting`` transport threads wait for one model, so that a hanging model leaves some threads
+        free. A ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the
+        queue of their model."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()

@@ -138,7 +138,7 @@ class LogSettings:
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
         """Changes the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not
-        allowed. Also refuses to change ``log_file``, because only the command line sets this setting."""
+        allowed. Also refuses to change ``log_file``, because only the command line sets ``log_file``."""
         for key, value in changes.items():
             if key not in self._values:
                 raise invalid(f"Unknown log setting '{key[:64]}'; use one of {', '.join(self._values)}")

@@ -38,7 +38,7 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# An endpoint that doesn't answer delays the server's shutdown by at most this many milliseconds.
+# If the endpoint doesn't answer, the server's shutdown is delayed by at most _LAST_EXPORT_MS milliseconds.
 _LAST_EXPORT_MS = 3000
 
 

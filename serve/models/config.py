@@ -184,8 +184,8 @@ def kept_by_server(config: ModelConfig) -> set[str]:
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """Returns the protobuf enum number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol doesn't have
-    this dtype."""
+    """Returns the protobuf enum number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the
+    dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
             f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
@@ -294,7 +294,7 @@ def scheduling(
 
 
 def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """Returns how much of each resource one run needs, and the model's priority.
+    """Returns the amount of each resource that a run needs, and the model's priority.
 
     A per-device resource counts as a global resource, because all instances run on the same device.
     """

@@ -1,9 +1,9 @@
 """Reads the config of a model and opens its versions, from the model's folder in a repository.
 
 The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
-leaves out. The optional file ``labels.txt`` has the class labels of an output whose ``label_filename`` is
-``labels.txt``. Each version of the model has its own folder, whose name is a number above 0. A version's folder has one
-of the files ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
+leaves out. The optional file ``labels.txt`` has the class labels of an output with ``label_filename: "labels.txt"``.
+Each version of the model has its own folder, whose name is a number above 0. A version's folder has one of the files
+``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -161,8 +161,7 @@ class ModelFolder:
             )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
-            # The file is checked even if it has a manifest, because anybody who can put a file into a repository can
-            # also write a manifest.
+            # A file with a manifest is checked too, because anybody who can add the file can also add a manifest.
             probe_apart(path, found.digest, StageCache(), crashes_only=True)
         return found
 

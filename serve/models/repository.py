@@ -84,7 +84,7 @@ class Repository:
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
         self._entries: dict[str, _Entry] = {}
-        # Requests look up models in this table. The table is replaced as a whole, so that a lookup needs no lock.
+        # Requests look up models in ``_table``. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
         self._control = threading.Lock()  # serializes all loads and unloads
@@ -98,7 +98,7 @@ class Repository:
 
     def get(self, name: str, version: str = "") -> ServedModel:
         """Returns the requested version, by default the newest. Raises ``ServeError`` (NOT_FOUND, UNAVAILABLE,
-        INVALID_ARGUMENT) if there is no such version."""
+        INVALID_ARGUMENT) if the version isn't served."""
         versions = self._table.get(name)
         if version and not valid_version(version):
             raise ServeError(

@@ -125,7 +125,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The limit keeps some threads free for the other models if one model hangs.
+            # If a model hangs, the limit keeps some threads free for the other models.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 

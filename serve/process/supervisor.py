@@ -32,7 +32,7 @@ from .stop_request import StopRequest
 
 log = logging.getLogger("accel.serve")
 
-# The supervisor gives up if a process dies this many times in a row before any process has served.
+# The supervisor gives up if a process dies _ATTEMPTS times in a row before any process has served.
 _ATTEMPTS = 5
 _LONGEST_PAUSE = 10.0  # the maximum number of seconds between two starts
 

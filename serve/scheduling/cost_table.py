@@ -1,5 +1,5 @@
-"""Measures the seconds that one run takes, by the number of rows and the length of the longest row. The measurement
-happens when a model is loaded."""
+"""Measures the duration of a run for each number of rows and each length of the longest row. The measurement happens
+when a model is loaded."""
 
 from __future__ import annotations
 

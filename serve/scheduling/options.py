@@ -105,12 +105,11 @@ class Scheduling:
 
     @property
     def server_inputs(self) -> frozenset[str]:
-        """Returns the inputs that only the server makes, namely the states and controls of a sequence."""
+        """Returns the inputs that only the server makes: the states and controls of a sequence."""
         sequence = self.sequence
         return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes if the client doesn't send them, namely the mask of the real
-        positions."""
+        """Returns the inputs that the server makes for clients that leave them out: the mask of the real positions."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

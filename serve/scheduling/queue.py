@@ -80,7 +80,7 @@ class Entry:
         durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
-        """Answers the request with CANCELLED, and removes the request from the queue if it still waits there."""
+        """Answers the request with CANCELLED, and removes a waiting request from the queue."""
         if self.owner is not None:
             self.owner(self)
 
@@ -96,7 +96,7 @@ def timed_out() -> ServeError:
 
 
 def too_late() -> ServeError:
-    """Returns the error of a request whose client has stopped waiting."""
+    """Returns the error of a request if the client has stopped waiting."""
     return ServeError(Code.DEADLINE_EXCEEDED, "Deadline exceeded before the request was run")
 
 

@@ -173,7 +173,7 @@ class CachingExecutor:
         return self.inner.pending()
 
     def poll(self) -> bool:
-        """Does one step of an inner executor that was made without threads."""
+        """Does one step of the inner executor, which has no threads."""
         return bool(self.inner.poll())  # type: ignore[attr-defined]
 
     def close(self, timeout: float) -> None:

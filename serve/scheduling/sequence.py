@@ -1,9 +1,9 @@
 """Runs stateful models. The requests of a sequence run in order, and the server keeps the sequence's state.
 
-The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
-or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
-a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request with START.
-The caller sent the waiting requests before learning of the failure.
+The inner executor gets at most one request of a sequence at a time, and batches requests of different sequences. A
+failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no
+state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request
+with START. The caller sent the waiting requests before learning of the failure.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ class SequenceExecutor:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
         Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        submits the next step after ``submit`` has returned, so that the calls don't nest.
+        submits the next step only after ``submit`` has returned. Submitting later keeps calls of ``submit`` from
+        nesting.
         """
         while True:
             with self._lock:
@@ -324,7 +325,7 @@ class SequenceExecutor:
             return len(self._sequences)
 
     def poll(self) -> bool:
-        """Does one step of an inner executor that was made without threads."""
+        """Does one step of the inner executor, which has no threads."""
         return self.inner.poll()
 
     def close(self, timeout: float) -> None:
