@@ -63,8 +63,8 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """Returns a separate cache folder for the proofs. The proofs build a library without GEMMs, which dispatch must not
-    find in the user's cache."""
+    """Returns a separate cache folder for the proofs. A separate folder keeps dispatch from finding the proofs'
+    library, which has no GEMMs."""
     return cache_folder() / "check"
 
 
@@ -126,7 +126,7 @@ def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "n
     """
     try:
         found = errors()
-    except Exception as error:  # catches accel's errors, and any error of a runtime about a wrong function body
+    except Exception as error:  # a runtime may raise any exception for a wrong function body
         return Proof(what=what, passed=False, detail=one_line(error, 300))
     if not found:
         return Proof(what=what, passed=None, detail=missing)

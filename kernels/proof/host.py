@@ -1,5 +1,5 @@
-"""Runs proofs on the CPU, about the hand-written kernels compiled for the host and the function bodies of ONNX
-operators."""
+"""Runs the hand-written kernels (compiled for the host) and the function bodies of ONNX operators on the CPU, and
+checks the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hand_written_errors(library: Library) -> dict[str, float]:
     """Returns the largest ratio of an error to its bound for each kernel of a host library, by dtype and activation. A
     ratio of 1 is the limit.
 
-    Quantization and patches have to be exact, and any difference counts as infinity.
+    For quantization and patches, any difference counts as infinity, because the results have to be exact.
     """
     found = {}
     for dtype in HAND_WRITTEN["gemv"].dtypes:

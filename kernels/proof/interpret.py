@@ -110,7 +110,8 @@ def gemm(
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that a NaN in a row of ``a`` passes the activation ``act`` and reaches only that row of the output."""
+    """Checks that the activation ``act`` passes a NaN on, and that a NaN in a row of ``a`` reaches only the same row of
+    the output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
@@ -145,7 +146,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
     x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
-    else:  # the interpreter's float8 conversion loses carries, so torch rounds the fp32 quotients
+    else:  # torch converts to float8, because the interpreter's conversion loses carries
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
         sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
         kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
@@ -156,7 +157,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
 
 
 def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -> float:
-    """Runs the kernels with arguments in TensorRT's order, which is the inputs, then M, N and K, then the output."""
+    """Runs the kernels with arguments in TensorRT's order: the inputs, M, N, K, and the output."""
     from ..triton import plugin_kernels as triton_plugin
 
     g = torch.Generator().manual_seed(5)
@@ -189,8 +190,8 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 
 
 def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
-    """Runs a convolution with arguments in TensorRT's order, which is the inputs, the sizes, and then the output.
-    Images and weights are in ONNX's layout.
+    """Runs a convolution with arguments in TensorRT's order: the inputs, the sizes, and the output. Images and weights
+    are in ONNX's layout.
 
     On a ``device`` other than the CPU, the kernel is compiled.
     """
@@ -234,8 +235,8 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is the length of one step plus 16 elements, because TMA needs row lengths that are multiples of 16
-                # bytes.
+                # K is the length of one step plus 16 elements, which keeps the row length a multiple of 16 bytes for
+                # TMA.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

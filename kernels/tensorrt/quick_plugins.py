@@ -23,8 +23,7 @@ from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
 TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # The names of output dtypes in tensorrt.
-# Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
-# architecture only.
+# Plain PTX for sm_80 runs on every later architecture. PTX with wgmma or tensor memory runs on one architecture only.
 PORTABLE_ARCH = 80
 
 
@@ -33,8 +32,8 @@ class PluginKernel:
     """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
 
     Each program computes ``block_m`` x ``block_n`` elements. The kernel's parameters are the inputs, the sizes and the
-    output. The sizes of a product are M, N and K. A convolution has seven sizes, which are output pixels, output
-    channels, image channels, image height, image width, output height and output width.
+    output. The sizes of a product are M, N and K. A convolution has seven sizes: output pixels, output channels, image
+    channels, image height, image width, output height and output width.
     """
 
     name: str
@@ -131,8 +130,8 @@ def without_scratch(ptx: str, kept: int) -> str:
 def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
     """Registers ``function`` in TensorRT's plugin registry and returns its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` without TensorRT or Triton, ``UnsupportedHere`` if this TensorRT has no quick plugins, and
-    the errors of ``compile_kernel``.
+    Raises ``MissingExtra`` without TensorRT or Triton, and ``UnsupportedHere`` if this TensorRT has no quick plugins.
+    Also raises the errors of ``compile_kernel``.
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")
@@ -201,7 +200,7 @@ def sizes_of(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> tuple[
 
 
 def _spatial(function: FusedConv2d, image: Any) -> tuple[Any, Any]:
-    """Returns height and width of the output, by the formula of ONNX's Conv."""
+    """Returns the height and width of the output, by the formula of ONNX's Conv."""
     found = []
     for at in range(2):
         reach = function.dilation[at] * (function.kernel[at] - 1) + 1
@@ -221,7 +220,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any], names: Sequence[str], kind: Any, returns: Any) -> Callable[..., Any]:
-    """Returns ``function`` with a signature. TensorRT reads the inputs of a plugin from this signature."""
+    """Returns ``function`` with a signature, because TensorRT reads the inputs of a plugin from the signature."""
     empty = inspect.Signature.empty
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind or empty) for name in names

@@ -27,8 +27,8 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Describes a fused operation, with its name and its parts. ``difference`` is the difference from the original, if
-    the operation was verified alone."""
+    """Describes a fused operation, with its name and its parts. If the operation was verified alone, ``difference`` is
+    its difference from the original."""
 
     name: str
     operation: str
@@ -89,7 +89,7 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
             if not adds_in_place(module):
                 raise
     if example_inputs is not None:
-        with contextlib.suppress(GateFailed):  # GateFailed means that the module doesn't call a Sequential as a whole
+        with contextlib.suppress(GateFailed):  # the check fails if the module calls a Sequential's layers one by one
             return _swapped(module, example_inputs, joined=True)
     return _swapped(module, example_inputs, joined=False)
 
@@ -165,8 +165,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. The result of ``joined`` is
-    wrong if code calls these modules one by one.
+    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. With ``joined``, the result
+    is wrong if other code calls the modules of a Sequential one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]

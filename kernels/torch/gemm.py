@@ -35,8 +35,8 @@ def fused_gemm(
     scale of one element applies to all rows or columns.
 
     ``act`` is none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype`` is the dtype of ``a`` by default, and is required
-    for int8 and float8 inputs. Sums (in int32 for int8) and the epilogue are computed in fp32, and the output is
-    rounded once.
+    for int8 and float8 inputs. Sums are computed in fp32, or in int32 for int8 inputs. The epilogue is computed in
+    fp32, and the output is rounded once.
 
     Raises ``BadFeeds`` for operands that don't match, and ``UnknownName`` for an unknown activation.
     """
@@ -62,7 +62,7 @@ def fused_conv2d(
 ) -> torch.Tensor:
     """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual`` with layout NHWC and dtype ``out_dtype``.
 
-    ``x`` is (N, H, W, C), and ``weight`` is (O, kernel height, kernel width, C). The convolution has one group.
+    ``x`` is (N, H, W, C), and ``weight`` is (O, kernel height, kernel width, C). Grouped convolutions aren't supported.
     ``bias`` and ``col_scale`` are (O,), and ``residual`` has the shape of the output. The dtypes, the activations and
     the errors are the same as in ``fused_gemm``.
     """
@@ -74,8 +74,8 @@ def fused_conv2d(
 
 
 def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns the quantized matrix q, and the fp32 scales of the rows,
-    with shape (M,).
+    """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns the quantized matrix q and the scales of its rows. The
+    scales are fp32 with shape (M,).
 
     ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
     ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` for an ``x`` that isn't a float
@@ -85,7 +85,7 @@ def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[
 
 
 def _pair(name: str, value: Any) -> list[int]:
-    """Returns (height, width) from one number for both, or from two numbers."""
+    """Returns (height, width) for a single number or a pair of numbers."""
     found = list(value) if isinstance(value, list | tuple) else [value, value]
     if len(found) != 2 or not all(isinstance(size, int | torch.SymInt) for size in found):
         raise BadFeeds(f"{name} is {value!r}; pass a whole number, or two of them as (height, width)")

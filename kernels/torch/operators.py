@@ -1,7 +1,7 @@
 """Defines the PyTorch operators ``accel::fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, which run the
 kernels.
 
-Each operator has an implementation for CPU and CUDA, and a fake implementation. With the fake implementation,
+Each operator has an implementation for CPU and CUDA, and a fake implementation. The fake implementation lets
 ``torch.compile`` and ``torch.export`` keep an operator as one node. ``fused_gemm`` and ``fused_conv2d`` have an
 autograd formula. Importing this module registers the operators.
 """

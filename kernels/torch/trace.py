@@ -23,12 +23,12 @@ IN_PLACE: tuple[Any, ...] = (
 def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
     """Returns the torch.fx graph of a module, or None if torch.fx can't trace it.
 
-    Without ``example_inputs``, also returns None if the module has operators such as ``x += y``, because the graph may
-    compute other outputs than the module.
+    Without ``example_inputs``, also returns None for a module with operators such as ``x += y``, because the graph may
+    compute wrong outputs.
     """
     if isinstance(module, nn.Linear | nn.Conv2d):
         module = nn.Sequential(module).eval()
-    # A trace is only valid for calls that pass the same optional inputs.
+    # A trace is valid only for calls with the same optional inputs as the traced call.
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
@@ -46,9 +46,10 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
 
 
 def adds_in_place(module: nn.Module) -> bool:
-    """Tells whether a submodule's code, or a function that it calls in the same file, has operators such as ``x += y``.
+    """Tells whether the code of a submodule has operators such as ``x += y``. Also checks the functions that the
+    submodule calls in the same file.
 
-    A trace records ``x + y`` instead of ``x += y``, so other users of x would get the unchanged x.
+    A trace records ``x + y`` instead of ``x += y``, so later nodes would get the unchanged x.
     """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 
@@ -70,7 +71,7 @@ def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
 
 
 def writes_between(taken: list[fx.Node], modules: dict[str, nn.Module]) -> bool:
-    """Tells whether another node between the first and the last of ``taken`` may write to a tensor."""
+    """Tells whether a node that runs between the nodes of ``taken`` may write to a tensor."""
     node = taken[0]
     while node is not taken[-1]:
         node = node.next

@@ -1,4 +1,4 @@
-"""Verifies a fused module, by comparing its outputs with those of the original module on the same inputs."""
+"""Verifies a fused module: runs the fused and the original module on the same inputs, and compares their outputs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ACTS = {
 def verify_layer(
     layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
 ) -> tuple[float, float]:
-    """Runs ``verify`` for one layer and the modules fused with it, on random inputs."""
+    """Runs ``verify`` on random inputs, for one layer together with the modules that were fused with the layer."""
     before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
     shape: tuple[int, ...]
     if isinstance(layer, nn.Linear):
         shape = (4, layer.in_features)
-    else:  # an image large enough for at least three output pixels with any padding
+    else:  # the image gives at least three output pixels with any padding
         taps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
         shape = (2, layer.in_channels, *(far * (tap - 1) + 1 + 2 * step for tap, step, far in taps))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(layer.weight)

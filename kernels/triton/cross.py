@@ -19,10 +19,10 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
-MOST_IMPRECISE = 128  # A sum in 14 bits may cover at most this number of elements of K, as in csrc/cutlass/sm90.cu.
-# ``OPERANDS`` has the arguments that are multiples of 16 when dispatch chooses a large tile. Each operand also has a
-# stride of 1, which is not in ``OPERANDS``. ``DIVISIBLE`` also has the pointers to memory that the launch allocates.
-# The number of rows or pixels and the addresses of the epilogue's operands need not be multiples of 16.
+MOST_IMPRECISE = 128  # The largest allowed number of K elements in a 14-bit sum, as in csrc/cutlass/sm90.cu.
+# ``OPERANDS`` names the kernel arguments that are multiples of 16 when dispatch chooses a large tile. An operand's
+# stride of 1 is not in ``OPERANDS``. ``DIVISIBLE`` adds the pointers to memory that the launch allocates. Row counts,
+# pixel counts and the addresses of the epilogue's operands need not be multiples of 16.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -30,8 +30,8 @@ CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Describes a compiled kernel, with its shared memory and spills in bytes and the tensor-core instructions in its
-    PTX.
+    """Describes a compiled kernel: its registers, its shared memory and spills in bytes, and its tensor-core
+    instructions.
 
     Each instruction is followed by the type of its operands, as in ``wgmma e4m3``.
     """
@@ -45,8 +45,8 @@ class Compiled:
     instruction: str
     kernel: str = ""
     imprecise: int = 0
-    """In an fp8 product on sm_90, the number of elements of K that the tensor cores sum up in 14 bits before the sum
-    continues in fp32."""
+    """For fp8 products on sm_90: the number of K elements that the tensor cores sum up in 14 bits. After this number,
+    the sum continues in fp32."""
 
     @property
     def problem(self) -> str:
@@ -89,7 +89,7 @@ def compile_config(
     constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
     divisible = (
         DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE
-    )  # for TMA, the bytes of a row are a multiple of 16, but K needn't be a multiple of 16
+    )  # TMA needs row lengths in multiples of 16 bytes, so K isn't always a multiple of 16 elements
     if not aligned:
         divisible = frozenset()
         constants = {name: value for name, value in constants.items() if not name.startswith("stride_")}
@@ -143,8 +143,7 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Reads from Triton's intermediate code how many elements of K the fp8 tensor cores sum up before the sum continues
-    in fp32."""
+    """Returns the number of K elements that the fp8 tensor cores sum up in 14 bits, from Triton's intermediate code."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
@@ -157,7 +156,7 @@ def _instruction(ptx: str) -> str:
     for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
         if name == "tcgen05.mma":
             operands = re.findall(r"kind::\w+", rest)
-        else:  # the types of the sum, of a and of b follow the tile and the layouts in the instruction's name
+        else:  # the name lists the tile, the layouts, and then the dtypes of the sum, of a and of b
             types = re.findall(r"(?<![a-z0-9_])(?:[usb]\d+|b?f\d+|tf32|e\dm\d)(?![a-z0-9_])", rest)
             operands = sorted(set(types[1:3]))
         found.add(" ".join([name.removesuffix(".mma_async"), *operands]))

@@ -116,7 +116,7 @@ def sum_parts(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Does the second half of a split-K GEMM. Sums the parts in a fixed order, then applies the epilogue."""
+    """Does the second half of a split-K GEMM: sums the parts in a fixed order, then applies the epilogue."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -136,7 +136,7 @@ def gemm_tma(
 ):  # fmt: skip
     """Computes the persistent GEMM, in which ``PROGRAMS`` programs share the tiles.
 
-    The row lengths of ``a`` (M, K) and of ``b``, stored as (N, K), are multiples of 16 bytes.
+    ``a`` is stored as (M, K), and ``b`` as (N, K). The row lengths of both matrices are multiples of 16 bytes.
     """
     a_tiles = tl.make_tensor_descriptor(a, shape=[M, K], strides=[K, 1], block_shape=[BM, BK])
     b_tiles = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[BN, BK])
@@ -163,7 +163,7 @@ def conv2d(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Computes the convolution as an implicit GEMM, whose rows are output pixels and whose columns are output channels.
+    """Computes the convolution as an implicit GEMM: the rows are output pixels, and the columns are output channels.
 
     K runs over the channels of each kernel tap, one tap after the other. The layouts are NHWC for images and OHWI for
     weights. With ``FIRST``, the layouts are NCHW and OIHW.

@@ -11,7 +11,7 @@ from ..catalogue.configs import Config, get
 from ..catalogue.reference import QMAX, TORCH_DTYPES
 from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # A group of programs computes this number of rows of tiles.
+GROUP = 8  # Each group of programs computes GROUP rows of tiles.
 PARTS_TILE = {"BM": 16, "BN": 64}  # The tile of the kernel that sums the parts of a split-K GEMM.
 
 
@@ -140,5 +140,5 @@ def row_config(columns: int, dtype: str) -> Config:
 def _give_scratch(device: torch.device) -> None:
     import triton
 
-    # TMA descriptors are built on the device, in memory that Triton requests from this allocator.
+    # The GPU builds TMA descriptors in memory that Triton requests from an allocator.
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))

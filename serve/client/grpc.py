@@ -1,8 +1,9 @@
 """Implements a small gRPC client for ``accel infer``. The client takes and returns arrays.
 
-This module doesn't use tritonclient, which would be one more dependency and would leave most of the work to accel. The
-package tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or explain a
-wrong address. This client needs grpcio and the protocol's messages, which are installed with the server.
+This module doesn't use tritonclient, because tritonclient would be one more dependency and would do only a small part
+of the work. The package tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the
+outputs or explain a wrong address. This client needs grpcio and the protocol's messages, which are installed with the
+server.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class InferenceClient:
     ``url`` is host:port, and ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's
     certificate, and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is
     the longest time of a call in seconds. A failed call raises ``ServeError`` with the server's code and text. Raises
-    ``UsageError`` if only a part of the TLS files is given.
+    ``UsageError`` if some of the TLS files are missing.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Sends a plain HTTP request to the address. Returns the reason why gRPC fails there, or "" if no reason is
-        found."""
+        """Sends a plain HTTP request to the address. Returns the reason why gRPC fails at the address, or "" if no
+        reason is found."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT with the server's --grpc-port (usually 8001)"
@@ -171,8 +172,8 @@ class InferenceClient:
         """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 means the model's
         largest batch.
 
-        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests this
-        number of classes per sample in place of the outputs. Raises ``BadData`` if the arrays don't fit the model.
+        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests the top
+        ``classes`` classes of each sample instead of the outputs. Raises ``BadData`` if the arrays don't fit the model.
         """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
@@ -198,7 +199,7 @@ class InferenceClient:
         """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
         explains ``batch``.
 
-        If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
+        With ``classes=None``, requests three classes if the model's only output holds scores for each image.
         """
         from .images import image_input
 
@@ -234,8 +235,7 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The progress text doesn't count the sent samples, because a log prints only the first text, whose count would
-        # be 0.
+        # The progress text has no count of sent samples, because a log prints only the first text.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -291,7 +291,7 @@ class InferenceClient:
 
 
 def _token_advice() -> str:
-    """Returns the advice for a client whose token is missing or unknown."""
+    """Returns the advice for a client without a valid token."""
     return f"pass {option('token')}" + (" or set ACCEL_TOKEN" if is_command_line() else "")
 
 
@@ -313,7 +313,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
     found = {}
     for tensor in metadata.inputs:
         if tensor.name not in feeds:
-            continue  # the server refuses the request if a missing input isn't optional
+            continue  # the server refuses a request that lacks a required input
         value, wanted = feeds[tensor.name], DATATYPES[tensor.datatype].numpy
         if wanted.kind == "O":
             value = to_bytes(value)
@@ -381,7 +381,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             for name, values in body.items():
                 yield name, np.asarray(values)
             return
-        # This function opens the file, because numpy doesn't close a file that numpy can't read.
+        # The ``with`` statement closes the file, because numpy leaves an unreadable file open.
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):

@@ -23,7 +23,8 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images among ``paths`` and in the folders among ``paths``, or an empty list if there are none.
+    """Returns the images in ``paths`` and in the folders of ``paths``. Returns an empty list if ``paths`` has neither
+    images nor folders.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """
@@ -82,7 +83,8 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # Refuses a small file that unpacks to a huge image. By default, Pillow only warns about such a file.
+                # Refuses a small file that unpacks to a huge image. By default, Pillow only warns about a decompression
+                # bomb.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])

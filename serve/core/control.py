@@ -1,5 +1,5 @@
-"""Defines ``Control``, whose methods are the commands that change a running server. Inference and queries are not
-commands.
+"""Defines ``Control``. The methods of ``Control`` are the commands that change a running server. Inference and queries
+are not commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
 another process as a ``Command``, which has the name of a method of ``Control`` and its arguments.
@@ -68,8 +68,8 @@ class Command(NamedTuple):
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:
-        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` doesn't have
-        this method."""
+        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no method of
+        the command's name."""
         if self.name not in COMMANDS:
             raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
         getattr(control, self.name)(*self.arguments)

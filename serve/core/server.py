@@ -1,5 +1,5 @@
-"""Defines ``InferenceServer``, whose methods every transport calls. The methods take and return the types of
-``transport.py``."""
+"""Defines ``InferenceServer``. Every transport calls the methods of ``InferenceServer``. The methods take and return
+the types of ``transport.py``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Holds the metadata of a model, which is its versions, platform, inputs and outputs."""
+    """Holds the metadata of a model: its versions, platform, inputs and outputs."""
 
     name: str
     versions: tuple[str, ...]
@@ -78,9 +78,9 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """At most ``max_waiting`` transport threads wait for one model, so a hanging model doesn't hold all threads. A
-        ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the queue of
-        their model."""
+        """At most ``max_waiting`` transport threads wait for one model, so that a hanging model leaves some threads
+        free. A ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the
+        queue of their model."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
@@ -132,7 +132,7 @@ class InferenceServer:
         return NAME, __version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
-        """Tells whether the model is served. Returns False if the repository has no such model."""
+        """Tells whether the model is served. Returns False if the repository lacks the model."""
         self.access.check(token, model=name)
         try:
             self.repository.get(name, version)
@@ -210,8 +210,8 @@ class InferenceServer:
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
-        """Returns the request that ``call`` describes. The model's statistics count a malformed call as a failure, just
-        like a refused request."""
+        """Returns the request that ``call`` describes. The model's statistics count malformed calls and refused
+        requests as failures."""
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
@@ -224,7 +224,7 @@ class InferenceServer:
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
-        """Tells whether a request may get several responses. Returns False if the repository has no such model."""
+        """Tells whether a request may get several responses. Returns False if the repository lacks the model."""
         try:
             return self.repository.get(name, version).scheduling.decoupled
         except ServeError:
@@ -232,7 +232,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True once a response of the model couldn't be converted to a reply
+        spoiled = False  # True after the conversion of a response to a reply has failed
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled

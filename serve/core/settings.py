@@ -73,7 +73,7 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Returns True if this request is to be traced, and counts the request. While tracing is on, a request with a
+        """Returns True if the request has to be traced, and counts the request. While tracing is on, a request with a
         trace context from the client (``propagated``) is always traced and not counted."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
@@ -105,8 +105,7 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # A change of the server's settings also changes the settings of every model, so new samplers replace all
-            # old samplers.
+            # The server's settings are the defaults of every model, so new samplers replace all old samplers.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 
@@ -139,7 +138,7 @@ class LogSettings:
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
         """Changes the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown or its value is not
-        allowed. Also refuses to change ``log_file``, because only the command line sets this setting."""
+        allowed. Also refuses to change ``log_file``, because only the command line sets ``log_file``."""
         for key, value in changes.items():
             if key not in self._values:
                 raise invalid(f"Unknown log setting '{key[:64]}'; use one of {', '.join(self._values)}")

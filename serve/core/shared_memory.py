@@ -1,10 +1,9 @@
 """Manages the memory regions that clients share with the server. A region is in POSIX shared memory or in GPU memory
 (see ``cuda_regions``).
 
-The server opens a POSIX region when the client registers the region, and checks every slice against the region's size.
-The server reads and writes the region by system calls and doesn't map the region into its address space. A client can
-shrink the shared memory at any time. If the server had mapped the region, an access to a removed page would end the
-server's process.
+The server opens a POSIX region when a client registers it, and checks every slice against the region's size. The server
+reads and writes the region by system calls and doesn't map the region into its address space. A client can shrink the
+shared memory at any time. In a mapped region, an access to a removed page would end the server's process.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class SharedMemory:
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
         """Unregisters the region ``name``, or every region if ``name`` is empty. If ``kind`` is None, unregisters both
-        POSIX regions and GPU regions. As in Triton, an unknown name isn't an error."""
+        POSIX regions and GPU regions. Ignores an unknown name, as Triton does."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:

@@ -1,9 +1,9 @@
 """Records OpenTelemetry traces of requests and sends them to an OTLP endpoint.
 
-A trace shows where one request spent its time. If Triton has a span or an attribute too, accel uses Triton's name. The
-spans of a request are created after the request is answered. The durations of the spans are equal to the durations in
-the statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans of a request
-form this tree:
+A trace shows where one request spent its time. A span or attribute that Triton has too gets Triton's name. The spans of
+a request are created after the request is answered. The durations of the spans are equal to the durations in the
+statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans of a request form
+this tree:
 
     InferRequest                 from the transport's call to the last response
     └── <model>                  in the model's executor; an ensemble's span has one child span for each step
@@ -38,7 +38,7 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# An endpoint that doesn't answer delays the server's shutdown by at most this many milliseconds.
+# If the endpoint doesn't answer, the server's shutdown is delayed by at most _LAST_EXPORT_MS milliseconds.
 _LAST_EXPORT_MS = 3000
 
 
@@ -116,7 +116,8 @@ class Tracing:
 
 
 class _Traced:
-    """Waits for both the ticket and the last response of one request, in either order, and then records the trace."""
+    """Records the trace of a request after both the request's ticket and its last response have come, in either
+    order."""
 
     __slots__ = ("_begun", "_call", "_end", "_found", "_lock", "_reply", "_ticket", "_tracing")
 

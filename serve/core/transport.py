@@ -40,8 +40,8 @@ class WireInput:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """An output that the client requests. If ``classification`` is above 0, the reply has that many top classes instead
-    of the tensor. Only the transport reads ``parameters``."""
+    """An output that the client requests. If ``classification`` is above 0, the reply has the top ``classification``
+    classes instead of the tensor. Only the transport reads ``parameters``."""
 
     name: str
     classification: int = 0

@@ -22,9 +22,9 @@ class Deployment:
 
     ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
     resources of each replica, written as Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of each replica.
-    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. A replica that is being stopped
-    has ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel
-    serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
+    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. Before a replica stops, it has
+    ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel serve``.
+    ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which equals the CPU limit
+        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU; the request and the limit are equal
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
@@ -136,9 +136,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
             "metadata": {
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # The annotation selects the HorizontalPodAutoscaler, because KServe chooses Knative's own autoscaler by
-                # default. Knative's autoscaler can't scale by CPU, so KServe would refuse a manifest without the
-                # annotation.
+                # The annotation selects the HorizontalPodAutoscaler. The default is Knative's own autoscaler, which
+                # can't scale by CPU. KServe would refuse a manifest without the annotation.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},

@@ -3,8 +3,8 @@
 Each replica serves the whole repository as ``accel serve`` does. HTTP works without further options. Triton's gRPC
 clients work if Ray's proxies are started with ``serve start --grpc-servicer-functions
 accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
-because such a request would reach only one of the replicas. A call for statistics returns the statistics of the replica
-that answers the call. This command starts the application:
+because Ray passes each request to a single replica. A call for statistics returns the statistics of the replica that
+answers the call. This command starts the application:
 
     serve run accel.serve.deploy.ray_app:app repository=s3://bucket/models replicas=4
 """
@@ -161,14 +161,14 @@ class Replica:
         return 200, headers, b"".join(parts)
 
     def __del__(self) -> None:
-        """Closes the server. Ray deletes a replica after the replica has answered its requests."""
+        """Closes the server. Ray calls ``__del__`` after the replica has answered its requests."""
         if server := getattr(self, "_server", None):
             server.close(0.0)
             self._pool.shutdown(wait=False)
 
     def check_health(self) -> None:
-        """Raises ``RuntimeError`` if the server is not healthy. Ray calls this method regularly and replaces a replica
-        if its call raises an error."""
+        """Raises ``RuntimeError`` if the server is not healthy. Ray calls ``check_health`` regularly and replaces a
+        replica if the call raises an error."""
         if not self._server.healthy():
             raise RuntimeError("the server takes no requests")
 

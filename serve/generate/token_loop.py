@@ -66,9 +66,8 @@ class TokenLoop:
 
 
 def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None:
-    """Returns the token loop that a model's config declares, or None if the model isn't decoupled.
-
-    Raises ``BadRepository`` if a decoupled model declares no token loop, or a loop that doesn't fit the signature.
+    """Returns the token loop that a model's config declares, or None if the model isn't decoupled. Raises
+    ``BadRepository`` if a decoupled model has no token loop, or if the loop doesn't fit the signature.
     """
     options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
     decoupled = config.model_transaction_policy.decoupled
@@ -184,7 +183,7 @@ class TokenLoopSession:
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
         """Returns the state before the first token, which is an array of zeros.
 
-        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, for example the number of
+        A dynamic dim takes its size from the feeds. A dynamic dim that the feeds don't have, for example the number of
         tokens so far, starts with size 0.
         """
         known = {

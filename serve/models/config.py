@@ -41,8 +41,8 @@ _NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
-    """Reads the text of a ``config.pbtxt``. If the text can't be parsed, raises ``BadRepository``, whose message names
-    the line."""
+    """Reads the text of a ``config.pbtxt``. If the text can't be parsed, raises ``BadRepository`` with the line in the
+    message."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
         raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
@@ -89,8 +89,8 @@ def complete(
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if a model without a configured device runs on a GPU. If ``alone`` is True, requests of
-    several callers share a batch only if the file enables dynamic batching. Raises ``BadRepository`` if the config
+    as 0. ``gpu`` is True if a model without a configured device runs on a GPU. If ``alone`` is True, the model batches
+    the requests of several callers only if the file enables dynamic batching. Raises ``BadRepository`` if the config
     contradicts the model.
     """
     if config.name and config.name != name:
@@ -177,15 +177,15 @@ def _complete_tensors(
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Returns the names of a sequence's states and controls, which clients neither send nor get."""
+    """Returns the names of a sequence's states and controls. Clients neither send nor get these tensors."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """Returns the protobuf enum number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol doesn't have
-    this dtype."""
+    """Returns the protobuf enum number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the
+    dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
             f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
@@ -217,8 +217,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the range of the number of rows that a batch may have. If the signature has accel's default range, a
-    batch of a single row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the signature has accel's default
+    range, a batch of a single row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -294,7 +294,7 @@ def scheduling(
 
 
 def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """Returns how much of each resource one run needs, and the model's priority.
+    """Returns the amount of each resource that a run needs, and the model's priority.
 
     A per-device resource counts as a global resource, because all instances run on the same device.
     """
@@ -333,8 +333,8 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     together.
 
     The config's ``length_dim`` names the dim whose size differs between requests. Without ``length_dim``, a model with
-    a mask uses its only dynamic dim other than the batch. A model without a mask is batched by length only if its
-    config has ``length_dim`` or ``allow_ragged_batch``, because padding may change the model's outputs.
+    a mask uses its only dynamic dim other than the batch. Without a mask, batching by length needs ``length_dim`` or
+    ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]

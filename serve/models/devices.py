@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# Two dicts give the GPU runtime and the CPU runtime of each kind of artifact that runs on both devices.
+# The first dict maps a kind of artifact to its GPU runtime, and the second dict to its CPU runtime.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 

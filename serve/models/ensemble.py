@@ -94,7 +94,7 @@ class EnsembleExecutor:
     """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up the model of a step again
     for each request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` if a tensor is made by no step or by several steps, or if steps wait for each other.
+    Raises ``BadConfig`` if no step or more than one step makes a tensor, or if steps wait for each other.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class EnsembleExecutor:
     def _pump(self, run: _Run) -> None:
         """Starts the steps that are ready.
 
-        If a step's answer comes while the step's ``submit`` runs, this loop starts the next steps after ``submit`` has
-        returned. This order keeps calls of ``submit`` from nesting.
+        If a step's answer comes during the step's ``submit``, this loop starts the next steps after ``submit`` has
+        returned. Starting the next steps later keeps calls of ``submit`` from nesting.
         """
         while True:
             with self._lock:
@@ -248,8 +248,8 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """Answers the request of ``run`` with ``error`` and cancels the running steps, unless the request is already
-        answered."""
+        """If the request of ``run`` has no answer yet, answers the request with ``error`` and cancels the running
+        steps."""
         with self._lock:
             if run.done:
                 return

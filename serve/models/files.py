@@ -1,9 +1,9 @@
 """Reads the config of a model and opens its versions, from the model's folder in a repository.
 
 The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
-leaves out. The optional file ``labels.txt`` has the class labels of an output whose ``label_filename`` is
-``labels.txt``. Each version of the model has its own folder, whose name is a number above 0. A version's folder has one
-of the files ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
+leaves out. The optional file ``labels.txt`` has the class labels of an output with ``label_filename: "labels.txt"``.
+Each version of the model has its own folder, whose name is a number above 0. A version's folder has one of the files
+``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Options that allow the server to open models that it refuses by default.
+    """Options that allow the server to open models that are refused by default.
 
     ``insecure`` allows a model that differs from its manifest. ``allow_pickle`` allows exported programs and
     TorchScript, whose archives may hold pickles.
@@ -54,7 +54,7 @@ class Trust:
 
 
 def valid_name(name: str) -> bool:
-    """Tells whether ``name`` can be a model's name. Such a name is a plain folder name without a path."""
+    """Tells whether ``name`` can be a model's name. A model's name is a plain folder name without a path."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
@@ -129,8 +129,8 @@ class ModelFolder:
         return versions[-max(1, policy.latest.num_versions) :]
 
     def open(self, version: str, config: ModelConfig, trust: Trust) -> Artifact:
-        """Opens the artifact of a version. Raises an ``AccelError`` if the model's file is missing, not trusted or
-        differs from its manifest."""
+        """Opens the artifact of a version. Raises an ``AccelError`` if the model's file is missing, isn't trusted or
+        differs from the manifest."""
         folder = self.path / version
         named = config.default_model_filename
         if named and Path(named).name != named:
@@ -161,8 +161,7 @@ class ModelFolder:
             )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
-            # The file is checked even if it has a manifest, because anybody who can put a file into a repository can
-            # also write a manifest.
+            # A file with a manifest is checked too, because anybody who can add the file can also add a manifest.
             probe_apart(path, found.digest, StageCache(), crashes_only=True)
         return found
 

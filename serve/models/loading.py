@@ -132,11 +132,11 @@ def load_version(
 
 
 def _ranges(artifact: Artifact) -> IntegerRanges:
-    """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, there are no
+    """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
     ranges.
 
-    A model that wasn't made from PyTorch may take negative indices, which count from the end. For such a model, a
-    declared range that begins at 0 also allows the matching negative indices.
+    A model from another source than PyTorch may take negative indices, which count from the end. Unless the model comes
+    from PyTorch, a declared range that begins at 0 also allows the matching negative indices.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
@@ -155,8 +155,7 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. In this case, the runtime or the manifest chooses the number of
-    threads.
+    Returns 0 if a single session may use all cores. With 0, the runtime or the manifest chooses the number of threads.
     """
     if not cores and instances == 1:
         return 0
@@ -181,8 +180,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# Maps each unsupported field of a config to the advice for users. The server refuses a config with such a field,
-# because the model's answers would differ without the field.
+# Maps each unsupported field of a config to the advice for users. The server refuses unsupported fields, because
+# ignoring them would change the model's answers.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",

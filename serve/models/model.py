@@ -83,8 +83,8 @@ class ServedModel:
         self._recording = threading.Lock()
 
     def check_input(self, name: str, kind: str, shape: Sequence[int]) -> ServedTensor:
-        """Returns the model's input of this name. Raises ``ServeError`` INVALID_ARGUMENT if the name, the datatype or
-        the shape doesn't fit the model."""
+        """Returns the model's input with the name ``name``. Raises ``ServeError`` INVALID_ARGUMENT if the name, the
+        datatype or the shape doesn't fit the model."""
         spec = self.inputs.get(name)
         if spec is None:
             raise invalid(f"unexpected inference input '{name}' for model '{self.name}'")
@@ -114,7 +114,8 @@ class ServedModel:
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing or an integer is outside the range that the
-        manifest declares. Raises the same error if the batch sizes of the inputs differ, are 0 or are too large."""
+        manifest declares. Raises ``ServeError`` INVALID_ARGUMENT if the batch sizes of the inputs differ, are 0 or are
+        too large."""
         if found := self.ranges.first_outside(inputs):
             raise invalid(f"{found} for model '{self.name}'")
         if missing := self.required.difference(inputs):
@@ -164,7 +165,8 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since its loading, including refused requests."""
-        # ``own`` subtracts some successes. ``own`` is copied first, so that the executor has already counted them.
+        # ``own`` subtracts some successes that the executor counts. ``own`` is copied first, so that the executor's
+        # statistics already include every subtracted success.
         with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)

@@ -23,7 +23,7 @@ _MOST_CORES = 4096
 
 def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
     """Parses a text of the form ``NAME,cpu-cores=0-3,6``, and returns the name and the cores. Raises ``ValueError`` if
-    ``text`` doesn't have this form."""
+    ``text`` is no valid host policy."""
     name, _, setting = text.partition(",")
     key, _, ranges = setting.partition("=")
     if not name or key != "cpu-cores":

@@ -35,14 +35,14 @@ from .files import valid_name
 
 log = logging.getLogger("accel.serve")
 
-# Fields of a remote file that change when the file's bytes change. Each store has only some of these fields.
+# Fields of a remote file that change when the file's bytes change. A store sets only some of the fields in ``_MARKS``.
 _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
 _DEEPEST = 6  # The maximum depth of folders below a model. The limit ends the search if a folder contains itself.
-_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load it.
+_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load the copy.
 _RECORD = "files.json"
 
 
@@ -59,8 +59,8 @@ class _Remote:
 class Mirror:
     """Mirrors the models of ``address`` in a local ``folder``, which ``refresh`` updates.
 
-    Raises ``MissingExtra`` if fsspec is not installed, and ``UnsupportedHere`` if the library for the address's scheme
-    is not installed.
+    Raises ``MissingExtra`` if fsspec is not installed. Raises ``UnsupportedHere`` if the library for the address's
+    scheme is not installed.
     """
 
     def __init__(self, address: str, root: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Mirror:
         """Updates all models of the folder, or only the model ``name``. Returns the reason for each model that can't be
         updated.
 
-        Raises ``BadRepository`` and changes nothing if the address can't be read at all.
+        If the address can't be read at all, raises ``BadRepository`` and changes nothing.
         """
         with self._lock, self._alone():
             names = [name] if name is not None else self._names()
@@ -137,7 +137,7 @@ class Mirror:
         for leaf, info in self._list(address):
             if leaf in ("", ".", "..") or any(c in leaf for c in "/\\\0") or len(leaf) > 255:
                 raise BadRepository(
-                    f"{address[:300]} holds the name {leaf[:100]!r}, which leads elsewhere; rename that file"
+                    f"{address[:300]} holds the name {leaf[:100]!r}, which is no plain file name; rename the file"
                 )
             place, name = (*inside, leaf), str(info["name"])
             if _is_folder(info):
@@ -223,7 +223,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Removes the copies to which no link points and which are older than ``_KEPT_SECONDS``."""
+        """Removes the copies that are older than ``_KEPT_SECONDS`` and have no link."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):

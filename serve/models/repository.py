@@ -26,7 +26,7 @@ log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the reason in the index if a command unloaded the model
+UNLOADED = "unloaded"  # the index gives this reason for a model that a command unloaded
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class IndexRow:
 @dataclass
 class _Entry:
     """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
-    doesn't try unchanged files again. ``lacks_step`` is True if an ensemble lacks a step and has to be loaded again
-    after another model has loaded."""
+    doesn't try unchanged files again. ``lacks_step`` is True for an ensemble that lacks a step and is loaded again
+    after other models have loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # maps a version, or "" for all versions, to the reason
+    failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
@@ -84,10 +84,10 @@ class Repository:
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
         self._entries: dict[str, _Entry] = {}
-        # Requests look up models in this table. The table is replaced as a whole, so that a lookup needs no lock.
+        # Requests look up models in ``_table``. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
-        self._control = threading.Lock()  # held by a load or unload, so that only one runs at a time
+        self._control = threading.Lock()  # serializes all loads and unloads
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
@@ -98,7 +98,7 @@ class Repository:
 
     def get(self, name: str, version: str = "") -> ServedModel:
         """Returns the requested version, by default the newest. Raises ``ServeError`` (NOT_FOUND, UNAVAILABLE,
-        INVALID_ARGUMENT) if there is no such version."""
+        INVALID_ARGUMENT) if the version isn't served."""
         versions = self._table.get(name)
         if version and not valid_version(version):
             raise ServeError(
@@ -186,7 +186,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # loading the ensemble reports the missing step
+                continue  # the missing step is reported when the ensemble is loaded
             try:
                 self._load(name)
             except ServeError as error:
@@ -214,20 +214,20 @@ class Repository:
     # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. Also loads the steps of an ensemble that aren't served yet."""
+        """Loads or reloads a model by command. For an ensemble, also loads each step that isn't served yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # loading the ensemble reports the missing step
+            except ServeError as error:  # the missing step is reported when the ensemble is loaded
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the steps of the ensemble ``name`` that aren't served yet. ``load`` loads these models first."""
+        """Returns the unserved steps of the ensemble ``name``, which ``load`` loads before the ensemble."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -240,7 +240,7 @@ class Repository:
         return [one for one in steps_first([name], steps_of) if one != name and one not in self._table]
 
     def _fetched_steps(self, name: str) -> list[str]:
-        """Returns the names of the steps of the ensemble ``name``. In explicit mode, also fetches these models."""
+        """Returns the step names of the ensemble ``name``. In explicit mode, also fetches the steps' models."""
         steps = self._steps_in_config(name)
         if self.mode == "explicit":
             for step in filter(valid_name, steps):
@@ -249,7 +249,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the config isn't an ensemble's."""
+        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the model is no ensemble."""
         if not valid_name(name):
             return []
         try:
@@ -410,8 +410,8 @@ class Repository:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Loads new and changed models and unloads removed models. Raises ``BadRepository`` and changes nothing if the
-        remote address can't be read."""
+        """Loads new and changed models and unloads removed models. If the remote address can't be read, raises
+        ``BadRepository`` and changes nothing."""
         self._refresh()
         loaded = False
         folders = {folder.name: folder for folder in self._folders()}

@@ -14,7 +14,8 @@ from .options import ServeOptions
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
     """The result for one version of a model. ``state`` is ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``
-    is the error of a failed run on random inputs. Even a good model may refuse random inputs."""
+    is the error of a failed run on random inputs. A failed run on random inputs is only a warning, because even a good
+    model may refuse random inputs."""
 
     name: str
     version: str

@@ -125,14 +125,14 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The limit keeps some threads free for the other models if one model hangs.
+            # If a model hangs, the limit keeps some threads free for the other models.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """Parses each of ``texts`` into a name and a value, and returns a dict of the values. Raises ``UsageError`` if a
-    text is not a valid value of the option ``flag``."""
+    """Parses each of ``texts`` into a name and a value, and returns a dict from names to values. Raises ``UsageError``
+    if a text is not a valid value of the option ``flag``."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Connects the processes of one server, to run each command in all processes and to sum their statistics.
+"""Connects the processes of one server. Runs each command in all processes, and sums the statistics of all processes.
 
 The kernel chooses the process that a client is connected to. Each process listens on a socket in a private folder. The
 process that gets a client's command forwards the command to all other processes. A restarted process asks another
@@ -32,11 +32,11 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. A process that didn't
-# answer in time has only _SILENT_PATIENCE seconds until it answers again. The short limit keeps a stopped process from
-# delaying every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. After a timeout, a
+# process has only _SILENT_PATIENCE seconds for each answer, until it answers in time. The short limit keeps a stopped
+# process from delaying every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
-# A command waits at most this many seconds for earlier commands to end.
+# The maximum number of seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0
 _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 
@@ -44,8 +44,8 @@ _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 class Peers:
     """Implements ``Processes`` for process ``index`` of the ``count`` processes of a server.
 
-    ``folder`` holds the sockets, and only the user of this process may enter the folder. ``key`` is the secret that the
-    processes share.
+    ``folder`` holds the sockets, and is private to the user of this process. ``key`` is the secret that the processes
+    share.
     """
 
     def __init__(self, local: LocalControl, folder: Path, index: int, count: int, key: bytes) -> None:
@@ -135,8 +135,8 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Asks another process for the commands that the server got before this process started, and runs these
-        commands."""
+        """Asks another process for all commands that the server ran before this process started. Runs the commands in
+        this process."""
         with self._turn(_LOAD_PATIENCE):  # under the lock, no command changes the other processes
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":

@@ -63,7 +63,7 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
-    for name in ("aiohttp.server", "asyncio"):  # these loggers' messages become JSON lines too
+    for name in ("aiohttp.server", "asyncio"):  # formats the messages of both loggers as JSON lines
         other = logging.getLogger(name)
         other.handlers, other.propagate = [made], False
 
@@ -108,8 +108,8 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
 
 
 class ServingProcess:
-    """A server in this process. ``place`` holds the private folder, the index and the key for ``Peers``, or is None if
-    the server has only this process."""
+    """A server in this process. ``place`` holds the private folder, the index and the key for ``Peers``. If the server
+    has only this process, ``place`` is None."""
 
     def __init__(self, options: ServeOptions, place: tuple[Path, int, bytes] | None = None) -> None:
         self.options = options

@@ -32,7 +32,7 @@ from .stop_request import StopRequest
 
 log = logging.getLogger("accel.serve")
 
-# The supervisor gives up if a process dies this many times in a row before any process has served.
+# The supervisor gives up if a process dies _ATTEMPTS times in a row before any process has served.
 _ATTEMPTS = 5
 _LONGEST_PAUSE = 10.0  # the maximum number of seconds between two starts
 
@@ -83,8 +83,8 @@ class Supervisor:
         self._stop = StopRequest()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
-        """Reserves the ports with sockets that are bound but don't listen. Such a socket gets no connections and
-        prevents other programs from using the port."""
+        """Reserves the ports with sockets that are bound but don't listen. A bound socket that doesn't listen gets no
+        connections, and keeps other programs off the port."""
         found = {}
         for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
             if port is None:
@@ -154,7 +154,7 @@ class Supervisor:
     def _died(self, index: int, running: _Running, code: int) -> float:
         """Logs that a process died, and returns the number of seconds until the restart.
 
-        Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
+        Before any process has served, raises ``BadRepository`` if the dead process reports a reason or has died too
         often. After any process has served, a dead process is always restarted, because a missing file may come back.
         """
         if running.listener is not None:

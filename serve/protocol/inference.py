@@ -51,7 +51,7 @@ class ServeError(AccelError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
-        """Keeps the error's code if the error is pickled and sent to another process."""
+        """Keeps the error's code when the error is pickled and sent to another process."""
         return ServeError, (self.code, str(self))
 
 
@@ -62,10 +62,10 @@ class InferenceRequest:
 
     ``outputs`` names the requested outputs, or is None to request all outputs. The most urgent ``priority`` is 1, and 0
     means the model's default priority. ``timeout_us`` is the requested queue timeout in microseconds, or 0 for the
-    model's default. The client waits until ``deadline``, in seconds on the server's clock, or without limit if
-    ``deadline`` is None. A ``sequence_id`` of 0 or "" means that the request belongs to no sequence. If ``inline`` is
-    True, the submitting thread may run the request itself. A thread with further requests to submit sets ``inline`` to
-    False, so that the requests can be batched.
+    model's default. The client stops waiting at ``deadline``, in seconds on the server's clock. If ``deadline`` is
+    None, the client's wait has no limit. A ``sequence_id`` of 0 or "" means that the request belongs to no sequence. If
+    ``inline`` is True, the submitting thread may run the request itself. A thread with further requests to submit sets
+    ``inline`` to False, so that the requests can be batched.
     """
 
     model: str

@@ -36,8 +36,8 @@ def message(name: str) -> Any:
 
 @cache
 def methods() -> dict[str, tuple[Any, Any, bool]]:
-    """Maps each method of the service to its request class, its response class, and a flag that is True if requests and
-    responses are streams."""
+    """Maps each method of the service to its request class, its response class and a flag. The flag is True if requests
+    and responses are streams."""
     service = POOL.FindServiceByName(SERVICE)
     return {
         method.name: (

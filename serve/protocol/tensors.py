@@ -20,8 +20,8 @@ from .inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field of the typed
-    contents for this datatype, or None if only raw contents can have the datatype."""
+    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the datatype's field in
+    the typed contents, or None if only raw contents can carry the datatype."""
 
     name: str
     numpy: np.dtype[Any]
@@ -161,8 +161,8 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Tells whether all values are integers. Checks the values instead of the array's dtype, because numpy converts a
-    list with both negative and large unsigned integers to floats."""
+    """Tells whether all values are integers. Doesn't rely on the array's dtype, because numpy converts a list of
+    negative and large unsigned integers to floats."""
     return all(isinstance(value, int) for value in values)
 
 

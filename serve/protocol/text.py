@@ -120,6 +120,6 @@ def _service(service: Any, package: str) -> Iterator[str]:
         gives = f"{'stream ' if method.server_streaming else ''}{response}"
         if method.options.ListFields():
             raise ValueError(f"{method.name} has options")
-        end = " {}" if method.HasField("options") else ";"  # "{}" gives a method empty options, ";" gives none
+        end = " {}" if method.HasField("options") else ";"  # "{}" sets empty options, and ";" sets no options
         yield f"  rpc {method.name}({takes}) returns ({gives}){end}"
     yield "}"

@@ -4,12 +4,11 @@ The candidates are the head of the queue and the requests behind it that have th
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size.
 
 If the first candidates together have a preferred number of rows, these candidates become a batch at once. If several
-preferred numbers fit, the largest one is used. In all other cases, the candidates become a batch as soon as no further
-request fits, or as soon as the oldest candidate has waited ``max_delay_us``. A request with its own limit (queue
-timeout, deadline) waits for at most half of that limit. The other half of the limit is left for the run. If the model
-takes only certain batch sizes, the batch is cut to the largest allowed size that its requests fill exactly. If the cut
-would leave out more than half of the rows, the batch is instead padded to the next allowed size with copies of the last
-row.
+preferred numbers fit, the largest one is used. In all other cases, the candidates become a batch when no further
+request fits or the oldest candidate has waited ``max_delay_us``. A request with its own limit (queue timeout, deadline)
+waits for at most half of that limit. The other half of the limit is left for the run. If the model takes only certain
+batch sizes, the batch is cut to the largest allowed size that its requests fill exactly. If the cut would leave out
+more than half of the rows, copies of the last row pad the batch to the next allowed size.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Returns the number of padding positions and the number of positions that callers sent, both along the
-        variable dim of one run."""
+        """Returns two counts along the variable dim of one run: the padding positions, and the positions that callers
+        sent."""
         ...
 
 
@@ -172,7 +171,7 @@ class RowBatching:
         return Choice([], due)
 
     def _gather(self, queue: RequestQueue, head: Entry) -> tuple[list[Entry], bool]:
-        """Returns the requests that fit into one batch with ``head``, and whether the batch is full."""
+        """Returns the requests that fit into one batch with ``head``, and True if the batch is full."""
         found: list[Entry] = []
         rows, limit = 0, self.limit
         for entry in queue:

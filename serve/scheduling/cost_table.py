@@ -1,5 +1,5 @@
-"""Measures the seconds that one run takes, by the number of rows and the length of the longest row. The measurement
-happens when a model is loaded."""
+"""Measures the duration of a run for each number of rows and each length of the longest row. The measurement happens
+when a model is loaded."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _filled(table: np.ndarray, sizes: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def grid(low: int, high: int) -> list[int]:
-    """Returns ``low``, its doublings below ``high``, and ``high``."""
+    """Returns ``low``, ``2 * low``, ``4 * low`` and so on below ``high``, and then ``high``."""
     found = [low]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)

@@ -29,7 +29,7 @@ class DecoupledExecutor(QueuedExecutor):
     """Runs each request alone. Sends each yielded response at once, then a final response without outputs, as Triton
     does.
 
-    A request that is canceled during the stream gets CANCELLED in place of the next response, and no further responses.
+    If a request is canceled during the stream, the next and last response is CANCELLED.
     """
 
     def _cancel(self, entry: Entry) -> None:

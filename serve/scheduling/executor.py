@@ -60,7 +60,7 @@ def make_executor(
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
-        # A stream of responses is never batched, because it takes long. A stream runs on an instance's thread, so that
+        # A stream of responses takes long, so streams are never batched. A stream runs on an instance's thread, so that
         # the caller's thread can still cancel the stream.
         scheduling = replace(scheduling, dynamic=False, eager=False)
     if scheduling.sequence is not None and scheduling.max_batch_size:

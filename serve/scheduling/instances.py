@@ -2,7 +2,7 @@
 
 ``RequestQueue`` and ``Batching`` make every scheduling decision from only the queue and the time. ``QueuedExecutor``
 carries the decisions out. If the queue is empty and an instance is idle, the caller's thread runs the request itself.
-For a small model, this run takes less time than passing the request to another thread and back. While all instances are
+For a small model, a run takes less time than passing the request to another thread and back. While all instances are
 busy, requests gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No
 session is run and no answer is given while ``_lock`` is held.
 """
@@ -48,7 +48,7 @@ Settled = list[tuple[Entry, Result]]
 class _Step(NamedTuple):
     """The next step of an instance's thread: answer ``expired`` requests, run ``batch`` on ``session``, or wait until
     ``wake``. ``withdrawn`` is True if this model no longer waits for shared resources, so that other models may take
-    these resources."""
+    the resources."""
 
     session: Session | None
     batch: list[Entry]
@@ -64,8 +64,8 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    With ``start=False``, no thread is started. Each call of ``poll`` then does one step of an instance's thread, at the
-    time that ``clock`` returns.
+    With ``start=False``, no thread is started. Without threads, each call of ``poll`` does one step of an instance's
+    thread, at the time that ``clock`` returns.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # only a bug of the server causes this error, and every waiting request gets it
+        except Exception as error:  # an error here is a bug of the server, and every waiting request gets the error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -282,8 +282,7 @@ class QueuedExecutor:
     def _run(self, session: Session, entries: list[Entry]) -> Settled:
         """Runs the unanswered entries in one batch.
 
-        If the batch fails, runs each half of the batch as a batch of its own, so that one bad request doesn't make the
-        others fail.
+        If the batch fails, runs each half as a separate batch, so that one bad request doesn't fail the other requests.
         """
         started = self._clock()
         late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
@@ -330,8 +329,8 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed in a run
-        of this entry alone."""
+        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed while
+        running only this entry."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):

@@ -2,18 +2,18 @@
 
 The waiting requests are sorted by length and cut into the batches with the least total cost. The least cost of the
 first i requests is ``best(i) = min over j < i of best(j) + cost(rows of requests j + 1 to i, length of request i)``.
-Dynamic programming finds the best cut of n requests in O(n * largest batch size) time. With the least total cost, the
-last batch ends as early as possible, which keeps the longest wait as short as possible. An idle instance runs the most
+Dynamic programming finds the best cut of n requests in O(n * largest batch size) time. The least total cost makes the
+last batch end as early as possible, and so keeps the longest wait as short as possible. An idle instance runs the most
 urgent batch. If not all batches can begin in time, the instance postpones batches so that as few requests as possible
 are late.
 
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
-Without ``eager``, an idle instance waits until the waiting requests fill a batch, or until the latest start time at
-which no request is late. The latest start time is computed as if all batches ran one after the other. Without
-``eager``, a request is late if its answer comes after the delay bound. If a run takes more than half of the delay
-bound, its requests are late only if the run begins after half of the delay bound.
+Without ``eager``, an idle instance waits until the requests fill a batch, or until the latest start time at which no
+request is late. The latest start time is computed as if all batches ran one after the other. Without ``eager``, a
+request is late if its answer comes after the delay bound. If a run takes more than half of the delay bound, only the
+start counts: its requests are late if the run begins after half of the delay bound.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# At most _WINDOW waiting requests are cut into batches at once, or twice the largest batch size if that is more. The
-# number is limited because the queue's lock is held during the cut.
+# The number of waiting requests that are cut into batches at once is limited, because the queue's lock is held during
+# the cut. The limit is at least twice the largest batch size.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. But a late request runs first once it has waited for
-# _PATIENCE delay bounds, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. A late request runs first after waiting for _PATIENCE
+# delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -131,8 +131,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # The best cut never takes longer than running each request alone. While there is time to run each request
-            # alone, no cut is computed.
+            # The best cut never takes longer than running each request alone. No cut is computed while enough time is
+            # left to run each request alone.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -145,8 +145,8 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Goes through ``batches`` in order. If a batch would begin late, postpones the batch with the highest cost per
-        request among this batch and the batches before it. If every batch has one request, postponing the most
+        Goes through ``batches`` in order. If a batch would begin late, compares this batch with all earlier batches,
+        and postpones the batch with the highest cost per request. If every batch has one request, postponing the most
         expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing algorithm
         for minimizing the number of late jobs"). Considers only batches of the most urgent priority level.
         """
@@ -199,7 +199,7 @@ class LengthBatchingRows(RowBatching):
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
         """Returns an array with the seconds of a run, indexed by the number of rows. The requests have the shapes of
-        ``one``, padded to ``length``. The seconds include the run of the padding rows."""
+        ``one``, padded to ``length``. The seconds include the time for the padding rows."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:

@@ -71,12 +71,13 @@ class Scheduling:
     ``max_batch_size`` is the number of rows in the largest batch. If ``max_batch_size`` is 0, the model has no batch
     dim and runs each request alone. With ``dynamic``, requests of several callers may share a batch. ``preferred``
     lists the batch sizes to wait for. The oldest request waits at most ``max_delay_us`` for other requests. ``allowed``
-    lists the batch sizes that the model takes, where None means all sizes. ``profiles`` are the optimization profiles
-    of an engine. ``queue_rows`` and ``queue_bytes`` limit the waiting rows and bytes over all priority levels. With
-    ``response_cache``, repeated requests are answered from the server's cache. With ``eager=True``, a request runs at
-    once if an instance is idle and the queue is empty, whatever ``max_delay_us`` and ``preferred`` say. With
-    ``eager=False``, a request waits for further requests even if an instance is idle, as in Triton. ``resources`` maps
-    a shared resource to the amount that one run takes. ``rate_limit.py`` explains ``resource_priority``.
+    lists the batch sizes that the model takes, or is None if the model takes every size. ``profiles`` are the
+    optimization profiles of an engine. ``queue_rows`` and ``queue_bytes`` limit the waiting rows and bytes over all
+    priority levels. With ``response_cache``, repeated requests are answered from the server's cache. With
+    ``eager=True``, a request runs at once if an instance is idle and the queue is empty, whatever ``max_delay_us`` and
+    ``preferred`` say. With ``eager=False``, a request waits for further requests even if an instance is idle, as in
+    Triton. ``resources`` maps a shared resource to the amount that one run takes. ``rate_limit.py`` explains
+    ``resource_priority``.
     """
 
     max_batch_size: int = 0
@@ -104,12 +105,11 @@ class Scheduling:
 
     @property
     def server_inputs(self) -> frozenset[str]:
-        """Returns the inputs that only the server makes, namely the states and controls of a sequence."""
+        """Returns the inputs that only the server makes: the states and controls of a sequence."""
         sequence = self.sequence
         return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes if the client doesn't send them, namely the mask of the real
-        positions."""
+        """Returns the inputs that the server makes for clients that leave them out: the mask of the real positions."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

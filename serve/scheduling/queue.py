@@ -1,8 +1,9 @@
 """Queues the requests of one model, with priorities, limits and timeouts. The queue has no thread and no clock, so the
 caller passes the time.
 
-Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
-served after the requests that are in time. The queue raises or returns errors, and never calls an ``Answer``.
+Requests of the same priority level are served in the order of arrival. If the policy of an expired request says
+``delay``, the request is served after the requests that are in time. The queue raises or returns errors, and never
+calls an ``Answer``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Entry:
         durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
-        """Answers the request with CANCELLED, and removes the request from the queue if it still waits there."""
+        """Answers the request with CANCELLED, and removes a waiting request from the queue."""
         if self.owner is not None:
             self.owner(self)
 
@@ -95,7 +96,7 @@ def timed_out() -> ServeError:
 
 
 def too_late() -> ServeError:
-    """Returns the error of a request whose client has stopped waiting."""
+    """Returns the error of a request if the client has stopped waiting."""
     return ServeError(Code.DEADLINE_EXCEEDED, "Deadline exceeded before the request was run")
 
 

@@ -1,11 +1,11 @@
 """Limits the use of resources that models share. A run waits until the amounts in the model's config are free, and then
-takes these amounts.
+takes the amounts.
 
-Triton configures these resources in the ``rate_limiter`` of an instance group. The server's options set the amount of
-each resource. By default, a resource has the amount that the most demanding model needs. Stride scheduling decides
-which waiting model runs next. Each run advances its model by ``priority``, and the model that has advanced least runs
-next. So a model of priority 2 gets half as many runs as a model of priority 1, as long as both have work. An idle model
-can't save up runs.
+As in Triton, the ``rate_limiter`` of an instance group sets the amount of each resource that a run needs. The server's
+options set the available amount of each resource. By default, a resource has the amount that the most demanding model
+needs. Stride scheduling decides which waiting model runs next. Each run advances its model by ``priority``, and the
+model that has advanced least runs next. While both models have work, a model of priority 2 gets half as many runs as a
+model of priority 1. An idle model can't save up runs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class RateLimiter:
         return max((gate.need.get(resource, 0) for gate in self._gates), default=0) if limit is None else limit
 
     def enter(self, gate: Gate) -> bool:
-        """Takes the resources of ``gate``. Returns False if other models hold the resources, or if other models wait
-        for the resources ahead of ``gate``."""
+        """Takes the resources of ``gate``. Returns False if other models hold the resources or wait ahead of
+        ``gate``."""
         with self._lock:
             self._wait(gate)
             if gate not in self._next():
@@ -71,7 +71,7 @@ class RateLimiter:
 
     def _next(self) -> list[Gate]:
         """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet reserves
-        its resources, so that the gates behind it don't take these resources."""
+        its resources, so that later gates leave the resources free."""
         free = {r: self._amount(r) - self._used[r] for gate in self._waiting for r in gate.need}
         found = []
         for gate in sorted(self._waiting, key=lambda gate: gate.turn):
@@ -147,8 +147,8 @@ class Gate:
 
 
 def parse_limit(text: str) -> tuple[str, int]:
-    """Returns the name and the count in a text of the form ``NAME:COUNT``. Raises ``ValueError`` if ``text`` doesn't
-    have this form."""
+    """Returns the name and the count in a text of the form ``NAME:COUNT``. Raises ``ValueError`` if ``text`` is no
+    valid limit."""
     name, _, count = text.rpartition(":")
     if not name or not count.isdigit() or int(count) < 1:
         raise ValueError(text)

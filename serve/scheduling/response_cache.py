@@ -83,8 +83,8 @@ class ResponseCache:
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
     """Returns a hash of the model, its version, the inputs and the requested outputs.
 
-    The hash is cryptographic. With a weak hash, a client could send a request with the same hash as another client's
-    request, and so choose the answer that the other client gets.
+    The hash is cryptographic. With a weak hash, a client could forge a request with the same hash as another client's
+    request. The forged request would determine the other client's answer.
     """
     digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
     for key in sorted(request.inputs):
@@ -130,7 +130,7 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Answers a cached request before returning. Passes a request that isn't cached to the inner executor."""
+        """Answers a cached request before returning. Passes all other requests to the inner executor."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
             return self.inner.submit(request, answer)  # the inner executor refuses the request
@@ -173,7 +173,7 @@ class CachingExecutor:
         return self.inner.pending()
 
     def poll(self) -> bool:
-        """Does one step of an inner executor that was made without threads."""
+        """Does one step of the inner executor, which has no threads."""
         return bool(self.inner.poll())  # type: ignore[attr-defined]
 
     def close(self, timeout: float) -> None:

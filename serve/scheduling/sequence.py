@@ -1,9 +1,9 @@
 """Runs stateful models. The requests of a sequence run in order, and the server keeps the sequence's state.
 
-The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
-or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
-a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request with START.
-The caller sent these requests before learning of the failure.
+The inner executor gets at most one request of a sequence at a time, and batches requests of different sequences. A
+failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no
+state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request
+with START. The caller sent the waiting requests before learning of the failure.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ class SequenceExecutor:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
         Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        submits the next step after ``submit`` has returned, so that the calls don't nest.
+        submits the next step only after ``submit`` has returned. Submitting later keeps calls of ``submit`` from
+        nesting.
         """
         while True:
             with self._lock:
@@ -258,8 +259,8 @@ class SequenceExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
-        """Removes and returns the waiting steps from ``index`` up to the next step with START, because the earlier
-        ``step`` failed. Called with the lock held."""
+        """Removes and returns the steps that have to fail because ``step`` failed: the waiting steps from ``index`` up
+        to the next step with START. Called with the lock held."""
         failed = []
         while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
             failed.append(self._unqueue(sequence, index))
@@ -277,7 +278,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers ``steps``, which never reached the inner executor, with ``error``."""
+        """Answers ``steps`` with ``error``. The steps never reached the inner executor."""
         for step in steps:
             with self._lock:
                 self._recorder.received()
@@ -324,7 +325,7 @@ class SequenceExecutor:
             return len(self._sequences)
 
     def poll(self) -> bool:
-        """Does one step of an inner executor that was made without threads."""
+        """Does one step of the inner executor, which has no threads."""
         return self.inner.poll()
 
     def close(self, timeout: float) -> None:
