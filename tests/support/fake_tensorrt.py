@@ -23,7 +23,7 @@ from accel.stage import run_stage
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
-# The implementations that the engine may choose for a node.
+# These are the implementations that the engine may choose for a node.
 QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 

@@ -137,7 +137,7 @@ def zero_points(made: Artifact) -> list[np.ndarray]:
 
 
 def test_ort_cpu_form(tmp_path: Path) -> None:
-    """Fails if activations aren't uint8, or if weights aren't int8 with a scale per channel. Also fails if the residual
+    """Checks that activations are uint8, and that weights are int8 with a scale per channel. Also fails if the residual
     is computed in float. Also fails if the opset, the IR version, a name or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))

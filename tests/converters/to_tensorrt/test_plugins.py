@@ -181,7 +181,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # the stand-in's parser passes no options, so its reads aren't counted
+        reads.extend([path] if options else [])  # counts only reads with options, to leave out the stand-in's parser
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)

@@ -217,7 +217,7 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library from other sources has the newer record, as after a switch to another version of accel and back.
+    # The library from other sources has the newer record, because a user may build an older version later.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()

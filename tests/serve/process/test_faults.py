@@ -168,7 +168,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # without this, the pool waits forever after a failed assertion
+        stack.callback(faulty.released.set)  # releases the pool's threads after a failed assertion
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
