@@ -1,8 +1,8 @@
 """Proves that ``torch.onnx.export`` turns fused modules into operator nodes with function bodies and the same outputs.
 
 These tests fail if an operator has no translation, or if two operators have the same name. The tests fail if a function
-body differs from the operator in a scale, a cast or the order of the operands. The tests also fail if ONNX Runtime
-can't run a fused module from ``accel export``.
+body differs from the operator in a scale, a cast or the order of the operands. The tests also check that ONNX Runtime
+can run a fused module from ``accel export``.
 """
 
 from __future__ import annotations

@@ -254,9 +254,9 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
-    """Fails if the operator's fake implementation gives other strides or another dtype than the GPU, or if
-    ``torch.compile`` decomposes the operator. The fp16 result may differ from the plain module by four roundings of the
-    largest element."""
+    """Checks that the operator's fake implementation gives the same strides and dtype as the GPU, and that
+    ``torch.compile`` keeps the operator whole. The fp16 result may differ from the plain module by four roundings of
+    the largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():
