@@ -86,9 +86,8 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """Fails if torch.compile breaks the graph. With ``fullgraph=True``, a graph break raises an error. Also fails if
-    the captured graph doesn't call the operators by name, or if a compiled result differs from the uncompiled
-    result."""
+    """Fails if torch.compile breaks the graph. With ``fullgraph=True``, a graph break raises an error. Also checks that
+    the captured graph calls the operators by name, and that a compiled result matches the uncompiled result."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
