@@ -1,4 +1,4 @@
-"""Small models in Triton's layout for the tests of the server."""
+"""Makes small models in Triton's layout for the tests of the server."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
 
 
 def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -> None:
-    """Fails if callers hang when the only process crashes, or if the log doesn't contain the code location of the
+    """Checks that callers don't hang when the only process crashes, and that the log contains the code location of the
     crash."""
     served = serve(str(models), path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
