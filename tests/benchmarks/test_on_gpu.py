@@ -185,8 +185,8 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a test file that can't be imported is skipped without an error. Also fails if a conftest.py that can't
-    be imported prevents the tests of other folders from being collected."""
+    """Fails if a test file that can't be imported is skipped without an error. Also fails if pytest collects no tests
+    of other folders because one conftest.py can't be imported."""
     mark = "gpu"  # a literal "pytest.mark.gpu" would make this file count as a GPU test
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
@@ -210,8 +210,8 @@ def test_a_file_that_cannot_be_imported_is_seen(
 @pytest.mark.proof
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
-    """Fails if a test for a GPU can't be imported. Also fails if a compute-sanitizer test would run at the same time as
-    other tests on the GPU."""
+    """Checks that every test for a GPU can be imported. Also fails if a compute-sanitizer test would run at the same
+    time as other tests on the GPU."""
     names, missing = script.collected(seconds=600)
     assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}

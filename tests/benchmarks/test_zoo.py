@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_page(zoo: ModuleType) -> None:
-    """Fails if the page counts a model that the zoo can't make, or has no line for a model whose export failed."""
+    """Fails if the page counts a model that the zoo can't make, or leaves out a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})

@@ -227,7 +227,7 @@ def test_the_readme_is_a_page() -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Fails if a page links to a file that the repository doesn't have."""
+    """Checks that each file that a page links to exists in the repository."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:

@@ -23,7 +23,8 @@ PROMISES = {
 
 
 def test_there_are_five_short_ones() -> None:
-    """Fails if a script has no test or more than 60 lines. The scripts have to be short, because users copy them."""
+    """Checks that every script has a test and at most 60 lines. The scripts have to be short, because users copy
+    them."""
     assert [script.stem for script in SCRIPTS] == sorted(PROMISES)
     for script in SCRIPTS:
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script

@@ -60,7 +60,7 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if the error for a wrong source takes several lines or names no fix. The sources are a number, a missing
+    """Checks that the error for a wrong source takes one line and names the fix. The sources are a number, a missing
     function, and a tf.function without input_signature."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")

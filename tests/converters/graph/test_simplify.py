@@ -160,7 +160,7 @@ def test_large_models_keep_their_weights_in_a_file_named_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the weights of a model above the size limit are lost, or if different weights share a file name. Also
-    fails if the artifact doesn't record the files of the weights."""
+    checks that the artifact records the files of the weights."""
     src = conv_net(tmp_path / "m.onnx")
     reads = onnx.load(str(src.path))
     made: list[Artifact] = []

@@ -246,8 +246,8 @@ def test_outliers_are_smoothed(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
-    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses. Also fails if
-    the engine uses no int8 kernels. The test quantizes the model first and then casts the model to fp16."""
+    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses. Also checks that
+    the engine uses int8 kernels. The test quantizes the model first and then casts the model to fp16."""
     pytest.importorskip("tensorrt_rtx_bindings")
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 

@@ -100,8 +100,7 @@ def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path
 
 
 def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the names of the dynamic dims are only in the manifest and can't be read from the .xml and .bin
-    files."""
+    """Checks that the names of the dynamic dims can be read from the .xml and .bin files, without the manifest."""
     moved = tmp_path / "elsewhere.xml"
     moved.write_bytes(ir.path.read_bytes())
     moved.with_suffix(".bin").write_bytes(ir.path.with_suffix(".bin").read_bytes())
@@ -115,8 +114,8 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without accel's signature entry can't be read, or if different dims of two tensors get the same
-    name."""
+    """Checks that an IR without accel's signature entry can be read, and that different dims of two tensors get
+    different names."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)

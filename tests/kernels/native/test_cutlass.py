@@ -259,8 +259,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if dispatch is offered a kernel that has no code for its GPU. The family sm80 also supports sm_120, but a
-    library built for sm_80 alone has no code for sm_120."""
+    """Fails if dispatch gets a kernel without code for its GPU. The family sm80 also supports sm_120, but a library
+    built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))

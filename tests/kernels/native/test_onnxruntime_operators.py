@@ -205,7 +205,7 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
     """Checks that an operator name raises no error if the name doesn't describe a convolution. ONNX Runtime has to run
-    the body of such an operator."""
+    the function body of an operator with an invalid name."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name

@@ -208,8 +208,8 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
     """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. In this
-    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16, the limit of the kernel
-    for few rows."""
+    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16. The kernel for few rows
+    takes at most 16 rows."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):

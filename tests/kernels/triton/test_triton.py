@@ -253,8 +253,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checks that all proofs of `accel kernels check` that need no GPU pass, and that the proof for the GPU is reported
-    as not run. Also checks that the command reports a failed proof."""
+    """Checks that the proofs of `accel kernels check` that need no GPU pass, and that the GPU proof is reported as not
+    run. Also checks that the command reports a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

@@ -177,8 +177,7 @@ def test_real_threads() -> None:
 
 
 def test_closing() -> None:
-    """Fails if closing the ensemble leaves a waiting request without an answer, or also closes the models of the
-    steps."""
+    """Checks that closing the ensemble answers each waiting request, and doesn't close the models of the steps."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))

@@ -178,8 +178,8 @@ def test_outputs_that_cannot_be_told_apart() -> None:
 
 
 def test_priorities_and_their_bounds() -> None:
-    """Fails if an urgent request waits behind others, or if a request above the queue's size limit isn't refused
-    immediately."""
+    """Checks that an urgent request doesn't wait behind others, and that a request above the queue's size limit is
+    refused immediately."""
     executor, session, _ = by_hand(
         Scheduling(
             max_batch_size=1,

@@ -151,8 +151,8 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 
 def test_closing_a_session_that_hangs() -> None:
-    """Fails if closing waits for a session that never returns, or closes a session during its run. Also fails if a
-    caller gets no answer, or gets a second answer when the hung session finally returns."""
+    """Fails if closing waits for a session that never returns, or closes a session during its run. Also checks that
+    each caller gets exactly one answer, even after the hung session returns."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))

@@ -48,7 +48,7 @@ def figures(process: Any, **headers: str) -> dict[str, Any]:
 
 
 def test_what_it_draws(repository: Path, start: Start) -> None:
-    """Fails if a model is missing, if a broken model has no reason, or if the numbers differ from the statistics."""
+    """Checks that no model is missing, that a broken model has a reason, and that the numbers match the statistics."""
     (repository / "broken" / "1").mkdir(parents=True)
     (repository / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     process = start(repository, http_port=0)

@@ -385,8 +385,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Checks that the FLOPs of a model with named inputs are counted. FLOPs can't be counted for a model whose code
-    reads tensor values, and the log must say so."""
+    """Checks that the FLOPs of a model with named inputs are counted. The log must say that FLOPs can't be counted if
+    the model's code reads tensor values."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
