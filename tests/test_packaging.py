@@ -106,7 +106,7 @@ def test_files_and_folders_are_small_and_names_are_plain() -> None:
 
 
 def test_every_folder_says_what_lives_there() -> None:
-    """Fails if a package has no docstring of its own in ``__init__.py``."""
+    """Checks that each package has a docstring of its own in ``__init__.py``."""
     for path in SOURCES:
         if path.name == "__init__.py":
             said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

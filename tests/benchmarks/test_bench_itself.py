@@ -1,4 +1,4 @@
-"""Proves that bench_itself.py counts right and wrong verdicts correctly. This script checks the verdicts of accel
+"""Proves that bench_itself.py counts right and wrong verdicts correctly. bench_itself.py checks the verdicts of accel
 bench."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_the_claims(script: ModuleType) -> None:
 
 
 def test_the_delay(script: ModuleType) -> None:
-    """Fails if the delayed session doesn't run the model, or isn't at least 10% slower."""
+    """Checks that the delayed session runs the model and is at least 10% slower."""
     session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
     delayed = script.Delayed(session)
     assert delayed.signature == "s"
@@ -67,7 +67,7 @@ def test_the_delay(script: ModuleType) -> None:
 
 
 def test_both_kinds_are_mixed(script: ModuleType) -> None:
-    """Fails if a run is missing or repeated, or if runs with and without a delay aren't evenly mixed."""
+    """Checks that no run is missing or repeated, and that runs with and without a delay are evenly mixed."""
     found = script.names(40, 20)
     assert len(set(found)) == len(found) == 60
     assert 8 <= sum(name.startswith("delayed") for name in found[:30]) <= 12
@@ -75,7 +75,7 @@ def test_both_kinds_are_mixed(script: ModuleType) -> None:
 
 @pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the script can't run its model on a runtime, or if the recorded results lack measurements."""
+    """Checks that the script runs its model on two runtimes, and that the recorded results contain all measurements."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
         found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})

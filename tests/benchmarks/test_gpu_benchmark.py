@@ -1,6 +1,6 @@
 """Proves without a GPU that the GPU benchmark orders its rows, judges its goals and writes its files correctly.
 
-These tests fail if the most important rows aren't measured first. The tests also fail if a goal's ratio is inverted or
+These tests check that the most important rows are measured first. The tests also fail if a goal's ratio is inverted or
 judged on the wrong rows. If a measurement fails, the report must still be written. A second run must add its results to
 the first run's results, but not to results of another GPU. A run without a GPU must not report results.
 """
@@ -99,8 +99,8 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
-# This code replaces the benchmark script. Of its problems, the second raises an error, the third aborts the process,
-# the fifth hangs, and the GPU is lost after the sixth.
+# This code replaces the benchmark script. The second problem raises an error, the third aborts the process, the fifth
+# hangs, and the GPU is lost after the sixth.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
 sys.path.insert(0, os.path.dirname({script!r}))
@@ -190,8 +190,8 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
 
 
 def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if matrices with few rows can't be compared with _int_mm, which takes at least 17 rows on a GPU. Also fails
-    if the rows added as padding change the result or appear in it."""
+    """Checks that matrices with few rows can be compared with _int_mm, which takes at least 17 rows on a GPU. Also
+    fails if the rows added as padding change the result or appear in it."""
     real, seen = torch._int_mm, []
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     run adds rows to results of another driver or another list of rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s aren't enough for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # no JSON file exists yet, and 30 s are too short for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())

@@ -29,9 +29,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is inverted or isn't computed for each round, or if a value on the wrong side of its bound meets
-    the goal. Also fails if a ratio uses the slower setup of the other server, or compares rates at different
-    concurrencies."""
+    """Checks that each round gets its own ratio, that no ratio is inverted, and that a value on the wrong side of its
+    bound misses the goal. Also fails if a ratio uses the slower setup of the other server, or compares rates at
+    different concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
@@ -63,9 +63,9 @@ def test_what_was_not_measured(script: ModuleType) -> None:
     [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
-    """Fails if a run passes although requests were lost or answered twice. Also fails if a run passes although requests
-    failed and the load generator didn't notice. The load generator counts 100 answers, and up to 8 requests may be
-    unanswered when it stops."""
+    """Fails if a run passes although requests were lost or answered twice. Also fails if a run passes although the load
+    generator overlooked failed requests. The load generator counts 100 answers, and up to 8 requests may be unanswered
+    when it stops."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])
@@ -91,7 +91,7 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the table has no columns for lost and duplicate answers, or shows 0 for a server that doesn't count
+    """Checks that the table has columns for lost and duplicate answers, and shows no 0 for a server that doesn't count
     answers. Also fails if the text below the table quotes rates of another run."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")

@@ -1,6 +1,6 @@
 """Proves that on_gpu.py runs and reports all its steps. In these tests, the steps are short commands.
 
-These tests fail if the steps after a failed or hung step don't run, or if a step's processes continue after the step's
+These tests check that the steps after a failed or hung step still run, and that a step's processes end at the step's
 time limit. The tests also fail if the report is written only at the end, or if the whole run exceeds its time limit.
 Each test for a GPU must be in a shard. The report must name each failed test, and must not count skipped tests as
 passed.
@@ -142,8 +142,8 @@ def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]
 
 
 def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step counts as passed although all its tests were skipped, because pytest then exits with 0. If at
-    least one test ran, the step may pass."""
+    """Fails if a step counts as passed although pytest skipped all its tests and therefore exited with 0. If at least
+    one test ran, the step may pass."""
     skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
     skipped = file_of(script, tmp_path, "test_skipped.py", skip)
     mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")
@@ -158,7 +158,7 @@ def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Pat
 
 
 def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the report of a killed or crashed process lacks the names of the tests that failed before. Also fails if
+    """Checks that the report of a killed or crashed process still names the tests that failed earlier. Also fails if
     later output displaces these names from the report."""
     wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
     ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
@@ -185,9 +185,9 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a test file that can't be imported is skipped without an error. Also fails if a conftest.py that can't
-    be imported prevents the tests of other folders from being collected."""
-    mark = "gpu"  # written apart from "pytest.mark.", so that this file doesn't count as a file with tests for a GPU
+    """Fails if a test file that can't be imported is skipped without an error. Also fails if pytest collects no tests
+    of other folders because one conftest.py can't be imported."""
+    mark = "gpu"  # a literal "pytest.mark.gpu" would make this file count as a GPU test
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()
@@ -210,8 +210,8 @@ def test_a_file_that_cannot_be_imported_is_seen(
 @pytest.mark.proof
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
-    """Fails if a test for a GPU can't be imported. Also fails if a compute-sanitizer test would run at the same time as
-    other tests on the GPU."""
+    """Checks that every test for a GPU can be imported. Also fails if a compute-sanitizer test would run at the same
+    time as other tests on the GPU."""
     names, missing = script.collected(seconds=600)
     assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}

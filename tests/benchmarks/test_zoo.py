@@ -32,8 +32,8 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes a family of three models. The first works, the second draws random numbers, and the third returns no
-    tensor."""
+    """Makes a family of three models. The first model works, the second model draws random numbers, and the third model
+    returns no tensor."""
     case = importlib.import_module("zoo_models.case")
 
     class Noise(torch.nn.Module):
@@ -58,8 +58,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.usefixtures("zoo")
 @pytest.mark.filterwarnings("ignore")
 def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a model that works, is rightly refused or can't be made gets a wrong class. Also fails if an exported
-    file whose outputs differ from the model's isn't classified as wrong."""
+    """Checks the class of a model that works, of a model that is rightly refused, and of a model that can't be made.
+    Also checks that an exported file is classified as wrong if its outputs differ from the model's outputs."""
     toys(monkeypatch)
     trial = importlib.import_module("zoo_models.trial")
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
@@ -86,7 +86,7 @@ def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_a_message_asks_for(zoo: ModuleType) -> None:
-    """Fails if the zoo doesn't read the arguments that an error message suggests, or takes other words for
+    """Checks that the zoo reads the arguments that an error message suggests, and takes no other words for
     arguments."""
     trial = importlib.import_module("zoo_models.trial")
     assert zoo.CLASSES
@@ -112,7 +112,8 @@ def child(kind: str, out: str) -> None:
 
 
 def test_the_limits_of_a_child(zoo: ModuleType) -> None:
-    """Fails if a child process that hangs, fills the memory or dies ends the run or isn't recorded as a crash."""
+    """Checks that a child process that hangs, fills the memory or dies is recorded as a crash, and doesn't end the
+    run."""
     context = multiprocessing.get_context("fork")  # a spawned child process would import torch
     limits = zoo.Limits(seconds=20.0, memory=4000.0)
     found = zoo.in_child(context, child, ("works",), limits)
@@ -130,8 +131,8 @@ def row(name: str, kind: str, tool: str = "accel") -> dict[str, Any]:
 
 
 def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
-    """Fails if a resumed run exports a model with a result again, or leaves out a model without a result. Also fails if
-    the run ends because an interruption left an incomplete line in the results."""
+    """Fails if a resumed run repeats a model that already has a result, or leaves out a model without a result. Also
+    fails if the run ends because an interruption left an incomplete line in the results."""
     path = tmp_path / "zoo.jsonl"
     lines = [json.dumps(row("a", "failed")), json.dumps(row("b", "not made")), json.dumps(row("a", "first"))]
     path.write_text("\n".join(lines) + '\n{"family": "own", "na')
@@ -146,7 +147,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_page(zoo: ModuleType) -> None:
-    """Fails if the page counts a model that the zoo can't make, or has no line for a model whose export failed."""
+    """Fails if the page counts a model that the zoo can't make, or leaves out a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})

@@ -38,7 +38,7 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a line of the README's Python raises, or if the last two printed lines aren't True."""
+    """Checks that the README's Python code runs without errors, and that the last two printed lines are True."""
     found = blocks("python")
     assert found
     for code in found:
@@ -50,8 +50,8 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a line of the page's Python raises, or if the outputs of a pipeline on the page differ from the outputs
-    of its modules."""
+    """Checks that the page's Python code runs without errors. Also checks that a pipeline on the page has the same
+    outputs as its modules."""
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count
@@ -60,7 +60,7 @@ def test_the_python_about_models_in_memory(
 
 
 def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
-    """Fails if a command under "Your own model" doesn't work as written."""
+    """Checks that each command under "Your own model" works as written."""
     section = README.partition("## Your own model")[2].partition("\n## ")[0]
     commands = [
         line[2:] for block in blocks("console", section) for line in block.splitlines() if line.startswith("$ ")
@@ -77,8 +77,7 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
 
 
 def test_the_ten_options() -> None:
-    """Fails if the table of options doesn't have ten rows, or if ``accel optimize`` doesn't accept the example in a
-    row."""
+    """Checks that the table of options has ten rows, and that ``accel optimize`` accepts the example in each row."""
     from accel.cli.optimize import command
     from accel.cli.options import read_dims
     from accel.signature import TensorSpec
@@ -95,7 +94,7 @@ def test_the_ten_options() -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
-    """Fails if a command of optimize.md, engines.md or measure.md doesn't work as written. Also fails if one of these
+    """Checks that each command of optimize.md, engines.md and measure.md works as written. Also fails if one of these
     pages names an option that doesn't exist."""
     from importlib import import_module
 
@@ -120,7 +119,7 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
-    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of the format that the
+    """Checks that each command of docs/how-to/checkpoints.md works as written on a checkpoint of the format that the
     page names."""
     import warnings
 
@@ -162,8 +161,8 @@ def test_every_target_and_extra_is_in_the_readme() -> None:
 
 
 def test_every_dependency_says_why() -> None:
-    """Fails if a dependency in pyproject.toml has no comment with its reason, or if a pin in constraints.txt isn't
-    exact or occurs twice."""
+    """Checks that each dependency in pyproject.toml has a comment with its reason, and that each pin in constraints.txt
+    is exact and unique."""
     lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     for line in lines:
         if re.match(r'^  "(?!accel-toolchain)[A-Za-z0-9_.-]+[><=]', line):
@@ -228,7 +227,7 @@ def test_the_readme_is_a_page() -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Fails if a page links to a file that the repository doesn't have."""
+    """Checks that each file that a page links to exists in the repository."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:
@@ -272,7 +271,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 
 def test_the_layers_of_the_architecture_are_those_of_the_linter() -> None:
-    """Fails if the layers in docs/architecture.md aren't the layers that import-linter enforces."""
+    """Checks that the layers in docs/architecture.md are the layers that import-linter enforces."""
     import tomllib
 
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][

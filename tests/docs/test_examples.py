@@ -23,7 +23,8 @@ PROMISES = {
 
 
 def test_there_are_five_short_ones() -> None:
-    """Fails if a script has no test or more than 60 lines. The scripts have to be short, because users copy them."""
+    """Checks that every script has a test and at most 60 lines. The scripts have to be short, because users copy
+    them."""
     assert [script.stem for script in SCRIPTS] == sorted(PROMISES)
     for script in SCRIPTS:
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script
@@ -35,7 +36,7 @@ def test_there_are_five_short_ones() -> None:
     [pytest.param(name, marks=[pytest.mark.proof] if slow else []) for name, (_, slow) in sorted(PROMISES.items())],
 )
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    """Fails if the script raises, or doesn't print its result."""
+    """Checks that the script runs without errors and prints its result."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "default"}
     words = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment, check=False)

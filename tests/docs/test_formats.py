@@ -1,4 +1,5 @@
-"""Proves that the Python code and the commands in tensorflow.md and formats.md work in the order of the page."""
+"""Proves that the Python code and the commands in tensorflow.md and formats.md work in the order in which they
+appear."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PAGES = ("tensorflow.md", "formats.md")
 
 
 def test_every_route_has_an_example() -> None:
-    """Fails if neither tensorflow.md nor formats.md has a command for an input or output format. ``test_the_page`` runs
+    """Checks that tensorflow.md or formats.md has a command for each input and output format. ``test_the_page`` runs
     the commands."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     exported = re.findall(r"^\$ accel export (\S+)(.*)$", text, flags=re.MULTILINE)
@@ -76,7 +77,7 @@ class Reader:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    """Fails if a block of Python raises, or if a command doesn't work as written."""
+    """Checks that the Python blocks run without errors, and that the commands work as written."""
     monkeypatch.chdir(tmp_path)
     ran = 0
     with Reader(tmp_path / "reader.log") as reader:

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_configs(folder: Path, start: Any) -> None:
-    """Fails if the server refuses a config in serving.md, or if a config doesn't have the documented effect."""
+    """Checks that the server accepts each config in serving.md, and that each config has the documented effect."""
     process = start(folder / "models")
     x = np.array([[1, -2, 0.5, 3]], np.float32)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -97,8 +97,8 @@ def test_the_configs(folder: Path, start: Any) -> None:
 
 
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
-    """Fails if a command in serving.md doesn't work as written on free ports, or if the tokens in serving.md don't have
-    the documented rights."""
+    """Checks that each command in serving.md works as written on free ports, and that the tokens in serving.md have the
+    documented rights."""
     check, begin, infer = map(shlex.split, TO_RUN)
     ran = cli(*check[1:])
     assert ran.code == 0, ran.stdout + ran.stderr
@@ -148,7 +148,7 @@ def test_every_field_is_on_the_page() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None:
-    """Fails if a config that requests an unsupported feature is served, or if the error doesn't name the feature."""
+    """Checks that a config that requests an unsupported feature is refused, and that the error names the feature."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
     ran = cli("serve", tmp_path / "models", "--check", "--json")

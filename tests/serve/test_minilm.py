@@ -18,7 +18,7 @@ from tests.support.serving import Start
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
     """Fails if the server's embeddings differ from the embeddings of a session at the tested lengths and batch sizes.
-    Also fails if the server doesn't detect the dim along which batches may be padded."""
+    Also checks that the server detects the dim along which batches may be padded."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()
     process = start(tmp_path)
@@ -39,8 +39,8 @@ def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
 
 @pytest.mark.slow
 def test_texts_of_many_lengths_together(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if texts of different lengths don't share a batch. Also fails if unmasked padding, a missing mask or
-    another text's answer changes an embedding."""
+    """Checks that texts of different lengths share a batch. Also fails if unmasked padding, a missing mask or another
+    text's answer changes an embedding."""
     minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     (tmp_path / "minilm" / "config.pbtxt").write_text("dynamic_batching { max_queue_delay_microseconds: 2000000 }")
     process = start(tmp_path)

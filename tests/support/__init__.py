@@ -1,5 +1,5 @@
-"""Code that the tests share: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
-root."""
+"""Contains the code that the tests share: builders of models and files, servers, fakes and a browser. ``ROOT`` is the
+repository's root."""
 
 from pathlib import Path
 

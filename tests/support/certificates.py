@@ -1,4 +1,4 @@
-"""Certificates for the tests of TLS."""
+"""Makes certificates for the tests of TLS."""
 
 from __future__ import annotations
 

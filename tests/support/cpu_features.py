@@ -15,7 +15,7 @@ def has_bf16() -> bool:
 
 
 def needs_vnni() -> None:
-    """Skips the rest of the test on an x86 CPU without VNNI. On such a CPU, ONNX Runtime's int8 sums of two products
-    saturate in 16 bits, so no bound on the int8 error holds."""
+    """Skips the rest of the test on an x86 CPU without VNNI. On a CPU without VNNI, ONNX Runtime's int8 sums of two
+    products saturate in 16 bits, so the int8 error has no bound."""
     if int8_saturates():
         pytest.skip("ONNX Runtime's int8 saturates on this CPU: it has no VNNI")

@@ -1,4 +1,4 @@
-"""Small models that several engine tests build."""
+"""Makes small models that several engine tests build."""
 
 from __future__ import annotations
 

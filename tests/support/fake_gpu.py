@@ -1,4 +1,4 @@
-"""A fake CUDA and a fake engine in plain memory. The fakes let the TensorRT session run without a GPU."""
+"""Provides a fake CUDA and a fake engine in plain memory. The fakes let the TensorRT session run without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.signature import Signature, TensorSpec
 
 class FakeCuda:
     """An imitation of CUDA that uses ordinary memory. Addresses are real, every allocation is counted, and a double
-    free raises."""
+    free raises an error."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit
@@ -183,7 +183,7 @@ class FakeEngine:
 
 
 class FakeToolkit:
-    """The parts of the tensorrt module that a session uses. An engine file must start with ENGINE."""
+    """Imitates the parts of the tensorrt module that a session uses. An engine file must start with ENGINE."""
 
     __version__ = "1.7.1"
     TensorLocation = SimpleNamespace(HOST="host", DEVICE="device")

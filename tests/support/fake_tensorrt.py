@@ -1,5 +1,5 @@
-"""A stand-in for TensorRT with a registry of plugins and a parser. Like TensorRT's parser, this parser chooses between
-a plugin and a function body. The stand-in builds an engine that lists its layers as JSON."""
+"""Provides a stand-in for TensorRT with a registry of plugins and a parser. Like TensorRT's parser, this parser chooses
+between a plugin and a function body. The stand-in builds an engine that lists its layers as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accel.stage import run_stage
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
-# The implementations that the engine may choose for a node.
+# These are the implementations that the engine may choose for a node.
 QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 
@@ -36,8 +36,8 @@ class Registry:
         return name if (name, version, plugin_namespace) in self.creators else None
 
     def load_library(self, path: str) -> object | None:
-        """Loads a file with one name per line as a library of plugins. Returns None if a plugin of that name already
-        exists."""
+        """Loads a file with one name per line as a library of plugins. Returns None if a plugin with one of these names
+        already exists."""
         names = {(line, "1", "") for line in Path(path).read_text().splitlines()}
         if ("FusedGemm", "1", "") not in names or names & self.creators:
             return None
@@ -47,7 +47,7 @@ class Registry:
 
 
 class FakeTensorRT(ModuleType):
-    """The parts of the module ``tensorrt`` that building an engine uses."""
+    """Imitates the parts of the module ``tensorrt`` that building an engine uses."""
 
     __version__ = "11.0.0"
     NetworkDefinitionCreationFlag = SimpleNamespace()
@@ -200,7 +200,7 @@ def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], 
 
 
 def library(folder: Path, *names: str) -> Path:
-    """Writes a library of plugins with these names."""
+    """Writes a library of plugins with the given names."""
     path = folder / "plugins.so"
     path.write_text("\n".join(["FusedGemm", *names]))
     return path

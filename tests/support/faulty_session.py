@@ -1,4 +1,4 @@
-"""A session in the server's own process that raises or hangs if the input requests a fault.
+"""Provides a session in the server's own process that raises an error or hangs if the input requests a fault.
 
 ``faulty_sessions`` makes sessions in a server's child processes fail.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Faulty:
-    """A session that raises if x[0, 0] is 1, hangs until ``released`` if x[0, 0] is 2, and otherwise runs."""
+    """A session that raises an error if x[0, 0] is 1, hangs until ``released`` if x[0, 0] is 2, and otherwise runs."""
 
     def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
         self._session, self._released, self._running = session, released, running

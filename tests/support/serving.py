@@ -1,4 +1,4 @@
-"""Small models in Triton's layout for the tests of the server."""
+"""Makes small models in Triton's layout for the tests of the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support import onnx_builder as build
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 
-# An ensemble that runs "linear" and then "relu".
+# This ensemble runs "linear" and then "relu".
 ENSEMBLE = """
 max_batch_size: 8
 input { name: "image" data_type: TYPE_FP32 dims: [4] }
@@ -44,8 +44,8 @@ ensemble_scheduling {
 }
 """
 
-# A folder for the server's Python path. The file sitecustomize.py in this folder makes models under "bad" fail if the
-# input requests a fault.
+# The server gets this folder in its Python path. The file sitecustomize.py in this folder makes models under "bad" fail
+# if the input requests a fault.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 

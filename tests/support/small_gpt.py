@@ -1,5 +1,5 @@
-"""A small GPT with a vocabulary of 61 tokens, which the distributed checks train. The samples have different numbers of
-targets."""
+"""Provides a small GPT with a vocabulary of 61 tokens, which the distributed checks train. The samples have different
+numbers of targets."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def decoder() -> torch.nn.Module:
 
 
 class _Counting(torch.nn.Module):
-    """Attention in which ``shape`` fixes the number and width of heads. One joint product (``together``) or three
-    products compute queries, keys and values."""
+    """Attention in which ``shape`` fixes the number and width of heads. If ``together`` is true, one product computes
+    the queries, keys and values, instead of three products."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
         super().__init__()

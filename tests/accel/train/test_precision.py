@@ -25,8 +25,7 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
     ],
 )
 def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: str) -> None:
-    """Fails if a run with an apex precision name, such as O1, doesn't log what the name means and when not to use
-    it."""
+    """Checks that a run with an apex precision name, such as O1, logs what the name means and when not to use it."""
     trainer_of(tmp_path, steps=1, precision={"mode": name}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert rows_of(tmp_path)[0] == {"note": says}
 
@@ -39,8 +38,8 @@ def test_nothing_is_said_of_what_has_no_limits(tmp_path: Path, mode: str) -> Non
 
 
 def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Fails if the loss scale doesn't double after ``growth_interval`` steps without overflow. Also fails if an
-    overflow doesn't halve the scale and reset the count of steps. A resumed run must keep the scale and the count."""
+    """Checks that the loss scale doubles after ``growth_interval`` steps without overflow. Also checks that an overflow
+    halves the scale and resets the count of steps. A resumed run must keep the scale and the count."""
     trainer = trainer_of(tmp_path, steps=12, **GROWING)
     batches = trainer.batches()
     assert [trainer.one_step(batches)["loss_scale"] for _ in range(7)] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]

@@ -32,8 +32,8 @@ def _block(language: str) -> str:
 def test_the_example_trains_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a command in docs/how-to/training.md fails with the files in the page, or if the example doesn't
-    learn."""
+    """Checks that the commands in docs/how-to/training.md work with the files in the page, and that the example
+    learns."""
     monkeypatch.chdir(tmp_path)
     Path("taxi.py").write_text(_block("python"))
     Path("taxi.toml").write_text(_block("toml"))
@@ -49,7 +49,7 @@ def test_the_example_trains_and_exports(
 
 
 def test_the_page_names_what_is_refused() -> None:
-    """Fails if the first table of docs/how-to/training.md doesn't list exactly the config keys model, data, loss and
+    """Checks that the first table of docs/how-to/training.md lists exactly the config keys model, data, loss and
     evaluate."""
     keys = re.findall(r"^\| `(\w+)`", TEXT.partition("\n## ")[0], flags=re.MULTILINE)
     assert keys == ["model", "data", "loss", "evaluate"]
@@ -157,8 +157,8 @@ def bare(module):
     ],
 )
 def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:
-    """Fails if a factory, loss or metric that returns a wrong object causes an error of torch instead of an error with
-    the fix."""
+    """Checks that a factory, loss or metric that returns a wrong object causes an error with the fix, and not an error
+    of torch."""
     source = tmp_path / "wrong.py"
     source.write_text(SMALL.read_text() + _WRONG)
     tables = {"evaluate_every": 1} if key == "evaluate" else {}

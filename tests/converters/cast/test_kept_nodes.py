@@ -113,7 +113,8 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if the eps of a normalization is rounded, or if a node from the addition of eps to the division is cast."""
+    """Fails if the eps of a normalization is rounded, or if accel casts the addition of eps, the division, or a node
+    between the two."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -141,7 +142,7 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
     """Fails if a layer normalization squares values around 1000 in fp16, either as one node or decomposed into several.
-    Also fails if the layers around the layer normalization aren't cast."""
+    Also checks that the layers around the layer normalization are cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}

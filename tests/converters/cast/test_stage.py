@@ -105,8 +105,8 @@ def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
 
 
 def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) -> None:
-    """Fails if a node gets a dtype that its operator doesn't allow at this opset, or if the error doesn't name an opset
-    to use."""
+    """Checks that each node gets a dtype that its operator allows at this opset, and that the error names an opset to
+    use."""
     inputs, outputs = {"x": (FLOAT, ["batch", 4, 8, 8])}, {"y": (FLOAT, ["batch", 4, 6, 6])}
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((4, 4, 3, 3)).astype(np.float32)}

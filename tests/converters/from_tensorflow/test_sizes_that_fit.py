@@ -68,8 +68,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """The nets in this test reject images with sides of 2, 16 or 17 pixels. Fails if export without --dim refuses a
-    net, doesn't report the tested sizes, or tests sizes with an empty output."""
+    """The nets in this test reject images with sides of 2, 16 or 17 pixels. Checks that export without --dim accepts
+    each net, reports the tested sizes, and tests only sizes with a non-empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -101,8 +101,8 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """The net in this test halves images and accepts only even sizes. Fails if a range with a step of 2 is refused or
-    runs odd sizes. Also fails if the error for a range without a step doesn't name the fix."""
+    """The net in this test halves images and accepts only even sizes. Fails if export refuses a range with a step of 2,
+    or runs odd sizes for this range. Also checks that the error for a range without a step names the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
     fix = r"it runs at multiples of 2: pass dims={'height': '32:48:64:2', 'width': '32:32:64:2'}$"
@@ -124,8 +124,8 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Keras can't trace the model in this test while its image size is dynamic. Fails if the error doesn't name this
-    reason, is truncated within a sentence, or suggests a fix that doesn't work."""
+    """Keras can't trace the model in this test while its image size is dynamic. Checks that the error names this
+    reason, ends with a complete sentence, and suggests a fix that works."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")
@@ -136,7 +136,7 @@ def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
 
 
 def test_bytes_go_up_to_255(tmp_path: Path) -> None:
-    """Fails if a model with uint8 inputs isn't tested with values from 0 to 255."""
+    """Checks that a model with uint8 inputs is tested with values from 0 to 255."""
     (tmp_path / "bytes.py").write_text(BYTES)
     made = accel.export(f"{tmp_path / 'bytes.py'}:function", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].values == (0, 255)

@@ -39,7 +39,7 @@ def make():
 
 @pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
 def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported unchanged, or if the error doesn't name the random op. Also fails if
+    """Checks that a graph with dropout isn't exported unchanged, and that the error names the random op. Also fails if
     the stripped graph differs from the same net without dropout."""
     words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "-q")
@@ -57,9 +57,9 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 @pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't suggest --strip-training-ops. Also fails if --strip-training-ops has no effect on a
-    SavedModel or on a model from a Python function. Also fails if the outputs of the stripped net differ from the net's
-    outputs at inference."""
+    """Checks that the error suggests --strip-training-ops. Also checks that --strip-training-ops works on a SavedModel
+    and on a model from a Python function. Also fails if the outputs of the stripped net differ from the net's outputs
+    at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])
@@ -79,7 +79,7 @@ def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_mode
 
 
 def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
-    """Fails if a SavedModel with dropout can't be inspected, or if no warning names the dropout's random op."""
+    """Checks that a SavedModel with dropout can be inspected, and that a warning names the dropout's random op."""
     graph = accel.inspect(tensorflow_models / "dropout").graph
     assert any("StatelessRandomUniformV2" in warning for warning in graph["warnings"])
     assert graph["parameters"] == 6 * 4 + 4 + 4 * 2 + 2
@@ -87,9 +87,9 @@ def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
 
 @pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
 def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
-    """Fails if export accepts a model whose integer output is random although no op's name shows the randomness. Also
-    fails if the error for a TFLite file names an option that has no effect on TFLite. (In TFLite, only repeated runs
-    reveal randomness.)"""
+    """Fails if export accepts a model with a random integer output. No op's name in this model shows the randomness.
+    Also fails if the error for a TFLite file names an option that has no effect on TFLite. (In TFLite, only repeated
+    runs reveal randomness.)"""
     with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
     assert ("strip_training_ops=True" in str(caught.value)) == (name == "sampler")

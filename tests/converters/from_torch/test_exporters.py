@@ -148,8 +148,8 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an exporter prints to the terminal. Also fails if the error suggests a fixed size or doesn't name the
-    operator that ONNX lacks."""
+    """Fails if an exporter prints to the terminal. Also checks that the error names the operator that ONNX lacks, and
+    doesn't suggest a fixed size."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
@@ -161,7 +161,8 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> 
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
-    """Fails if export drops a branch that no example input reaches, or if the error doesn't name the source line."""
+    """Checks that export doesn't silently drop a branch that no example input reaches, and that the error names the
+    source line."""
     source = tmp_path / "rare.py"
     source.write_text(
         "import torch\n"
@@ -211,9 +212,9 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an RNN on a packed sequence can't be exported. The model returns the RNN's last state or the RNN's
-    outputs. Also fails if padding changes the outputs, if the file keeps an output that was added only for the
-    exporter, or if the exporter prints messages."""
+    """Checks that an RNN on a packed sequence can be exported. The model returns the RNN's last state or the RNN's
+    outputs. Also fails if padding changes the outputs, if the exporter prints messages, or if an output that was added
+    only for the exporter stays in the file."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"

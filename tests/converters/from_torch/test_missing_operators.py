@@ -58,8 +58,8 @@ class Translator(torch.nn.Module):
 
 
 def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
-    """Fails if the export of torch's own transformer stops because torch searches the mask for a causal mask. The
-    search reads the mask's values, which aren't known during an export."""
+    """Fails if torch's own transformer can't be exported because torch checks whether the mask is causal. The check
+    reads the mask's values, which aren't known during an export."""
     net = Translator().eval()
     dynamic = {"source": {0: "batch"}, "target": {0: "batch", 1: "length"}}
     example = (torch.randn(2, 4, 8), torch.randn(2, 3, 8))

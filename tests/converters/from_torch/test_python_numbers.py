@@ -1,5 +1,5 @@
-"""Proves that models that read tensor values as Python numbers are exported correctly or refused with a working
-rewrite."""
+"""Proves that accel correctly exports models that read tensor values as Python numbers, or suggests a rewrite that
+works."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
 
-# Each entry has lines of a model, the advice in the error, and the lines rewritten as advised.
+# Each entry has the lines of a model, the advice in the error, and the lines after the advised rewrite.
 REWRITES = [
     ("y = y * math.exp(x.mean().item() / 1000)",
      "write `torch.exp(x.mean() / 1000)` instead of `math.exp(x.mean().item() / 1000)`",
@@ -146,8 +146,8 @@ REWRITES = [
 
 @pytest.mark.parametrize(("lines", "advice", "followed"), REWRITES)
 def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if the file contains a value of the example input, or if the error doesn't name the line and the rewrite.
-    Also fails if the rewritten model can't be exported, or if its outputs differ from the original model's outputs."""
+    """Checks that export refuses the model, and that the error names the line and the rewrite. Also checks that the
+    rewritten model can be exported and gives the same outputs as the original model."""
     source = written(tmp_path, lines)
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")

@@ -140,8 +140,8 @@ def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
 
 
 def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --dim can't set the sizes of the images before the resize, or if the gate doesn't compare at these
-    sizes. Also fails if the image sizes get the range of the batch dim."""
+    """Checks that --dim can set the sizes of the images before the resize, and that the gate compares at these sizes.
+    Also fails if the image sizes get the range of the batch dim."""
     out = tmp_path / "p.onnx"
     dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
     ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")

@@ -99,8 +99,8 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Fails if a native crash kills the calling process, or if a hung process isn't killed. Also fails if accel accepts
-    an invalid model or a model with other dims."""
+    """Checks that a native crash doesn't kill the calling process, and that a hung process is killed. Also fails if
+    accel accepts an invalid model or a model with other dims."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 
@@ -160,7 +160,7 @@ def test_large_models_keep_their_weights_in_a_file_named_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the weights of a model above the size limit are lost, or if different weights share a file name. Also
-    fails if the artifact doesn't record the files of the weights."""
+    checks that the artifact records the files of the weights."""
     src = conv_net(tmp_path / "m.onnx")
     reads = onnx.load(str(src.path))
     made: list[Artifact] = []

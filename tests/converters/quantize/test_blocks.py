@@ -44,8 +44,8 @@ def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "top"), [("int4-weights", 7), ("int8-weights", 127)])
 def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path) -> None:
-    """Fails if blocks run along the wrong axis, or if a quantized weight has a wrong value. Also fails if a product
-    whose depth isn't a multiple of the block size changes."""
+    """Fails if blocks run along the wrong axis, or if a quantized weight has a wrong value. Also checks that a product
+    stays unchanged if its depth isn't a multiple of the block size."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(form="tensorrt", mode=mode, block_size=64, smallest=1), tmp_path / "q.onnx")
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}

@@ -183,8 +183,8 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile. Also fails if a pickle is loaded, or if a checksum
-    isn't compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
+    """Fails if a bad file ends in a traceback of numpy or zipfile. Also checks that no pickle is loaded, and that every
+    checksum is compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -319,8 +319,8 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the stage gives calibration no folder for its saved state, or if the state is lost before the next run.
-    Also fails if the ranges differ from those of an uninterrupted run."""
+    """Checks that the stage gives calibration a folder for its saved state, and that the state is kept until the next
+    run. Also fails if the ranges differ from the ranges of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
     config = QuantizeConfig(data=tmp_path / "d.npz")

@@ -75,9 +75,9 @@ def config(data: Path, **more: Any) -> QuantizeConfig:
 
 
 def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
-    """Fails if a weight doesn't have one scale per channel, or if an activation's scale isn't the calibrated scale.
-    Also fails if a weight isn't rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two
-    products read is rounded twice."""
+    """Checks that each weight has one scale per channel, and that each activation has the calibrated scale. Also checks
+    that each weight is rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two products
+    read is rounded twice."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data), tmp_path / "q.onnx")
     assert made.properties["precision"] == "fp8"
@@ -124,8 +124,8 @@ def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
 
 
 def test_what_stays_and_what_is_refused(data: Path, tmp_path: Path) -> None:
-    """Fails if a node in ``keep`` is rounded, or if per_channel=False doesn't give one scale per tensor. Also fails if
-    an unsupported request isn't refused."""
+    """Checks that no node in ``keep`` is rounded, and that per_channel=False gives one scale per tensor. Also checks
+    that an unsupported request is refused."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data, keep=("third",), per_channel=False), tmp_path / "q.onnx")
     graph = onnx.load(str(made.path)).graph
@@ -181,7 +181,7 @@ def test_the_cast_around_it(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_engine_is_built(data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if TensorRT refuses the model, or if no kernel of the engine computes in fp8."""
+    """Checks that TensorRT accepts the model, and that a kernel of the engine computes in fp8."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")
     words = ["--target", "tensorrt-rtx", "--precision", "fp8", "--data", data]

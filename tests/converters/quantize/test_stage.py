@@ -137,7 +137,7 @@ def zero_points(made: Artifact) -> list[np.ndarray]:
 
 
 def test_ort_cpu_form(tmp_path: Path) -> None:
-    """Fails if activations aren't uint8, or if weights aren't int8 with a scale per channel. Also fails if the residual
+    """Checks that activations are uint8, and that weights are int8 with a scale per channel. Also fails if the residual
     is computed in float. Also fails if the opset, the IR version, a name or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))
@@ -209,7 +209,7 @@ def test_which_cpus_saturate(
 
 def test_dynamic_form(tmp_path: Path) -> None:
     """Fails if a residual or a product of two activations is quantized, or if dynamic quantization requires data. Also
-    fails if the model's properties don't say that the rows of a batch share a scale."""
+    checks that the model's properties say that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
     assert made.properties[ROWS_SHARE_SCALES]
@@ -246,8 +246,8 @@ def test_outliers_are_smoothed(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
-    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses. Also fails if
-    the engine uses no int8 kernels. The test quantizes the model first and then casts the model to fp16."""
+    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses. Also checks that
+    the engine uses int8 kernels. The test quantizes the model first and then casts the model to fp16."""
     pytest.importorskip("tensorrt_rtx_bindings")
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 
@@ -278,8 +278,8 @@ def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
 
 
 def test_openvino_form(tmp_path: Path) -> None:
-    """Fails if NNCF's graph has another signature than the source. Also fails if NNCF prints, warns or sends telemetry
-    in this process."""
+    """Checks that NNCF's graph has the same signature as the source. Also fails if NNCF prints, warns or sends
+    telemetry in this process."""
     pytest.importorskip("nncf")
     for make, limit in ((conv_net, 0.05), (attention_net, 0.15)):
         src = make(tmp_path / f"{make.__name__}.onnx")
@@ -320,7 +320,7 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method gives a
+    """Checks that the written scale is the scale of the mse method. On heavy-tailed inputs, the mse method gives a
     smaller range than minmax."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)
@@ -339,7 +339,7 @@ def test_the_least_squared_error(tmp_path: Path) -> None:
 
 
 def test_without_data_it_says_so(tmp_path: Path) -> None:
-    """Fails if a model calibrated on random inputs gets no warning."""
+    """Checks that a model calibrated on random inputs gets a warning."""
     made = quantize(attention_net(tmp_path / "m.onnx"), QuantizeConfig(), tmp_path / "o.onnx")
     assert "random inputs" in made.notes["warning"]
 
@@ -410,8 +410,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.proof
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if the error of a real net is far above 0.06 to 0.08, the errors measured with these quantization
-    settings."""
+    """Fails if the error of a real net is far above 0.06 to 0.08, which is the measured error of these settings."""
     made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     with open_session(minilm, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:

@@ -78,8 +78,8 @@ def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if NNCF's model can't be converted to IR, or if the IR stores the weights with more bits. Also fails if the
-    small layer is quantized."""
+    """Checks that NNCF's model can be converted to IR, and that the IR doesn't store the weights with more bits. Also
+    fails if the small layer is quantized."""
     pytest.importorskip("nncf")
     src = linear_net(tmp_path / "m.onnx", opset)
     cache = StageCache(tmp_path / "cache")
@@ -95,7 +95,7 @@ def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
     """Fails if ``keep`` or ``smallest`` is ignored, or if a model without quantized weights counts as quantized. Also
-    fails if an unsupported request isn't refused."""
+    checks that an unsupported request is refused."""
     src = linear_net(tmp_path / "m.onnx", 17)
     for form in ("ort-cpu", "openvino"):
         made = quantize(src, QuantizeConfig(form=form, mode="int4-weights", keep=("first",)), tmp_path / "k.onnx")
@@ -113,8 +113,8 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
 
 
 def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel tries weight-only candidates for a small model, or doesn't try them for a large model. Also fails
-    if --precision int4 can't force weight-only candidates."""
+    """Checks that accel tries weight-only candidates for a large model, but not for a small model. Also checks that
+    --precision int4 forces weight-only candidates."""
     src = linear_net(tmp_path / "m.onnx", 17)
 
     def names(*precisions: str) -> list[str]:
@@ -130,7 +130,7 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
 
 @pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Fails if the command refuses --precision int4, or doesn't judge the int4 model's drop in accuracy."""
+    """Checks that the command accepts --precision int4, and judges the int4 model's drop in accuracy."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
@@ -147,8 +147,8 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
 
 @pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
-    """Fails if `verify` or `bisect` has no error limit for int4 models, or reports the rounding of weights as a
-    difference. Also fails if `verify` or `bisect` accepts a model with other weights."""
+    """Checks that `verify` and `bisect` have an error limit for int4 models, and don't report the rounding of weights
+    as a difference. Also fails if `verify` or `bisect` accepts a model with other weights."""
     import json
 
     pytest.importorskip("nncf")

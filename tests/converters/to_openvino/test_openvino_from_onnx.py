@@ -100,8 +100,7 @@ def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path
 
 
 def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the names of the dynamic dims are only in the manifest and can't be read from the .xml and .bin
-    files."""
+    """Checks that the names of the dynamic dims can be read from the .xml and .bin files, without the manifest."""
     moved = tmp_path / "elsewhere.xml"
     moved.write_bytes(ir.path.read_bytes())
     moved.with_suffix(".bin").write_bytes(ir.path.with_suffix(".bin").read_bytes())
@@ -115,8 +114,8 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without accel's signature entry can't be read, or if different dims of two tensors get the same
-    name."""
+    """Checks that an IR without accel's signature entry can be read, and that different dims of two tensors get
+    different names."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)
@@ -199,7 +198,7 @@ def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for an unknown operator doesn't name the operator and the fix, or if files remain."""
+    """Checks that the error for an unknown operator names the operator and the fix, and that no files remain."""
     node = helper.make_node("NoSuchOperator", ["x"], ["y"])
     out = tmp_path / "out"
     out.mkdir()
@@ -212,7 +211,7 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
     """Fails if the error for a loop that OpenVINO refuses ends in the middle of a word, or suggests another opset. Also
-    fails if the error doesn't name the operator and a target that can run the loop."""
+    checks that the error names the operator and a target that can run the loop."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(
@@ -246,7 +245,7 @@ def test_a_crash_of_the_converter_is_a_failed_build(
 
 @pytest.mark.parametrize("content", [b"", b"this is a text file, not a model\n" * 9], ids=["empty", "text"])
 def test_files_that_are_no_onnx(content: bytes, source: Artifact, tmp_path: Path) -> None:
-    """Fails if accel passes a file to the converter that isn't an ONNX model."""
+    """Checks that accel passes only ONNX models to the converter."""
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidModel, match="export it again"):

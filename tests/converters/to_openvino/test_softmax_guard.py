@@ -53,7 +53,7 @@ def convert(src: Artifact, folder: Path) -> tuple[Artifact, int]:
 def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same(
     precision: str, tmp_path: Path
 ) -> None:
-    """Fails if a guard without effect isn't removed, because any guard prevents fused attention. Also fails if the
+    """Checks that a guard without effect is removed, because any guard prevents fused attention. Also fails if the
     lowest number becomes -inf in bfloat16, because the outputs would then be NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")

@@ -77,8 +77,8 @@ def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch:
 
 
 def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the dynamic batch or a stage of the history, or if the
-    final model recognizes other digits."""
+    """Checks that torch -> ONNX -> SavedModel -> ONNX keeps the names, the dynamic batch and the history. Also checks
+    that the final model recognizes the same digits."""
     accel.export(digits.path, to="saved_model", out=tmp_path / "saved")
     back = accel.export(tmp_path / "saved", out=tmp_path / "back.onnx")
     assert back.signature.inputs == digits.signature.inputs
@@ -89,7 +89,7 @@ def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Pat
 
 
 def test_straight_from_pytorch(my_model: Path, tmp_path: Path) -> None:
-    """Fails if a PyTorch source can't be exported to ncnn with one command."""
+    """Checks that a PyTorch source can be exported to ncnn with one command."""
     spec = ["x:float32[batch,3,32,32]"]
     made = accel.export(f"{my_model}:make", inputs=spec, to="ncnn", out=tmp_path / "net")
     assert {f.name for f in made.files} == {"model.ncnn.param", "model.ncnn.bin"}
@@ -197,8 +197,8 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if accel passes onnx2tf's option for image layouts for an input that isn't an image. The option for image
-    layouts only accepts inputs of 3 to 5 dims."""
+    """Fails if accel passes onnx2tf's image layout option for an input that isn't an image. The image layout option
+    only accepts inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
@@ -237,8 +237,8 @@ def onnx_file(
 def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error doesn't name the missing onnx2tf and the command that installs onnx2tf. Accel has no extra
-    with onnx2tf, because onnx2tf pins other packages."""
+    """Checks that the error names the missing onnx2tf and the command that installs onnx2tf. Accel has no extra with
+    onnx2tf, because onnx2tf pins other packages."""
     import importlib.util
 
     real = importlib.util.find_spec

@@ -16,7 +16,7 @@ from accel.errors import AccelError
 
 
 def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the weights of the converted module aren't trainable parameters."""
+    """Checks that the weights of the converted module are trainable parameters."""
     accel.export(digits.path, to="torch", out=tmp_path / "torch")
     module = torch.export.load(tmp_path / "torch" / "model.pt2").module()
     with np.load(digits_data[1]) as test:

@@ -50,8 +50,8 @@ def test_what_was_built_is_recorded(engine: Artifact) -> None:
 
 
 def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
-    """Fails if accel can't parse the kernels in the build log. Each node of the test's model has to be in a kernel, and
-    at least one kernel has to contain several nodes."""
+    """Checks that accel can parse the kernels in the build log. Each node of the test's model has to be in a kernel,
+    and at least one kernel has to contain several nodes."""
     assert engine.manifest is not None
     notes = engine.manifest.stages[-1]["notes"]
     nodes = {name for row in notes["kernels"] for name in row["onnx"]}
@@ -72,7 +72,7 @@ def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_precision_is_the_graphs(tmp_path: Path) -> None:
-    """Fails if the network isn't strongly typed, or if the manifest's precision isn't the precision of the graph."""
+    """Checks that the network is strongly typed, and that the manifest's precision is the precision of the graph."""
     src = opened(two_inputs(tmp_path / "half.onnx", TensorProto.FLOAT16))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "fp16"
@@ -83,7 +83,7 @@ def test_precision_is_the_graphs(tmp_path: Path) -> None:
 
 
 def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> None:
-    """Fails if --profile is ignored, or if the second profile is dropped. Also fails if the signature doesn't merge the
+    """Checks that --profile is used, and that the second profile is kept. Also checks that the signature merges the
     ranges of both profiles."""
     texts = ("ids=1x2,2x4,3x8", "mask=1x2,2x4,3x8", "ids=4x8,8x8,8x32", "mask=4x8,8x8,8x32")
     config = EngineFromOnnxConfig(profiles=texts, compute_capabilities=("8.6",))
@@ -124,7 +124,7 @@ def build_and_look(**words: Any) -> dict[str, Any]:
 
 
 def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the builder level, the workspace or a profile isn't passed to TensorRT."""
+    """Checks that the builder level, the workspace and each profile are passed to TensorRT."""
     found: list[dict[str, Any]] = []
 
     def run(_target: str, **words: Any) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path
 
 
 def test_progress_is_real(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the child process doesn't report progress. Also fails if the progress decreases, or jumps from zero to
-    the end."""
+    """Checks that the child process reports progress. Also fails if the progress decreases, or jumps from zero to the
+    end."""
     seen: list[float] = []
     with watched_by(lambda _, fraction: seen.append(fraction) if fraction is not None else None):
         engine_from_onnx(source, EngineFromOnnxConfig(), tmp_path / "m.engine")

@@ -19,7 +19,7 @@ from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabil
 
 @pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
 def test_unreadable_compute_capability(bad: str) -> None:
-    """Fails if accel accepts a compute capability that isn't written as major.minor."""
+    """Checks that accel refuses a compute capability that isn't written as major.minor."""
     with pytest.raises(BadInputSpec, match=r"write major\.minor, e\.g\. 8\.6"):
         EngineFromOnnxConfig(compute_capabilities=(bad,))
 

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> None:
-    """Fails if accel silently builds a graph that TensorRT refuses. Also fails if the error doesn't name the node, the
+    """Fails if accel silently builds a graph that TensorRT refuses. Also checks that the error names the node, the
     cause and the fix."""
     make, message = REFUSED[what]
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=make(tmp_path / "model.onnx"))
@@ -155,7 +155,7 @@ def test_symmetric_int8_builds(tmp_path: Path) -> None:
 
 
 def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
-    """Fails if the error for float32 weights with bfloat16 inputs doesn't name the fix."""
+    """Checks that the error for float32 weights with bfloat16 inputs names the fix."""
     path = mixed_types(tmp_path / "mixed.onnx")
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=path)
     with pytest.raises((EngineNotBuilt, InvalidModel), match=r"cast the model again|export it again"):
@@ -163,8 +163,8 @@ def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
-    """Fails if a float64 model reaches TensorRT, which silently reads float64 as float32. Also fails if an engine's
-    signature is copied from its source instead of read from the engine."""
+    """Fails if a float64 model reaches TensorRT, which silently reads float64 as float32. Also checks that an engine's
+    signature is read from the engine, and not copied from the source."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
 
     def saved(kind: int) -> Artifact:
@@ -179,7 +179,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if an engine is built from a model whose input contains the sizes of other tensors."""
+    """Fails if accel builds an engine from a model that reads the sizes of other tensors from an input."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))
@@ -265,8 +265,8 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
 
 
 def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
-    """Checks that `accel inspect --check` accepts a good engine, and refuses an engine that the toolkit refuses
-    although the hashes match."""
+    """Checks that `accel inspect --check` accepts a good engine, and refuses a damaged engine even if the hashes
+    match."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     found = accel.inspect(copy.path, check=True)
     assert (found.intact, found.problem) == (True, "")

@@ -1,9 +1,9 @@
 """Proves with a stand-in for TensorRT that ``engine_from_onnx`` and the session use accel's operators as plugins.
 
-The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
-if an operator without a plugin loses its function body. The tests also fail if the manifest contradicts the engine, or
-if no warning names an operator without a plugin. The tests also fail if an engine is loaded before its plugins, or if
-plugins are loaded from a path in a manifest.
+The stand-in imitates each known set of rules of TensorRT's parser. The tests check that an existing plugin is used, and
+that an operator without a plugin keeps its function body. The tests also check that the manifest describes the engine,
+and that a warning names each operator without a plugin. The tests also fail if an engine is loaded before its plugins,
+or if plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def test_rows_that_the_library_has_no_kernel_for_are_not_its(
 def test_what_has_no_plugin_is_named_and_built_from_its_body(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the build doesn't name an operator without a plugin, or doesn't use the operator's function body.
-    Without Triton, no operator has a plugin. If a single kernel doesn't compile, only the operator of this kernel lacks
-    a plugin."""
+    """Checks that the build names each operator without a plugin, and uses the operator's function body. Without
+    Triton, no operator has a plugin. If a single kernel doesn't compile, only the operator of this kernel lacks a
+    plugin."""
 
     def refuses(function: Any, arch: int) -> PluginKernel:
         if function.name == CONV:
@@ -181,7 +181,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # the stand-in's parser passes no options, so its reads aren't counted
+        reads.extend([path] if options else [])  # counts only reads with options, to leave out the stand-in's parser
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -192,7 +192,7 @@ def test_the_model_is_read_once_in_each_process(
 def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that, without Triton, the plugin library computes a convolution whose number of channels is a multiple of
+    """Checks that the plugin library computes a convolution without Triton if the number of channels is a multiple of
     eight. Also checks that the node's attributes contain the kernel size, stride, padding and dilation. With Triton,
     the convolution has to remain a quick plugin."""
     model = onnx.load(fused.path)

@@ -79,8 +79,8 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
-    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128, the outputs
-    have to be bit-identical. With another zero point, the scale is coarser, and the outputs may differ by up to 10%."""
+    """Checks that the rewritten model is accepted, builds, and keeps its outputs. With zero point 128, the outputs have
+    to be bit-identical. With another zero point, the scale is coarser, and the outputs may differ by up to 10%."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -99,8 +99,8 @@ def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, z
 
 
 def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if preflight doesn't list the QDQ nodes that ONNX Runtime wrote into a real net, or if the rewritten net
-    doesn't build."""
+    """Checks that preflight lists the QDQ nodes that ONNX Runtime wrote into a real net, and that the rewritten net
+    builds."""
     made = run_stage("quantize", digits, QuantizeConfig(form="ort-cpu", data=digits_data[0]))
     found = preflight(made, fix=True, out=tmp_path / "fixed.onnx", data=digits_data[0])
     assert any("uint8" in r.cause for r in found.refusals)
@@ -110,7 +110,7 @@ def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path
 
 
 def test_optimize_mends_it_too(tmp_path: Path) -> None:
-    """Fails if `accel.optimize` can't build an engine from a model that another toolkit quantized."""
+    """Checks that `accel.optimize` can build an engine from a model that another toolkit quantized."""
     import accel
 
     src = foreign(tmp_path / "m.onnx")
@@ -134,8 +134,8 @@ def test_a_fix_that_changes_the_model_is_not_published(
 
 
 def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Checks that the error for a rewritten model that fails the gate names the rewritten nodes and advises quantizing
-    the float model again."""
+    """Checks the error for a rewritten model that fails the gate. The error must name the rewritten nodes and advise
+    quantizing the float model again."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -226,7 +226,7 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
-    """Fails if preflight doesn't list an operator that the toolkit's parser can't import."""
+    """Checks that preflight lists an operator that the toolkit's parser can't import."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Det", "x", "d"), node("Relu", "d", "y")],
@@ -239,7 +239,7 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Checks that the error for a wrong request names the fix, that preflight accepts a valid model, and that preflight
+    """Checks that the error for a wrong request names the fix. Also checks that preflight accepts a valid model, and
     refuses a GPU that the build refuses."""
     assert cli("preflight", digits.path).code == 0
     assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
@@ -256,7 +256,7 @@ def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the kernel table lacks an ONNX node of the engine, or if the kernel counts don't add up."""
+    """Checks that the kernel table contains every ONNX node of the engine, and that the kernel counts add up."""
     from accel.converters.to_tensorrt.kernel_table import fusions
 
     made = run_stage("engine_from_onnx", digits, EngineFromOnnxConfig(compute_capabilities=("8.6",)))
@@ -290,8 +290,8 @@ def in_float64(path: Path, shift: float) -> Artifact:
 
 
 def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
-    """Fails if preflight doesn't list a float64 node, or doesn't rewrite and build a graph for which float32 is enough.
-    Also fails if an engine in float32 passes the gate although the float64 graph has other outputs."""
+    """Checks that preflight lists each float64 node, and that preflight rewrites and builds a graph for which float32
+    is enough. Also fails if an engine in float32 passes the gate although the float64 graph has other outputs."""
     import accel
 
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
@@ -355,7 +355,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if the output says "1 weights", or prints True instead of "float64 as float32"."""
+    """Fails if the output says "1 weights", or says True instead of "float64 as float32"."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said

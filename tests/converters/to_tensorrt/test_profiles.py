@@ -142,7 +142,8 @@ def test_default_profile_is_the_signatures_ranges() -> None:
 
 
 def test_profiles_of_dims_that_go_in_steps() -> None:
-    """Fails if accel accepts a size that isn't a multiple of the dim's step, or if the merged ranges lose the step."""
+    """Checks that accel refuses a size that isn't a multiple of the dim's step, and that the merged ranges keep the
+    step."""
     signature = Signature((TensorSpec("x", "float32", ("batch", "height")),), (), {"height": DimRange(16, 32, 64, 4)})
     with pytest.raises(BadInputSpec, match=r"profile x=1x16,1x30,2x64, dim 1: .*30 is no multiple .* write 16:28:64:4"):
         parse_profiles(["x=1x16,1x30,2x64"], signature)

@@ -49,8 +49,8 @@ class FakeConfig:
 
 
 def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
-    """Fails if timings aren't saved, or if another GPU's timings are loaded. Also fails if two TensorRT versions or two
-    GPUs share a file."""
+    """Checks that timings are saved, and that another GPU's timings aren't loaded. Also fails if two TensorRT versions
+    or two GPUs share a file."""
     file = timing_file(tmp_path / "kept", "11.0.0", "9.0")
     first = FakeConfig()
     use_timing_cache(first, file)

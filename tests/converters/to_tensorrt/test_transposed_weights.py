@@ -1,9 +1,9 @@
 """Proves that ``engine_from_onnx`` transposes (K, N) weights so that the plugin library can compute the products.
 
-The tests fail if the library doesn't get the matrix products of a transformer, which have two row dims. The tests also
-fail if a weight isn't transposed, or if another node that needs the original gets the transposed weight. The tests also
-fail if the source's file or folder changes. The tests also fail if the library gets a product for which it has no
-kernel, or if a node's attributes contradict the operator's name.
+The tests check that the library gets the matrix products of a transformer, which have two row dims. The tests also
+check that each weight is transposed, and that other nodes still get the original weight. The tests also fail if the
+source's file or folder changes. The tests also fail if the library gets a product without a matching kernel, or if a
+node's attributes contradict the operator's name.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def multiplied(model: onnx.ModelProto) -> list[Any]:
 def test_a_transformers_products_are_the_librarys(
     external: bool, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library doesn't get products with (K, N) weights and two row dims, or if accel changes the source's
-    file or folder."""
+    """Checks that the library gets products with (K, N) weights and two row dims, and that the source's file and folder
+    stay the same."""
     source = block(tmp_path / "block.onnx", external=external)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path)))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -178,8 +178,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_weight_of_every_dtype_is_transposed(raw: bool, dtype: int, tmp_path: Path) -> None:
-    """Fails if a weight isn't transposed, whether ONNX stores the weight in ``raw_data`` or in a typed field. Also
-    fails if the node's attributes don't describe the product's scales and dtypes."""
+    """Checks that each weight is transposed, whether ONNX stores the weight in ``raw_data`` or in a typed field. Also
+    checks that the node's attributes describe the product's scales and dtypes."""
     values = np.random.default_rng(0).integers(-100, 100, (32, 16)).astype(np.float32)
     tensor = onnx.helper.make_tensor("w", dtype, values.shape, values.reshape(-1).tolist())
     exact = numpy_helper.to_array(tensor)

@@ -59,16 +59,17 @@ class FakeGpu:
 
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the measured time of a small kernel is the time of its launch, which makes all candidates look equally
-    fast. Also fails if the CUDA graph contains too few calls of a small kernel to use every set of operands."""
+    """Checks that the measured time of a small kernel isn't the time of its launch, because all candidates would then
+    look equally fast. Also fails if the CUDA graph contains too few calls of a small kernel to use every set of
+    operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"
 
 
 def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if all sets of operands of a product with one row fit into a GPU's L2 cache (60 MB on an H200, 126 MB on a
-    B200). The timed kernel would then read the operands from the cache instead of from memory."""
+    """Checks that the sets of operands of a product with one row don't fit into a GPU's L2 cache (60 MB on an H200, 126
+    MB on a B200). The timed kernel would then read the operands from the cache instead of from memory."""
 
     def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
         a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))

@@ -22,8 +22,8 @@ LIBC.malloc.argtypes = [ctypes.c_size_t]
 
 
 def buffer(array: np.ndarray[Any, Any]) -> int:
-    """Copies the bytes of ``array`` into memory from malloc, because the sanitizer knows the bounds of such memory.
-    Returns the address."""
+    """Copies the bytes of ``array`` into memory from malloc, because the sanitizer knows the bounds of memory from
+    malloc. Returns the address."""
     address = LIBC.malloc(array.nbytes)
     ctypes.memmove(address, array.ctypes.data, array.nbytes)
     return int(address)

@@ -1,8 +1,8 @@
 """Proves that the CUTLASS tiles match accel's table, compile to tensor-core instructions and reject wrong calls.
 
-These tests fail if the C++ sources and accel's table don't have the same tiles. The tests fail if a family doesn't
-compile, loses its tensor-core instruction, spills registers or has its wgmma serialized. The tests also fail if the
-library doesn't load without a GPU, or if a wrong call doesn't return its error code.
+These tests check that the C++ sources and accel's table have the same tiles. The tests also check that each family
+compiles to its tensor-core instruction, spills no registers, and isn't slowed down by serialized wgmma. The tests also
+check that the library loads without a GPU, and that a wrong call returns its error code.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
-    """Fails if a tile lacks a kernel for an architecture, or if a kernel lacks its family's instruction. Also fails if
-    the assembler reports spills or serialized wgmma instructions. A function call in the epilogue can serialize
-    wgmma."""
+    """Checks that each tile has a kernel for each of its architectures, and that each kernel contains its family's
+    instruction. Also fails if the assembler reports spills or serialized wgmma instructions. A function call in the
+    epilogue can serialize wgmma."""
     assert library.warnings == ()
     found = sass.products(library.path)
     gemms: Counter[tuple[str, str]] = Counter()
@@ -156,7 +156,7 @@ def test_the_library_names_what_it_holds(library: build.Built) -> None:
 
 @pytest.mark.proof
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if `accel kernels check` reports that a library passes without reading the library file."""
+    """Fails if `accel kernels check` passes a library without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
     proof = check._tensor_cores(lambda _message, _fraction: None)
     assert proof.passed, proof.detail
@@ -178,8 +178,8 @@ def problem(**changed: object) -> Problem:
 
 @pytest.mark.proof
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
-    """Checks that each wrong field of the problem's struct gives the right error code. The test changes every field, so
-    that a struct layout that differs between C and Python is found."""
+    """Checks that each wrong field of the problem's struct gives the right error code. The test changes every field to
+    find a struct layout that differs between C and Python."""
     loaded = Library(library.path)
     config = "sm90_fp16_pingpong_64x128"
     wrong: list[tuple[dict[str, object], str]] = [
@@ -217,7 +217,7 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library from other sources has the newer record, as after a switch to another version of accel and back.
+    # The library from other sources has the newer record, because a user may build an older version later.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
@@ -259,8 +259,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if dispatch is offered a kernel that has no code for its GPU. The family sm80 also supports sm_120, but a
-    library built for sm_80 alone has no code for sm_120."""
+    """Fails if dispatch gets a kernel without code for its GPU. The family sm80 also supports sm_120, but a library
+    built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))

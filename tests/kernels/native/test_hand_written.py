@@ -3,7 +3,7 @@ host.
 
 These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
 unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
-multiplied in the wrong order. The tests also fail if ``why`` names an implementation that doesn't run. The tests in
+multiplied in the wrong order. The tests also check that ``why`` names the implementation that runs. The tests in
 test_csrc.py run the kernels alone, under ASan.
 """
 

@@ -1,5 +1,5 @@
-"""Proves that accel builds the library for ONNX Runtime once and loads the library from a path that the user sets. Also
-proves that function bodies without an operator in the library still run."""
+"""Proves that accel builds the library for ONNX Runtime once. Also proves that accel loads the library from a path that
+the user sets. Also proves that function bodies without an operator in the library still run."""
 
 from __future__ import annotations
 

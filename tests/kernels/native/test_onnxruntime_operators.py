@@ -118,9 +118,9 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, onnxr
 
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(onnxruntime_library: Path, tmp_path: Path) -> None:
-    """Fails if ONNX Runtime doesn't run the operator, or if the operator's result differs from the result of the
-    function body. The bound for a product and a convolution in fp32 is 1e-5 of the largest element, because the
-    operator and the function body sum in different orders."""
+    """Checks that ONNX Runtime runs the operator, and that the operator's result matches the result of the function
+    body. The bound for a product and a convolution in fp32 is 1e-5 of the largest element, because the operator and the
+    function body sum in different orders."""
     product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
     conv = convolution(residual=True)
     made = model([product, conv], bodies=True)
@@ -204,8 +204,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
-    """Checks that an operator name that doesn't describe a convolution raises no error. ONNX Runtime has to run the
-    body of such an operator."""
+    """Checks that an operator name raises no error if the name doesn't describe a convolution. ONNX Runtime has to run
+    the function body of an operator with an invalid name."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name

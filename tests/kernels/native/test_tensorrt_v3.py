@@ -6,8 +6,8 @@ The tests compile against stub headers (``tensorrt_stub/``), and also against th
 tests cover the plugins' own logic and use kernels that are compiled for the host. In place of the tensor-core GEMM, a
 simple GEMM on the host computes products of 24 columns.
 
-These tests fail if a name from ``accel.kernels.onnx.function`` has no creator or gets the wrong epilogue. The tests
-fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
+These tests check that each name from ``accel.kernels.onnx.function`` has a creator and gets the right epilogue. The
+tests fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
 reference. The tests also fail if sizes without a kernel give numbers instead of an error, or if the error for missing
 headers takes more than one line.
 """
@@ -160,8 +160,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """Fails if an operator with b as (N, K) and an fp16 or bf16 output has no creator. Also fails if two creators have
-    the same name, or if a creator has a name that accel never generates."""
+    """Checks that each operator with b as (N, K) and an fp16 or bf16 output has a creator. Also fails if two creators
+    have the same name, or if a creator has a name that accel never generates."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -208,8 +208,8 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
     """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. In this
-    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16, the limit of the kernel
-    for few rows."""
+    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16. The kernel for few rows
+    takes at most 16 rows."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):

@@ -1,8 +1,8 @@
 """Proves that ``torch.onnx.export`` turns fused modules into operator nodes with function bodies and the same outputs.
 
-These tests fail if an operator has no translation, or if two operators have the same name. The tests fail if a function
-body differs from the operator in a scale, a cast or the order of the operands. The tests also fail if ONNX Runtime
-can't run a fused module from ``accel export``.
+These tests check that each operator has a translation, and that no two operators have the same name. The tests fail if
+a function body differs from the operator in a scale, a cast or the order of the operands. The tests also check that
+ONNX Runtime can run a fused module from ``accel export``.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is 1e-5
-    of the largest element, which covers several fp32 roundings."""
+    """Fails if the exported model differs from the module at another batch size than the traced batch size. The bound
+    is 1e-5 of the largest element, which covers several fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(2, 3, 9, 7)

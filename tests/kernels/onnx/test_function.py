@@ -2,7 +2,7 @@
 bodies are correct.
 
 These tests fail if a function body differs from the float64 reference, or if a pattern is missed. The tests fail if a
-pattern is fused although its sum broadcasts, or although a node outside the pattern reads an inner value. The tests
+pattern is fused although its sum broadcasts, or although another node reads an inner value of the pattern. The tests
 also fail if the checker, ONNX Runtime or TensorRT-RTX refuses the result, or if two matches use the same node.
 """
 
@@ -132,8 +132,8 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_patterns(case: str, opset: int) -> None:
-    """Fails if a pattern is not fused as expected, or if the output changes by more than 1e-5 of its largest element.
-    The bound covers a few fp32 roundings, because the order of the sums may change."""
+    """Checks that each pattern is fused as expected, and that the output changes by at most 1e-5 of its largest
+    element. The bound covers a few fp32 roundings, because the order of the sums may change."""
     text, wanted = FOUND[case]
     if opset < 20 and "Gelu" in text:
         pytest.skip("Gelu begins with opset 20")
@@ -215,7 +215,7 @@ CONVS = {
 @pytest.mark.parametrize("case", CONVS)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_convolutions(case: str, opset: int) -> None:
-    """Fails if a convolution is not fused as expected, or if the output changes by more than 1e-5 of its largest
+    """Checks that each convolution is fused as expected, and that the output changes by at most 1e-5 of its largest
     element. Each output element is a sum of 36 fp32 products."""
     text, attributes, wanted = CONVS[case]
     constants = [constant("k", 4, 4, 3, 3), constant("kd", 4, 1, 3, 3), constant("kb", 4)]

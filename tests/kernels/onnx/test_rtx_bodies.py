@@ -1,8 +1,8 @@
 """Proves, without a GPU, that TensorRT-RTX fuses the function bodies into the expected kernels for three GPU
 architectures.
 
-These tests fail if TensorRT-RTX can't build a function body, or if the epilogue of a product isn't in the product's
-kernel. The tests fail if int8 or fp8 operands are converted to another type before the product.
+These tests check that TensorRT-RTX can build every function body, and that the epilogue of a product is in the
+product's kernel. The tests fail if int8 or fp8 operands are converted to another type before the product.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Checks that an engine build replaces the fp8 function body for ONNX Runtime, which TensorRT's parser refuses."""
+    """Checks that an engine build replaces ONNX Runtime's fp8 function body, because TensorRT's parser refuses this
+    body."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))
@@ -152,8 +153,8 @@ def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> Non
     + [(TensorProto.FLOAT8E4M3FN, capability, "fp8") for capability in ("SM89", "SM120")],
 )
 def test_small_types_are_multiplied_as_such(operand: int, capability: str, word: str, tmp_path: Path) -> None:
-    """Fails if int8 or fp8 operands are converted to another type before the product. Also fails if a layer doesn't
-    become three kernels: the quantization of the rows, the product, and the epilogue of scales, bias and activation."""
+    """Fails if int8 or fp8 operands are converted to another type before the product. Also checks that a layer becomes
+    three kernels: the quantization of the rows, the product, and the epilogue of scales, bias and activation."""
     quantize, product, epilogue = kernels_of(quantized_layer(operand), tmp_path / "m.onnx", capability)
     assert word in quantize["outputs"]
     assert product["type"] == "gemm"

@@ -1,9 +1,8 @@
 """Proves, without TensorRT, that the quick plugin's PTX, kernel parameters and launch sizes are correct.
 
-These tests fail if the PTX of a variant doesn't assemble or has no tensor-core product. The tests fail if a kernel has
-more parameters than TensorRT passes, or if their order isn't inputs, M, N, K, output. The tests also fail if the
-kernels differ from the reference in Triton's interpreter, or if the launch grid and the scalar arguments don't match
-the shapes.
+These tests check that the PTX of each variant assembles and has a tensor-core product. The tests check that a kernel
+has only the parameters that TensorRT passes, in the order inputs, M, N, K, output. The tests also check that the
+kernels match the reference in Triton's interpreter, and that the launch grid and the scalar arguments match the shapes.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ class Block(nn.Module):
 
 
 def test_every_pattern_is_matched_and_reported() -> None:
-    """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element.
-    The bound of 1e-5 covers the fp32 roundings of fewer than ten layers. The verification inside ``fuse`` allows
-    1e-4."""
+    """Checks that each pattern is matched and reported, and that each output differs by at most 1e-5 of the largest
+    element. The bound of 1e-5 covers the fp32 roundings of fewer than ten layers. The verification inside ``fuse``
+    allows 1e-4."""
     torch.manual_seed(0)
     model = Block().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -69,8 +69,8 @@ def test_every_pattern_is_matched_and_reported() -> None:
 
 
 def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``accel.fuse(module)`` doesn't work as the README shows, with and without inputs. Without inputs, the
-    shapes are unknown, so ``fuse`` doesn't fuse the sum and verifies each layer alone."""
+    """Checks that ``accel.fuse(module)`` works as the README shows, with and without inputs. Without inputs, the shapes
+    are unknown, so ``fuse`` doesn't fuse the sum and verifies each layer alone."""
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(2, 3, 9, 7)
     call: Any = accel.fuse
@@ -140,7 +140,7 @@ class Residual(nn.Module):
 
 
 def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the report says "+ residual" but the sum still runs after the kernel as a separate operation."""
+    """Fails if the report says "+ residual" although the sum still runs as a separate operation after the kernel."""
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 3, 9, 7)
     fused, report = fuse(model, (x,))
@@ -287,7 +287,7 @@ class Twice(nn.Module):
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
     """Fails if statements that write to their input disappear or run at another time, or if an optional argument is
-    ignored. Also fails if ``fuse`` fuses layers that aren't adjacent, or adjacent layers of a Sequential that the
+    ignored. Also checks that ``fuse`` doesn't fuse layers that aren't adjacent, or layers of a Sequential that the
     module calls one by one."""
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)

@@ -39,8 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# The sizes are smaller than a tile, one larger than a tile, and not multiples of a tile, with every alignment. The rows
-# of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
+# The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some are one larger, and some aren't
+# multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -254,9 +254,9 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
-    """Fails if the operator's fake implementation gives other strides or another dtype than the GPU, or if
-    ``torch.compile`` decomposes the operator. The fp16 result may differ from the plain module by four roundings of the
-    largest element."""
+    """Checks that the operator's fake implementation gives the same strides and dtype as the GPU, and that
+    ``torch.compile`` keeps the operator whole. The fp16 result may differ from the plain module by four roundings of
+    the largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():

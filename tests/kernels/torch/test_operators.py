@@ -53,8 +53,8 @@ def test_opcheck_int8_conv_and_quantize() -> None:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_gemm_gradients_are_those_of_the_formula(act: str) -> None:
-    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient, which
-    covers a hundred roundings."""
+    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient. This
+    limit covers a hundred roundings."""
     tensors = [made(6, 5, seed=1), made(5, 7, seed=2), made(7, seed=3), made(6, 7, seed=4), made(6, seed=5), made(7)]
     a, b, bias, residual, row, col = tensors
     upstream = made(6, 7, grad=False, seed=6)
@@ -86,9 +86,8 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """Fails if torch.compile breaks the graph. With ``fullgraph=True``, a graph break raises an error. Also fails if
-    the captured graph doesn't call the operators by name, or if a compiled result differs from the uncompiled
-    result."""
+    """Fails if torch.compile breaks the graph. With ``fullgraph=True``, a graph break raises an error. Also checks that
+    the captured graph calls the operators by name, and that a compiled result matches the uncompiled result."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

@@ -1,8 +1,8 @@
 """Proves that the Triton kernels are correct in the interpreter and compile for every architecture.
 
 These tests fail if a kernel differs from the reference on sizes that don't fill a tile, or if the comparison misses a
-deliberate mistake in a kernel. The tests fail if a configuration isn't compiled to its tensor-core instruction, spills
-registers or needs too much shared memory.
+deliberate mistake in a kernel. The tests check that each configuration compiles to its tensor-core instruction, spills
+no registers and fits into shared memory.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def compiles(name: str, dtype: str, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_configuration_an_architecture_compiles(arch: int) -> None:
-    """Fails if an fp16 product doesn't compile to the architecture's own tensor-core instruction (mma.sync, wgmma,
+    """Checks that an fp16 product compiles to the architecture's own tensor-core instruction (mma.sync, wgmma,
     tcgen05.mma)."""
     compiles("gemm_64x64", "fp16", arch)
 
@@ -172,7 +172,7 @@ EPILOGUES = [
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda epilogue: epilogue.key)
 def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
-    """Fails if the kernel doesn't compile with a bias, an activation, a residual, scales or another output dtype."""
+    """Checks that the kernel compiles with a bias, an activation, a residual, scales and another output dtype."""
     made = cross.compile_config(get("gemm_64x64"), "fp16", arch, epilogue=epilogue)
     assert made.problem == ""
 
@@ -253,8 +253,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checks that all proofs of `accel kernels check` that need no GPU pass, and that the proof for the GPU is reported
-    as not run. Also checks that the command reports a failed proof."""
+    """Checks that the proofs of `accel kernels check` that need no GPU pass, and that the GPU proof is reported as not
+    run. Also checks that the command reports a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

@@ -47,8 +47,8 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
 
 
 def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Fails if the log ends with an unfinished count, such as "0 of 5 samples", or lacks the number of samples. Also
-    fails if the progress bar doesn't end at 100%."""
+    """Checks that the log shows the number of samples, and doesn't end with an unfinished count such as "0 of 5
+    samples". Also checks that the progress bar ends at 100%."""
     seen: list[float | None] = []
     log = PlainLines()
 

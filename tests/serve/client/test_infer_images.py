@@ -81,8 +81,8 @@ def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
 
 
 def test_pixels_as_the_model_takes_them(url: str, tmp_path: Path, cli: Any) -> None:
-    """Checks that each pixel reaches the model at the position, in the channel and with the value that the model's
-    layout and the normalization require."""
+    """Checks that each pixel reaches the model at the right position, in the right channel, and with the right
+    value."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "p.png")
     mean, std = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.5])

@@ -70,8 +70,8 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
 @pytest.mark.parametrize("wrong", [-1, 8, 99])
 def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
     """Checks that the server refuses a request whose integer is outside the manifest's range. The model itself would
-    accept 8, because its table has more rows than the range, and would count a negative integer from the end of the
-    table."""
+    accept 8, because its table has more rows than the range. The model would also count a negative integer from the end
+    of the table."""
     (tmp_path / "words" / "1").mkdir(parents=True)
     made = build.artifact(
         tmp_path / "words" / "1" / "model.onnx",
@@ -94,8 +94,8 @@ def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
 
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
-    """Checks that a request beyond a dim's range is answered if the model can run the request. Also checks that a
-    request that the model can't run is a client error beyond the range, and a server error within the range."""
+    """Checks that a request beyond a dim's range is answered if the model can run the request. If the model can't run
+    the request, the error must be a client error beyond the range and a server error within the range."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(

@@ -27,7 +27,7 @@ X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 class FakeGpu:
     """A fake GPU that stores allocations by handle. ``opened`` counts how often each allocation is open. An access
-    outside the open allocations raises."""
+    outside the open allocations raises an error."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, Any] = {}
@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Start, face: str) -> None:
     """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response also
-    contains the outputs. Also fails if the region isn't listed, or stays open after it was unregistered."""
+    contains the outputs. Also checks that the region is listed, and that unregistering the region closes it."""
     process = start(repository, http_port=0)
     module = triton if face == "grpc" else triton_http
     handle = gpu.allocate(1024)
@@ -160,7 +160,7 @@ def test_registering(gpu: FakeGpu) -> None:
 
 @pytest.mark.gpu
 def test_tritons_own_utilities(repository: Path, serve: Any) -> None:
-    """Fails if the server can't read and write memory that Triton's utilities allocated on the GPU in another
+    """Checks that the server can read and write memory that Triton's utilities allocated on the GPU in another
     process."""
     served = serve(str(repository))
     port = served.wait_for("serving")["ports"]["grpc"]

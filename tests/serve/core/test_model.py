@@ -116,8 +116,8 @@ class Held:
 
 @pytest.mark.parametrize(("decoupled", "order"), [(False, ["0", "1", "2"]), (True, ["2", "0", "1"])])
 def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
-    """Fails if answers arrive out of order in a stream with one answer per request, or if answers wait for each other
-    in a stream with several answers per request."""
+    """Fails if a stream with one answer per request gets its answers out of order. Also fails if answers wait for each
+    other in a stream with several answers per request."""
     server = Held(decoupled)
     message = proto.message("ModelInferRequest")
     stream = InferStream(server, iter([message(id=str(i)) for i in range(3)]), Context(), None)  # type: ignore[arg-type]

@@ -112,8 +112,8 @@ def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_regions_are_their_owners(repository: Path, start: Start, region: Any, tmp_path: Path, face: str) -> None:
-    """Fails if a caller can read, write, list, unregister or detect a region that another token registered. Also fails
-    if two tokens can't use the same name, or if the regions of a removed token remain."""
+    """Fails if a caller can read, write, list, unregister or detect a region that another token registered. Also checks
+    that two tokens can use the same name, and that the regions of a removed token are removed."""
     rows = {name: f'[[token]]\nname = "{name}"\ntoken = "{name}-secret"\ncontrol = true\n' for name in ("one", "two")}
     tokens = tmp_path / "tokens.toml"
     tokens.write_text("".join(rows.values()))

@@ -79,8 +79,8 @@ def by_parent(spans: list[Any], parent: Any) -> list[Any]:
 
 
 def check_model(spans: list[Any], model: Any) -> None:
-    """Checks a model's span. The child spans are "queue" and then "compute". The span "compute" has child spans for
-    input, infer and output."""
+    """Checks a model's span. Checks that the child spans are "queue" and then "compute". Also checks that "compute" has
+    child spans for input, infer and output."""
     queue, compute = sorted(by_parent(spans, model), key=lambda s: s.start_time)
     assert (queue.name, compute.name) == ("queue", "compute")
     assert model.start_time <= queue.start_time <= queue.end_time == compute.start_time
@@ -94,9 +94,9 @@ def check_model(spans: list[Any], model: Any) -> None:
 
 @pytest.mark.parametrize("way", ["grpc", "http", "stream"])
 def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
-    """Fails if a request with a trace context isn't part of the client's trace. Also fails if a span for the queue or
-    for a part of the computation is missing, if the spans aren't nested, or if the spans contradict the durations in
-    the statistics."""
+    """Checks that a request with a trace context is part of the client's trace. Also checks that no span for the queue
+    or the computation is missing, that the spans are nested, and that the spans match the durations in the
+    statistics."""
     server = traced()
     if way == "grpc":
         server.grpc.infer("linear", given(), request_id="7", headers=dict(PARENT))
@@ -130,8 +130,8 @@ def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
 
 
 def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
-    """Fails if the trace rate, trace count, trace level or a model's own trace setting is ignored. Also fails if a
-    request with a trace context isn't traced, or if a request with an unsampled trace context is traced."""
+    """Fails if the trace rate, trace count, trace level or a model's own trace setting is ignored. Also checks that a
+    request with a trace context is traced, and that a request with an unsampled trace context isn't traced."""
     server = traced(rate=3)
     for _ in range(7):
         server.grpc.infer("linear", given())
@@ -183,8 +183,8 @@ def test_a_request_that_fails(traced: Callable[..., Traced]) -> None:
 
 
 def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
-    """Fails if the trace of an ensemble lacks a child span for each step, or if a step's span lacks the spans "queue"
-    and "compute"."""
+    """Checks that the trace of an ensemble has a child span for each step, and that each step's span has the spans
+    "queue" and "compute"."""
     shape = ["batch", 3]
     for name, text in {
         "relu": "",
@@ -249,8 +249,8 @@ class Collector:
 
 
 def test_they_arrive(repository: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve --trace URL`` doesn't send all traces to an OTLP endpoint, including the last traces
-    before the server ends. Also fails if a server with an unreachable endpoint doesn't serve or end cleanly."""
+    """Checks that ``accel serve --trace URL`` sends all traces to an OTLP endpoint, including the last traces before
+    the server ends. Also checks that a server with an unreachable endpoint still serves and ends cleanly."""
     collector = Collector()
     dead = Collector()
     dead.close()

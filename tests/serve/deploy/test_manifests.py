@@ -41,7 +41,7 @@ def test_a_misspelt_field_would_be_found() -> None:
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
     """Fails if KServe's predictor has an invalid container, a field outside KServe's API, or a metric that KServe's
-    autoscaler doesn't support. The predictor adds its own fields to those of a PodSpec."""
+    autoscaler doesn't support. The predictor adds its own fields to the fields of a PodSpec."""
     (document,) = yaml.safe_load_all(to_yaml(kserve(wanted)))
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
@@ -78,7 +78,7 @@ def _container(wanted: Deployment) -> dict[str, Any]:
 
 
 def test_probes_and_ports_are_those_of_the_server() -> None:
-    """Fails if a probe uses a port on which the server doesn't listen."""
+    """Checks that each probe uses a port on which the server listens."""
     container = _container(WHOLE)
     words = container["command"]
     assert words[words.index("--http-port") + 1] == "9000"
@@ -137,8 +137,8 @@ def test_names_are_taken_from_the_repository(cli: Any, repository: str, name: st
 
 
 def test_the_options_reach_the_container(cli: Any) -> None:
-    """Fails if the container lacks an option of the command line, or has an option that wasn't passed. Also fails if a
-    probe of a TLS server doesn't use TLS, or if a file that the server reads isn't mounted."""
+    """Fails if the container lacks an option of the command line, or has an option that wasn't passed. Also checks that
+    the probes of a TLS server use TLS, and that each file that the server reads is mounted."""
     words = ["--mode", "poll", "--processes", "2", "--drain", "45.5", "--tokens", "/secrets/t.toml", "--insecure"]
     words += ["--rate-limit-resource", "A:1", "--rate-limit-resource", "B:2"]
     words += ["--tls-certificate", "/tls/c.pem", "--tls-key", "/tls/k.pem"]

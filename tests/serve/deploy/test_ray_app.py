@@ -63,7 +63,7 @@ def replica(tmp_path: Path) -> ray_app.Replica:
 
 
 def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
-    """Fails if a service method lacks the name that Ray calls, or doesn't parse the request's bytes. Also fails if an
+    """Checks that each service method has the name that Ray calls, and parses the request's bytes. Also fails if an
     error reaches the client without its code."""
 
     def ask(name: str, body: bytes, context: Call | None = None) -> Any:
@@ -140,7 +140,7 @@ def serve() -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # Ray emits these warnings itself
 def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
-    """Fails if Ray can't build the application, or if the application doesn't support Ray's calls."""
+    """Checks that Ray can build the application, and that the application supports Ray's calls."""
     linear(tmp_path / "models" / "linear" / "1")
     arguments = {"repository": str(tmp_path / "models"), "concurrency": "4", "cpus": "0.5"}
     handle = serve.run(ray_app.app(arguments), _local_testing_mode=True)

@@ -204,7 +204,7 @@ def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
 
 def test_the_token_that_ends(tmp_path: Path, start: Start) -> None:
     """Fails if a batch row continues after its end token, if the end token of a row ends the other rows, or if the
-    final response isn't sent."""
+    final response is missing."""
     one, other = recurrent_reference([1], 12), recurrent_reference([2], 12)
     end = next(token for token in one[:-1] if one.index(token) != (other.index(token) if token in other else 12))
     stops = [row.index(end) if end in row else 11 for row in (one, other)]

@@ -58,8 +58,8 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: s
 
 
 def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if KIND_GPU doesn't select the CUDA runtime, or if a config without an instance group selects the CUDA
-    runtime."""
+    """Checks that KIND_GPU selects the CUDA runtime, and that a config without an instance group doesn't select the
+    CUDA runtime."""
     asked: list[Any] = []
     real = loading.open_session
 
@@ -78,7 +78,7 @@ def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_the_gpu(tmp_path: Path, start: Start) -> None:
-    """Fails if KIND_GPU doesn't load the model on the GPU, or changes the model's answers."""
+    """Checks that KIND_GPU loads the model on the GPU, and doesn't change the model's answers."""
     assert has_nvidia_gpu()
     configure(tmp_path, "kind: KIND_GPU")
     process = start(tmp_path)

@@ -117,7 +117,7 @@ def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[E
 def test_an_engine_of_another_maker(
     tmp_path: Path, start: Start, opened: list[Engine], name: str, more: str, toolkit: str
 ) -> None:
-    """Fails if an engine file in Triton's layout isn't found, or if the engine's signature isn't read from the
+    """Checks that an engine file in Triton's layout is found, and that the engine's signature is read from the
     config."""
     (tmp_path / "engine" / "1").mkdir(parents=True)
     (tmp_path / "engine" / "1" / name).write_bytes(b"engine")

@@ -81,7 +81,8 @@ def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]
 
 
 def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if the error doesn't name the failed step, if the caller gets two answers, or if a later step runs."""
+    """Checks that the error names the failed step, that the caller gets only one answer, and that no later step
+    runs."""
     caller = Caller(ensemble(**models), request(POISON))
     assert caller.code == "INTERNAL"
     assert str(caller.answer) == "in ensemble 'e', step 'first': model 'first' failed: poison"
@@ -111,8 +112,8 @@ def test_cancelling_cancels_the_steps() -> None:
 
 
 def test_a_step_that_cannot_be_cancelled() -> None:
-    """Checks that a cancel during the submission of a step also cancels this step. Fails if the caller gets a second
-    answer when the step ends anyway."""
+    """Checks that a cancel during the submission of a step also cancels this step. Also fails if the caller gets a
+    second answer when the canceled step ends later."""
     parts = {name: model(name, eager=False)[0] for name in ("first", "right", "last")}
     cancelled: list[bool] = []
     answers: list[Callable[[Any], None]] = []
@@ -176,8 +177,7 @@ def test_real_threads() -> None:
 
 
 def test_closing() -> None:
-    """Fails if closing the ensemble leaves a waiting request without an answer, or also closes the models of the
-    steps."""
+    """Checks that closing the ensemble answers each waiting request, and doesn't close the models of the steps."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))

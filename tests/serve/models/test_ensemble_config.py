@@ -27,8 +27,8 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_an_ensemble(models: Path, start: Start) -> None:
-    """Fails if the steps don't run one after the other, or don't run on the versions that are served now. Also fails if
-    a client can't use an ensemble's metadata and statistics like those of a model."""
+    """Checks that the steps run one after the other, on the versions that are served now. Also checks that a client can
+    use the metadata and the statistics of an ensemble in the same way as for a model."""
     process = start(models, mode="explicit", models=("*",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")
@@ -49,7 +49,7 @@ def test_an_ensemble(models: Path, start: Start) -> None:
 
 
 def test_one_number_a_row(models: Path, start: Start) -> None:
-    """Fails if an ensemble can't return an output with only the batch dim, such as a class number or a score."""
+    """Checks that an ensemble can return an output with only the batch dim, such as a class number or a score."""
     (models / "relu" / "1" / "model.onnx").unlink()
     artifact(
         models / "relu" / "1" / "model.onnx",
@@ -69,8 +69,8 @@ def test_one_number_a_row(models: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
-    """Checks that unloading an ensemble unloads the models of its steps only if the request asks for that. Also fails
-    if unloading an ensemble unloads other models."""
+    """Checks that unloading an ensemble unloads the models of its steps only on request. Also fails if unloading an
+    ensemble unloads other models."""
     linear(models / "other" / "1")
     process = start(models, mode="explicit", models=("*",), http_port=0)
     module = triton if face == "grpc" else triton_http

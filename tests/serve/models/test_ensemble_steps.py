@@ -81,7 +81,7 @@ def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str)
 
 
 def test_steps_that_disagree(models: Path) -> None:
-    """Fails if the output of a step isn't compared with the input of the next step."""
+    """Checks that the output of a step is compared with the input of the next step."""
     relu(models, INT64)
     assert "step 'linear' makes FP32 [-1,3] and step 'relu' takes INT64 [-1,3]; make them agree" in reason(models)
 
@@ -131,8 +131,8 @@ def test_a_step_that_comes_later(models: Path) -> None:
 
 
 def test_loading_an_ensemble_loads_its_steps(models: Path, start: Start) -> None:
-    """Fails if loading an ensemble doesn't load its steps, or reloads a step that is already served. Also fails if the
-    error doesn't name the step that can't be loaded."""
+    """Checks that loading an ensemble loads its steps, and doesn't reload a step that is already served. Also checks
+    that the error names the step that can't be loaded."""
     process = start(models, mode="explicit", models=("linear",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")

@@ -94,7 +94,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
 def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
-    """Fails if the server accepts a model name that isn't a plain folder name."""
+    """Checks that the server refuses a model name that isn't a plain folder name."""
     assert not valid_name(name)
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "a" / "1")

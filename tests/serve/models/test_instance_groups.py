@@ -74,8 +74,8 @@ def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
     """Fails if several sessions each start a thread for every core, because the sessions would slow each other down.
-    Also fails if a single session doesn't get the number of threads in its manifest, or if a configured number of
-    threads is ignored."""
+    Also checks that a single session gets the number of threads in its manifest, and that a configured number of
+    threads is used."""
     seen = []
     real = loading.open_session
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))

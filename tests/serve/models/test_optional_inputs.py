@@ -92,8 +92,8 @@ def asking(request: pytest.FixtureRequest, tmp_path: Path, start: Start) -> Any:
 
 def test_the_default_and_what_is_given(asking: Any) -> None:
     """Checks that the model uses the default of an optional input only if the request omits the input. Also fails if a
-    client's value reaches the next request, if clients don't see the input, or if a request without a required input is
-    accepted."""
+    client's value reaches the next request, if the input is hidden from clients, or if a request without a required
+    input is accepted."""
     assert asking.inputs("named") == (["k", "x"], ["k"])
     for k in (None, 3, None, 1):
         found = asking.infer("named", x=X, **({} if k is None else {"k": np.array([k])}))
@@ -162,7 +162,7 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
     ],
 )
 def test_configs_that_do_not_fit(tmp_path: Path, config: str, ir: int, says: str) -> None:
-    """Fails if a config that contradicts the model is served, or if the error doesn't name the fix."""
+    """Checks that a config that contradicts the model is refused, and that the error names the fix."""
     largest(tmp_path / "one" / "1", ir)
     (tmp_path / "one" / "config.pbtxt").write_text(config)
     assert_refused(tmp_path, says)

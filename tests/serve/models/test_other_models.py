@@ -42,8 +42,8 @@ def exported(folder: Path) -> tuple[nn.Module, Path]:
 
 @pytest.mark.proof
 def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
-    """Fails if an exported program isn't served, if its dynamic batch isn't detected, or if its outputs differ from the
-    module's."""
+    """Checks that an exported program is served, that its dynamic batch is detected, and that its outputs match the
+    module's outputs."""
     net, _ = exported(tmp_path / "models" / "net" / "1")
     linear(tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"), "--allow-pickle")
@@ -66,8 +66,8 @@ def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
 
 
 def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
-    """Fails if a model from ``accel export --to openvino`` isn't served over gRPC or HTTP, or if a caller gets another
-    caller's row."""
+    """Checks that a model from ``accel export --to openvino`` is served over gRPC and HTTP, and that each caller gets
+    its own rows."""
     made_from = linear(tmp_path / "linear")
     accel.export(made_from, to="openvino", out=tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"))
@@ -113,7 +113,7 @@ def engine(folder: Path) -> Path:
 
 
 def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error doesn't say that a GPU is missing, or if the other models aren't served."""
+    """Checks that the error says that a GPU is missing, and that the other models are served."""
     monkeypatch.setattr(base, "has_nvidia_gpu", lambda: False)
     engine(tmp_path / "models" / "fast" / "1")
     manifest_path(engine(tmp_path / "models" / "bare" / "1")).unlink()
@@ -132,7 +132,7 @@ def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_an_engine(tmp_path: Path, serve: Any) -> None:
-    """Fails if an engine's answers differ from those of the original ONNX model at a batch size of the engine's
+    """Checks that an engine gives the same answers as the original ONNX model for batch sizes of the engine's
     profile."""
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
     from accel.sources.onnx.file import open_onnx

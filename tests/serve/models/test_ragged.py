@@ -45,9 +45,9 @@ def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, rows: int, waiti
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
-    """Fails if requests of different lengths don't run together although the config allows ragged batches. Also fails
-    if requests of different lengths run together without the setting, because padding could change the answers of a
-    model without a mask. Also fails if an output isn't cut to the length of its input."""
+    """Checks that requests of different lengths run together if the config allows ragged batches. Without ragged
+    batches, requests of different lengths must not run together, because padding could change the answers of a model
+    without a mask. Also checks that each output is cut to the length of its input."""
     squares(tmp_path / "square" / "1", "length")
     config = RAGGED.format(dims="[-1]", ragged=str(ragged).lower())
     (tmp_path / "square" / "config.pbtxt").write_text(config)
@@ -75,8 +75,8 @@ def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.Monkey
 
 
 def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
-    """Fails if the server guesses which of two dynamic dims is ragged, or if the error doesn't name the missing
-    parameter. Also fails if the model isn't served after the parameter is added."""
+    """Checks that the server doesn't guess which of two dynamic dims is ragged, and that the error names the missing
+    parameter. Also checks that the model is served after the parameter is added."""
     squares(tmp_path / "models" / "square" / "1", "height", "width")
     config = tmp_path / "models" / "square" / "config.pbtxt"
     config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))

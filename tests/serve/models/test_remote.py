@@ -61,8 +61,8 @@ def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
 
 
 def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a remote model isn't served, if polling misses a new, changed or removed model, or if an unchanged file
-    is downloaded again."""
+    """Checks that a remote model is served, that polling finds new, changed and removed models, and that an unchanged
+    file isn't downloaded again."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
@@ -95,8 +95,8 @@ def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, mo
 def test_an_outage_takes_no_model_with_it(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a model is unloaded because the store can't be read, looks empty, or interrupts a download. Also fails
-    if an interrupted download isn't repeated later."""
+    """Fails if a model is unloaded because the store can't be read, looks empty, or interrupts a download. Also checks
+    that an interrupted download is repeated later."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     kept = dict(memory.store)
@@ -163,7 +163,7 @@ def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
 def test_explicit_fetches_what_it_is_told(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if explicit mode downloads a model that no command names, or if loading a model doesn't download the
+    """Checks that explicit mode downloads only models that a command names, and that loading a model downloads the
     model's changes."""
     put(memory, linear(tmp_path / "other", scale=4), "/models/other/1")
     fetched = downloads(monkeypatch, memory)
@@ -214,8 +214,8 @@ def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served], cli: Any) -> None:
-    """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder. Also fails if a
-    new version isn't noticed, or if an encoded file name escapes from the folder."""
+    """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder. Also checks that
+    a new version is noticed, and that an encoded file name can't escape from the folder."""
     folder, address = web
     ran = cli("serve", address, "--check", "--json")
     assert ran.code == 0, ran.stderr

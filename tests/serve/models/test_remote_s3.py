@@ -64,8 +64,8 @@ def check(address: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_repository_on_s3(put: Callable[[str, bytes], None], tmp_path: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve s3://...`` or ``--check`` doesn't find the models of a bucket. Also fails if a new version
-    isn't noticed, or if a missing bucket is served as an empty repository."""
+    """Checks that ``accel serve s3://...`` and ``--check`` find the models of a bucket. Also checks that a new version
+    is noticed, and that a missing bucket isn't served as an empty repository."""
     put("models", b"")
     put("models/all/linear/1/model.onnx", linear(tmp_path / "one").read_bytes())
     ran = check("s3://models/all")

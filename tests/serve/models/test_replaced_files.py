@@ -50,8 +50,8 @@ def scale(made: Any) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
 def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if replacing the file of the weights changes an answer before the model is reloaded. Also fails if a reload
-    doesn't notice that only the weights changed."""
+    """Fails if replacing the file of the weights changes an answer before the model is reloaded. Also checks that a
+    reload notices new weights even if no other file changed."""
     weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
     process = start(tmp_path / "models", mode="explicit", models=("*",))
     with client(process.ports["grpc"]) as made:
@@ -79,7 +79,7 @@ def mapped(pid: int, file: Path) -> tuple[int, int]:
 
 @pytest.mark.proof
 def test_processes_share_weights(tmp_path: Path, serve: Any) -> None:
-    """Fails if two processes that serve an OpenVINO model don't share the memory pages of the model's weights."""
+    """Checks that two processes that serve an OpenVINO model share the memory pages of the model's weights."""
     weights = weighted(tmp_path / "models" / "wide" / "1", "openvino", 1)
     linear(tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"), "--processes", "2")

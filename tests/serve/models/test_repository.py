@@ -23,8 +23,8 @@ from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if the config derived from the file differs from Triton's, which enables batching and leaves the batch out
-    of the dims."""
+    """Fails if the config derived from the file differs from the config that Triton derives. Triton enables batching
+    and leaves the batch out of the dims."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -72,8 +72,8 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
 
 
 def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
-    """Fails if an ONNX file whose batch dim isn't named "batch" can't be served with max_batch_size 1. Also fails if a
-    single row is padded to two rows, which costs twice as much."""
+    """Checks that an ONNX file can be served with max_batch_size 1 even if its batch dim isn't named "batch". Also
+    fails if a single row is padded to two rows, which costs twice as much."""
     for largest in (1, 4):
         folder = tmp_path / f"neg{largest}"
         (folder / "1").mkdir(parents=True)
@@ -91,8 +91,8 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("config", ["", "max_batch_size: 8", "max_batch_size: 8 dynamic_batching { }"])
 def test_rows_that_share_a_scale_are_batched_only_on_request(tmp_path: Path, opened: Any, config: str) -> None:
-    """Fails if a dynamic int8 model gets dynamic batching although its config lacks ``dynamic_batching``. Also fails if
-    a config with ``dynamic_batching`` doesn't turn dynamic batching on. Also fails if a caller can't send a batch."""
+    """Fails if a dynamic int8 model gets dynamic batching although its config lacks ``dynamic_batching``. Also checks
+    that a config with ``dynamic_batching`` turns dynamic batching on. Also checks that a caller can send a batch."""
     folder = tmp_path / "int8"
     (folder / "1").mkdir(parents=True)
     build.artifact(
@@ -145,8 +145,8 @@ def test_a_batch_below_the_declared() -> None:
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
-    """Fails if a config that contradicts its model is served, if a good model in the same repository isn't served, or
-    if the index lacks the reason."""
+    """Checks that a config that contradicts its model is refused, that a good model in the same repository is served,
+    and that the index gives the reason."""
     linear(tmp_path / "linear" / "1")
     linear(tmp_path / "good" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(config)
@@ -168,7 +168,7 @@ def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
 
 
 def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
-    """Fails if a scheduling option of the config doesn't reach the scheduler."""
+    """Checks that each scheduling option of the config reaches the scheduler."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(
         """
@@ -204,7 +204,7 @@ def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: list[str]) -> None:
-    """Fails if the served versions contradict the version policy, or if the newest version isn't the highest number."""
+    """Checks that the served versions follow the version policy, and that the newest version is the highest number."""
     for version in (1, 2, 10):
         linear(tmp_path / "linear" / str(version), scale=version)
     (tmp_path / "linear" / "notes").mkdir()  # this folder name isn't a version
@@ -217,7 +217,8 @@ def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: li
 
 
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
-    """Fails if an OpenVINO IR without a manifest isn't served, or if an IR that differs from its manifest is served."""
+    """Checks that an OpenVINO IR without a manifest is served, and that an IR that differs from its manifest is
+    refused."""
     ov = pytest.importorskip("openvino")
     source = linear(tmp_path / "source")
     folder = tmp_path / "models" / "linear" / "1"
@@ -279,7 +280,7 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
 
 
 def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if polling misses new, changed, broken or removed models, or retries a broken model that hasn't changed."""
+    """Fails if polling misses new, changed, broken or removed models, or retries an unchanged broken model."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="poll", poll_seconds=3600)
     first = repository.get("linear")
@@ -340,7 +341,7 @@ def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
 
 
 def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
-    """Fails if a command can load or unload a model although the server isn't in explicit mode."""
+    """Checks that a command can load or unload a model only if the server is in explicit mode."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path)
     for call in (repository.load, repository.unload):

@@ -63,8 +63,8 @@ def counts(port: int) -> dict[str, tuple[int, int]]:
 
 
 def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
-    """Fails if the crash of a process makes requests of the other process fail. Also fails if callers get another code
-    than UNAVAILABLE, or if no new process starts. Also fails if the counters lose later requests."""
+    """Fails if the crash of a process makes requests of the other process fail. Also checks that callers get the code
+    UNAVAILABLE, and that a new process starts. Also fails if the counters lose later requests."""
     served = serve(str(models), "--processes", "2", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     load = Load(port)
@@ -91,7 +91,7 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
 
 
 def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
-    """Fails if ``--restart`` doesn't restart a single process on its port, or gives up on a process that serves
+    """Checks that ``--restart`` restarts a single process on its port, and doesn't give up on a process that serves
     requests between its crashes."""
     served = serve(str(models), "--restart", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
@@ -104,7 +104,7 @@ def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
 
 
 def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -> None:
-    """Fails if callers hang when the only process crashes, or if the log doesn't contain the code location of the
+    """Checks that callers don't hang when the only process crashes, and that the log contains the code location of the
     crash."""
     served = serve(str(models), path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]

@@ -50,7 +50,8 @@ def idle(process: Any) -> bool:
 
 
 def test_a_session_that_raises(faulty: Any) -> None:
-    """Fails if a session that raises gives the wrong error code, isn't counted as a failure, or breaks any model."""
+    """Checks that a session that raises an error gives the right error code, counts as a failure, and breaks no
+    model."""
     with client_of(faulty) as client:
         for _ in range(3):
             with pytest.raises(InferenceServerException) as caught:
@@ -158,8 +159,8 @@ LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "de
 
 
 def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
-    """Fails if a request that waits behind a hung session doesn't end after its ``timeout`` in microseconds. Also fails
-    if the ``timeout`` has an effect although the model's config forbids timeouts."""
+    """Checks that a request that waits behind a hung session ends after its ``timeout`` in microseconds. Also fails if
+    the ``timeout`` has an effect although the model's config forbids timeouts."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
     with (
@@ -168,7 +169,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # without this, the pool waits forever after a failed assertion
+        stack.callback(faulty.released.set)  # releases the pool's threads after a failed assertion
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -307,8 +308,8 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
     ],
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
-    """Fails if a malformed or oversize message, at a stream's start or later, gets the wrong code or doesn't end the
-    stream. Also fails if a malformed message blocks a stream slot, disturbs another caller, or prevents a clean end."""
+    """Checks that a malformed or oversize message gets the right code and ends the stream, at the stream's start or
+    later. Also fails if a malformed message blocks a stream slot, disturbs another caller, or prevents a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())
@@ -358,9 +359,9 @@ def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
 
 
 def test_a_stream_of_many_requests(faulty: Any) -> None:
-    """Fails if the server refuses a long stream to a slow model instead of slowing it down, or if the stream blocks the
-    threads of unary calls. Also fails if the stream loses or reorders a response, or if the stream's requests don't
-    form full batches."""
+    """Checks that the server slows down a long stream to a slow model instead of refusing the stream. Also fails if the
+    stream blocks the threads of unary calls. Also checks that the stream keeps all responses in order, and that the
+    stream's requests form full batches."""
     count, answers = 600, queue.Queue[Any]()
     with client_of_its_own(faulty) as client, client_of(faulty) as other, ThreadPoolExecutor(1) as pool:
         client.start_stream(lambda result, error: answers.put((result, error)))

@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_from_the_start(models: Path, serve: Any, processes:
 
 @pytest.mark.proof
 def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if requests are lost while the log can't grow, or if the log doesn't continue after space is available
+    """Checks that no requests are lost while the log can't grow, and that the log continues after space is available
     again."""
     port, log = free_port(), tmp_path / "serve.log"
     served = serve(

@@ -69,8 +69,8 @@ def within_a_minute(call: Any) -> Any:
 
 @pytest.mark.parametrize("backlog", [0, 8])
 def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any, backlog: int) -> None:
-    """Fails if a stopped process blocks commands to all processes, prevents other processes from receiving a command,
-    or isn't named in the error."""
+    """Checks that other processes still receive a command if one process has stopped, and that the error names the
+    stopped process."""
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     monkeypatch.setattr(peers, "_SILENT_PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX) as stopped:
@@ -118,8 +118,7 @@ def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path) -> None:
-    """Fails if a process that starts later doesn't know a registered memory region, or assigns the region to another
-    owner."""
+    """Checks that a process that starts later knows each registered memory region and the region's owner."""
     key = f"accel-test-{uuid.uuid4().hex[:8]}"
     (Path("/dev/shm") / key).write_bytes(b"12345678")
     try:
@@ -152,7 +151,7 @@ def test_strangers(two: Any, tmp_path: Path) -> None:
 
 
 def test_commands_are_the_methods_of_control(two: Any) -> None:
-    """Fails if a process can make another process execute a method that isn't a command."""
+    """Fails if a process can make another process execute anything but a command."""
     assert {"load", "unload", "register_memory", "change_log_settings"} <= COMMANDS
     assert all(callable(getattr(two[0].processes, name)) for name in COMMANDS)
     for name in ("statistics", "commands", "__init__", "nothing"):

@@ -27,8 +27,7 @@ from tests.support.serving import FAULTY, WEIGHTS, Load, ask, client, linear, pi
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if a server under constant load doesn't end cleanly, or if a client gets an error other than
-    UNAVAILABLE."""
+    """Checks that a server under constant load ends cleanly, and that clients get no error other than UNAVAILABLE."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
     load.more(50)
@@ -132,7 +131,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
 
 
 def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a process that can't restart breaks another process, or isn't retried until the restart works."""
+    """Checks that a process that can't restart breaks no other process, and is retried until the restart works."""
     tokens = tmp_path / "tokens.toml"
     text = '[[token]]\nname = "a"\ntoken = "secret"\n'
     tokens.write_text(text)
@@ -153,7 +152,7 @@ def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> N
 
 
 def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a server whose processes can't start retries forever, or doesn't log the reason."""
+    """Checks that a server whose processes can't start stops retrying and logs the reason."""
     (tmp_path / "tokens.toml").write_text("[[token")
     served = serve(str(repository), "--processes", "2", "--tokens", str(tmp_path / "tokens.toml"))
     assert served.process.wait(60) == 2
@@ -200,8 +199,8 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT. TIME_WAIT lasts for a
-    minute after a connection is closed."""
+    """Checks that a server of several processes can start on a port with connections in TIME_WAIT. TIME_WAIT lasts for
+    a minute after a connection is closed."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -273,7 +272,7 @@ process.stop()
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
     """Fails if a serving process calls mmap for each large tensor. Before the server starts, malloc allocates a block
-    of 31 MiB with mmap. After the start, malloc allocates a block of this size on the heap."""
+    of 31 MiB with mmap. After the start, malloc allocates a block of 31 MiB on the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -283,7 +282,7 @@ def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
 
 
 def test_default_ports() -> None:
-    """Fails if a client with Triton's default ports, or ``accel infer`` with its default port, can't reach the
+    """Checks that Triton's client with its default ports, and ``accel infer`` with its default port, can reach the
     server."""
     serve_ports = {option.name: option.default for option in serve_command.params if option.name.endswith("_port")}
     options = ServeOptions(repository="models")
@@ -323,7 +322,7 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Fails if the error for a command-line option of Triton doesn't name accel's option. Also fails if --load-model is
+    """Checks that the error for a command-line option of Triton names accel's option. Also fails if --load-model is
     accepted without --mode explicit."""
     ran = cli("serve", *words)
     assert ran.code == 2

@@ -28,7 +28,8 @@ def tokens(path: Path, secret: str) -> None:
 
 
 def test_tokens(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if a removed token still works, a new token doesn't work, or a broken token file changes anything."""
+    """Checks that a removed token stops working, that a new token works, and that a broken token file changes
+    nothing."""
     path = tmp_path / "tokens.toml"
     tokens(path, "first")
     process = start(repository, tokens=str(path))
@@ -101,7 +102,7 @@ def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
 
 
 def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if new connections don't show the new certificate, or if an unusable certificate turns TLS off."""
+    """Checks that new connections show the new certificate, and that an unusable certificate doesn't turn TLS off."""
     first = certificate(tmp_path, "first")
     tls = {"tls_certificate": str(tmp_path / "server.pem"), "tls_key": str(tmp_path / "server.key")}
     process = start(repository, http_port=0, **tls)

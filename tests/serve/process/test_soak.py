@@ -173,7 +173,7 @@ def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Sends a sequence of three requests. Every second call doesn't end its sequence."""
+    """Sends a sequence of three requests. Every second call leaves its sequence open."""
     totals = []
     for step in (1, 2, 3):
         x = triton.InferInput("x", [1, 1], "FP32")
@@ -256,9 +256,9 @@ def record(folder: Path, processes: int, seconds: float, requests: int, rows: li
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
-    """Fails if an answer is wrong or lost, if a counter differs from the clients' counts, or if memory, threads or open
-    files grow between the second and the last quarter of the time. The test with two processes takes half the time.
-    ACCEL_SOAK_SECONDS shortens the load. ACCEL_SOAK_RESULTS names a folder for the results."""
+    """Fails if an answer is wrong or lost, or if a counter differs from the clients' counts. Also fails if memory,
+    threads or open files grow between the second and the last quarter of the time. The test with two processes takes
+    half the time. ACCEL_SOAK_SECONDS shortens the load. ACCEL_SOAK_RESULTS names a folder for the results."""
     seconds = SECONDS / processes
     words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
     served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)

@@ -30,7 +30,7 @@ def test_raw_round_trip(data: st.DataObject) -> None:
 
 @given(hnp.arrays(np.float32, shapes))
 def test_bfloat16_round_trip(values: np.ndarray) -> None:
-    """Fails if bfloat16 is not sent as its sixteen bits."""
+    """Checks that bfloat16 is sent as its sixteen bits."""
     with np.errstate(over="ignore", invalid="ignore"):
         array = values.astype(ml_dtypes.bfloat16)
     back = decode_raw("x", "BF16", array.shape, bytes(encode(array, "BF16")), "m")
@@ -40,8 +40,8 @@ def test_bfloat16_round_trip(values: np.ndarray) -> None:
 
 @given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.data())
 def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Fails if a byte of a string changes, or if Triton's client would encode the strings differently. The strings may
-    be empty, contain zero bytes or not be UTF-8."""
+    """Fails if a byte of a string changes, or if Triton's client would encode the strings differently. Some strings are
+    empty, contain zero bytes or aren't UTF-8."""
     array = np.empty(shape, dtype=object)
     for index in np.ndindex(shape):
         array[index] = data.draw(st.binary(max_size=9))
@@ -96,7 +96,7 @@ def test_hostile_bytes_are_refused_or_read(body: bytes, shape: list[int], kind: 
     ],
 )
 def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: bytes, says: str) -> None:
-    """Fails if a wrong size is accepted, or if the error doesn't name the wrong size."""
+    """Checks that a wrong size is refused, and that the error names the wrong size."""
     with pytest.raises(ServeError, match=says.replace("[", r"\[").replace(".", r"\.")):
         decode_raw("x", kind, shape, body, "m")
 
@@ -105,7 +105,7 @@ def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: by
     ("kind", "values"), [("INT8", [300]), ("UINT8", [-1]), ("INT32", [1.5]), ("FP32", ["a"]), ("INT64", [[1]])]
 )
 def test_values_that_do_not_fit_are_refused(kind: str, values: list[object]) -> None:
-    """Fails if a number that doesn't fit its datatype is accepted."""
+    """Checks that a number that doesn't fit its datatype is refused."""
     with pytest.raises(ServeError) as caught:
         decode_typed("x", kind, (1,), values, "m")
     assert caught.value.code is Code.INVALID_ARGUMENT

@@ -95,7 +95,7 @@ def test_preferred_sizes() -> None:
     ],
 )
 def test_allowed_sizes(allowed: tuple[int, ...], rows: list[int], sizes: list[int]) -> None:
-    """Fails if the session gets a batch size that isn't allowed, or if a caller gets padding."""
+    """Checks that the session gets only allowed batch sizes, and that no caller gets padding."""
     executor, session, clock = by_hand(waiting(allowed=allowed))
     callers = [Caller(executor, request(10 * i, rows=n)) for i, n in enumerate(rows)]
     clock.now += 1
@@ -140,7 +140,7 @@ def test_different_shapes_and_dtypes_are_not_mixed() -> None:
     ],
 )
 def test_refused_at_once(inputs: dict[str, np.ndarray], outputs: tuple[str, ...] | None, text: str) -> None:
-    """Fails if a request that can't be batched joins a batch, or isn't counted in the statistics."""
+    """Checks that a request that can't be batched runs alone, and that the statistics count the request."""
     executor, session, _ = by_hand(waiting())
     caller = Caller(executor, InferenceRequest(model="m", inputs=inputs, outputs=outputs))
     assert caller.code == "INVALID_ARGUMENT"
@@ -178,8 +178,8 @@ def test_outputs_that_cannot_be_told_apart() -> None:
 
 
 def test_priorities_and_their_bounds() -> None:
-    """Fails if an urgent request waits behind others, or if a request above the queue's size limit isn't refused
-    immediately."""
+    """Checks that an urgent request doesn't wait behind others, and that a request above the queue's size limit is
+    refused immediately."""
     executor, session, _ = by_hand(
         Scheduling(
             max_batch_size=1,
@@ -277,6 +277,6 @@ def test_answers_in_order_wait_for_the_one_before() -> None:
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], text: str) -> None:
-    """Fails if contradictory options are accepted, or if a session is opened for such options."""
+    """Fails if contradictory options are accepted, or if a session is opened for contradictory options."""
     with pytest.raises(BadConfig, match=text):
         make_executor(SIGNATURE, Scheduling(**options), lambda: pytest.fail("opened"), name="m", version="1")

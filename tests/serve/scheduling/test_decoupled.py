@@ -94,7 +94,7 @@ def test_requests_are_not_mixed() -> None:
 
 
 def test_a_stream_that_breaks() -> None:
-    """Fails if the caller doesn't get an error that occurs after some responses, or if a final response follows the
+    """Checks that the caller gets an error that occurs after some responses, and that no final response follows the
     error."""
     executor, _ = decoupled()
     answers = ask(executor, request(POISON))

@@ -39,8 +39,8 @@ def test_an_expired_request_never_runs() -> None:
 
 
 def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
-    """When a batch fails, its two halves run separately. Fails if a request runs in its half after its deadline has
-    passed."""
+    """When a batch fails, its two halves run separately. Fails if a half runs a request after the request's deadline
+    has passed."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:
@@ -57,7 +57,7 @@ def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
 
 @pytest.mark.parametrize("k", range(5))
 def test_cancelling_the_kth_of_n_runs_the_others(k: int) -> None:
-    """Fails if a canceled request runs, gets no answer, or cancels another request."""
+    """Checks that a canceled request doesn't run, gets an answer, and cancels no other request."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(5)]
     callers[k].ticket.cancel()
@@ -130,8 +130,8 @@ def test_cancelling_in_a_batch_that_fails() -> None:
 
 
 def test_close_answers_what_was_taken() -> None:
-    """Fails if closing drops requests although there is time, waits for the batching delay, accepts new requests,
-    or leaves a session open."""
+    """Fails if closing drops requests that could still run, waits for the batching delay, accepts new requests, or
+    leaves a session open."""
     executor, session, _ = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]
     executor.close(0.0)

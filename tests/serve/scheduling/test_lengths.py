@@ -68,8 +68,8 @@ def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead
 
 
 def test_short_ones_are_not_padded_to_a_long_one() -> None:
-    """Fails if short requests are padded to the length of a long request, if the longest-waiting request isn't in the
-    first batch, or if a result changes."""
+    """Fails if short requests are padded to the length of a long request, or if a result changes. Also checks that the
+    longest-waiting request is in the first batch."""
     executor, session, _ = by_length()
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((50, 3, 4, 49, 3, 2))]
     run_all(executor)
@@ -120,9 +120,9 @@ def timed(clock: FakeClock, costs: CostTable, *, eager: bool = True) -> tuple[Qu
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
-    """Fails if more than 1% of the requests wait longer than the delay. Also fails if an idle instance waits without
-    need, or if waiting for others doesn't make batches larger. The test simulates a stream of texts at half of the
-    model's throughput."""
+    """Fails if more than 1% of the requests wait longer than the delay. Also checks that an idle instance doesn't wait
+    without need, and that waiting makes batches larger. The test simulates a stream of texts at half of the model's
+    throughput."""
     clock = FakeClock()
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
     executor, session = timed(clock, costs, eager=eager)
@@ -204,7 +204,7 @@ def test_enough_company_is_not_waited_for() -> None:
 
 
 def test_a_mask_is_made_and_a_sent_one_kept() -> None:
-    """Fails if a caller's mask is replaced, if a missing mask isn't generated, or if padding is not masked."""
+    """Checks that a caller's mask is kept, that a missing mask is generated, and that padding is masked."""
     executor, session, _ = by_length()
     sent = ((5, True), (4, False), (3, True))
     callers = [Caller(executor, text(i, n, mask=mask)) for i, (n, mask) in enumerate(sent)]
@@ -224,8 +224,8 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
 
 
 def test_sizes_are_part_of_the_cost() -> None:
-    """Fails if the cost of a split into batches ignores that every run has eight rows, or if a padding row isn't a copy
-    of a valid row."""
+    """Checks that the cost of a split into batches counts eight rows for every run, and that a padding row is a copy of
+    a valid row."""
     executor, session, _ = by_length(allowed=(8,))
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
     run_all(executor)
@@ -242,7 +242,7 @@ def test_sizes_are_part_of_the_cost() -> None:
     st.sampled_from([None, (2, 4), (3, 8), (8,)]),
 )
 def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tuple[int, ...] | None) -> None:
-    """Fails if a caller's result contains padding or lacks values, or if a batch has a size that isn't allowed."""
+    """Fails if a caller's result contains padding or lacks values, or if a batch has a forbidden size."""
     executor, session, _ = by_length(allowed=allowed)
     callers = [Caller(executor, text(i, n, rows, mask=mask)) for i, (n, rows, mask) in enumerate(requests)]
     run_all(executor)
@@ -256,7 +256,7 @@ def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tup
 
 def test_an_output_that_does_not_keep_the_length() -> None:
     """Fails if a caller gets another caller's rows from a model that halves the sequence. The output of this model is
-    shorter than the request, so accel can't cut it to the request's length."""
+    shorter than the request, so accel can't cut the output to the request's length."""
 
     class Halving(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -318,8 +318,8 @@ def texts_of_many_lengths(count: int) -> list[np.ndarray]:
 
 
 def test_in_the_order_of_arrival() -> None:
-    """Fails if the batches aren't in the order of arrival with ``grouped`` off, or if a caller gets padding or another
-    caller's rows."""
+    """Checks that the batches are in the order of arrival with ``grouped`` off, and that no caller gets padding or
+    another caller's rows."""
     executor, session, clock = by_length(lengths=replace(LENGTHS, grouped=False))
     lengths = [60, 2, 3, 59, 4, 5, 6, 58, 7, 8]
     callers = [Caller(executor, text(i, length)) for i, length in enumerate(lengths)]
@@ -333,8 +333,8 @@ def test_in_the_order_of_arrival() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_minilm(minilm: Artifact) -> None:
-    """Fails if batching by length changes an embedding of a real model by more than rounding. Also fails if batching by
-    length doesn't halve the padding of real texts compared with batching in the order of arrival."""
+    """Fails if batching by length changes an embedding of a real model by more than rounding. Also checks that batching
+    by length halves the padding of real texts compared with batching in the order of arrival."""
     texts = texts_of_many_lengths(64)
     session = get_runtime("onnxruntime").open(minilm, SessionOptions(threads=1))
     lengths = LengthBatching(dim="sequence", mask="attention_mask")

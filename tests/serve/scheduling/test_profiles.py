@@ -29,7 +29,7 @@ SIGNATURE = Signature(
 
 
 class Engine(FakeSession):
-    """A session that computes y = 2x and raises for shapes outside all profiles."""
+    """A session that computes y = 2x and raises an error for shapes outside all profiles."""
 
     def __init__(self, profiles: tuple[Profile, ...] = PROFILES) -> None:
         super().__init__(SIGNATURE)

@@ -84,9 +84,9 @@ SCRIPTS = st.lists(st.one_of(STEPS, STEPS, st.builds(Inside, STEPS)), max_size=4
 @settings(max_examples=400, deadline=None)
 @given(SCHEDULINGS, SCRIPTS)
 def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
-    """Fails if a caller doesn't get exactly one answer with the caller's rows, or if a poisonous request makes another
-    request fail. Also fails if a request runs after it was canceled, expired or refused. Also fails if a batch has a
-    wrong number of rows, or if the counters don't add up."""
+    """Checks that each caller gets exactly one answer with the caller's rows, and that a poisonous request makes no
+    other request fail. Also fails if a request runs after it was canceled, expired or refused. Also checks that each
+    batch has an allowed number of rows, and that the counters add up."""
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []

@@ -23,7 +23,7 @@ def ids(queue: RequestQueue) -> list[str]:
 
 
 def test_levels_then_arrival() -> None:
-    """Fails if a less urgent level runs first, or if requests of the same level don't run in the order of their
+    """Checks that a more urgent level runs first, and that requests of the same level run in the order of their
     arrival."""
     queue = RequestQueue(Scheduling(priority_levels=3, default_priority=2))
     for value, priority in ((1, 3), (2, 0), (3, 1), (4, 2), (5, 1), (6, 99)):
@@ -82,8 +82,8 @@ def test_a_bound_for_each_level() -> None:
 
 
 def test_timeout_rejects_or_delays() -> None:
-    """Fails if the timeout action ``delay`` drops a timed-out request, or keeps it ahead of requests that haven't timed
-    out. Also fails if ``reject`` keeps a timed-out request."""
+    """Fails if the timeout action ``delay`` drops a timed-out request, or runs the request before requests that haven't
+    timed out. Also fails if ``reject`` keeps a timed-out request."""
     policies = {
         1: QueuePolicy(timeout_us=1000, timeout_action="delay"),
         2: QueuePolicy(timeout_us=1000, timeout_action="reject"),
@@ -103,8 +103,8 @@ def test_timeout_rejects_or_delays() -> None:
 
 
 def test_only_a_shorter_timeout_may_be_asked_for() -> None:
-    """Fails if a request's timeout is used although the timeout is longer than the queue policy's, or although the
-    queue policy forbids request timeouts."""
+    """Fails if the queue uses a request's timeout that is longer than the policy's timeout, or that the policy
+    forbids."""
     for override, asked, expires in ((True, 500, 0.0005), (True, 5000, 0.001), (False, 500, 0.001), (True, 0, 0.001)):
         policy = QueuePolicy(timeout_us=1000, allow_override=override)
         queue = RequestQueue(Scheduling(default_policy=policy))

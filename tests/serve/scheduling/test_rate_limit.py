@@ -60,7 +60,7 @@ def test_one_runs_while_the_other_waits() -> None:
 
 
 def test_turns_by_priority() -> None:
-    """Fails if a model of priority 2 doesn't get half as many runs as a model of priority 1. Both models always have
+    """Checks that a model of priority 2 gets half as many runs as a model of priority 1. Both models always have
     waiting requests."""
     limiter = RateLimiter()
     both = gates(limiter, (1, 1), (1, 2))
@@ -104,8 +104,8 @@ def test_other_resources_are_not_waited_for() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["enter", "leave", "withdraw"])), max_size=80))
 def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
-    """Fails if runs use more of a resource than the limit allows, or if a model doesn't get the resource when no other
-    model uses the resource."""
+    """Checks that runs stay within the limit of a resource, and that a model gets the resource when no other model uses
+    the resource."""
     limiter = RateLimiter({"R": 4})
     made = gates(limiter, (1, 1), (2, 1), (3, 5), (4, 2))
     inside: Counter[int] = Counter()

@@ -118,7 +118,7 @@ def test_what_is_kept_cannot_be_changed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40)), max_size=60))
 def test_never_more_than_its_size(steps: list[tuple[int, int]]) -> None:
-    """Fails if the entry sizes don't add up, or if the most recently used entry is dropped first."""
+    """Checks that the entry sizes add up, and that the most recently used entry isn't dropped first."""
     cache = ResponseCache(3000)
     for number, length in steps:
         key = (0, bytes([number]))
@@ -133,7 +133,7 @@ def test_never_more_than_its_size(steps: list[tuple[int, int]]) -> None:
 
 
 def test_the_least_recently_used_goes() -> None:
-    """Fails if a cache hit doesn't count as a use of the entry."""
+    """Checks that a cache hit counts as a use of the entry."""
     cache = ResponseCache(2 * (512 + 8))
     for key in (b"a", b"b"):
         cache.put((0, key), {"y": np.zeros(1)})

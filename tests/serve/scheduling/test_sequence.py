@@ -87,8 +87,8 @@ def run_all(executor: SequenceExecutor) -> None:
 
 
 def test_the_state_is_kept() -> None:
-    """Fails if the state of a sequence reaches another sequence, isn't zero at the start, or is sent to the client.
-    Also fails if two sequences are never batched, or if two steps of one sequence share a batch."""
+    """Checks that the state of a sequence is zero at the start, never reaches another sequence, and isn't sent to the
+    client. Also fails if two sequences are never batched, or if two steps of one sequence share a batch."""
     executor, session, _ = make()
     callers = [Caller(executor, step(*what)) for what in ((7, 1, "s"), (8, 10, "s"), (7, 2), (8, 20), (7, 3, "e"))]
     run_all(executor)
@@ -125,7 +125,7 @@ def test_start_begins_anew() -> None:
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
-    """Fails if a request outside any sequence runs, or isn't counted as a failure."""
+    """Checks that a request outside any sequence doesn't run, and counts as a failure."""
     executor, session, _ = make()
     caller = Caller(executor, asked)
     assert caller.code == "INVALID_ARGUMENT"
@@ -192,7 +192,8 @@ def test_bytes_that_wait_are_free_again() -> None:
 
 
 def test_a_failed_step_leaves_the_state() -> None:
-    """Fails if a failed step changes the state for the waiting steps, or if the sequence can't continue afterwards."""
+    """Checks that a failed step doesn't change the state for the waiting steps, and that the sequence can continue
+    afterwards."""
     executor, session, _ = make()
     first, bad, behind = (Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (BAD, ""), (3, "")))
     other = Caller(executor, step(2, 50, "s"))
@@ -291,7 +292,7 @@ def test_closing() -> None:
     st.booleans(),
 )  # fmt: skip
 def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -> None:
-    """Fails if an answer isn't the sum of the successful steps of its sequence since the start, in order. The steps,
+    """Checks that each answer is the sum of the successful steps of its sequence since the start, in order. The steps,
     failures and cancels are random."""
     executor, _, _ = make(eager=eager)
     taken: dict[int, list[tuple[str, float, Caller]]] = {1: [], 2: [], 3: []}
@@ -340,6 +341,6 @@ def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -
     ],
 )
 def test_options_that_cannot_be(sequence: SequenceBatching, text: str) -> None:
-    """Fails if a config that names tensors outside the model is accepted."""
+    """Fails if the server accepts a config that names tensors outside the model."""
     with pytest.raises(BadConfig, match=text):
         make(sequence=sequence)

@@ -82,7 +82,7 @@ def test_many_callers(eager: bool, preserve: bool) -> None:
 
 
 def test_the_caller_itself_runs_an_idle_instance() -> None:
-    """Fails if a single request to an idle instance runs on another thread than the caller's."""
+    """Fails if a single request to an idle instance runs on another thread than the caller's thread."""
     session = FakeSession()
     seen = []
     session.during = lambda: seen.append(threading.current_thread())
@@ -93,7 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if waiting requests don't run after a caller's thread has finished with the instance."""
+    """Checks that waiting requests run after a caller's thread has finished with the instance."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
@@ -109,7 +109,7 @@ def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
 
 
 def test_a_delay_ends_by_itself() -> None:
-    """Fails if a request doesn't run at the end of the batching delay."""
+    """Checks that a request runs at the end of the batching delay."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=2000, eager=False), [FakeSession()])
     assert isinstance(infer(executor, request(1), PATIENCE), InferenceResponse)
     executor.close(PATIENCE)
@@ -151,8 +151,8 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 
 def test_closing_a_session_that_hangs() -> None:
-    """Fails if closing waits for a session that never returns, or closes a session during its run. Also fails if a
-    caller gets no answer, or gets a second answer when the hung session finally returns."""
+    """Fails if closing waits for a session that never returns, or closes a session during its run. Also checks that
+    each caller gets exactly one answer, even after the hung session returns."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))

@@ -194,7 +194,7 @@ def status(process: Any, method: str, path: str, token: str | None, model: str) 
 
 
 def test_the_page_says_which_routes_need_control(process: Any) -> None:
-    """Fails if docs/how-to/serving.md doesn't mark exactly the routes that need the control right."""
+    """Checks that docs/how-to/serving.md marks exactly the routes that need the control right."""
     page = (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8")
     for method, path, answer in re.findall(r"^\| (GET|POST) \| `([^`]+)` \| (.+) \|$", page, re.MULTILINE):
         short = re.sub(r"\[.*?\]", "", path)
@@ -239,7 +239,8 @@ def test_what_a_token_is_not_for_over_http(process: Any) -> None:
     ],
 )
 def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
-    """Fails if a mistake in the token file opens the server to everybody, or if the error doesn't name the mistake."""
+    """Checks that a mistake in the token file doesn't open the server to everybody, and that the error names the
+    mistake."""
     path = tmp_path / "tokens.toml"
     path.write_text(text)
     with pytest.raises(BadRepository, match=says):
@@ -306,7 +307,7 @@ def test_tls(repository: Path, start: Start, pki: Path) -> None:
 
 def test_mutual_tls(repository: Path, start: Start, pki: Path, cli: Any) -> None:
     """Fails if a client without a certificate, or with a certificate of another issuer, gets an answer over gRPC or
-    HTTP. Also fails if ``accel infer`` can't send a client certificate."""
+    HTTP. Also checks that ``accel infer`` can send a client certificate."""
     process = start(
         repository,
         http_port=0,

@@ -41,7 +41,7 @@ def ask(client: Any, rows: int = 1) -> None:
 
 
 def test_server(client: Any) -> None:
-    """Fails if the server doesn't report its liveness, or doesn't list its extensions."""
+    """Checks that the server reports its liveness and lists its extensions."""
     assert client.is_server_live()
     assert client.is_server_ready()
     metadata = client.get_server_metadata()
@@ -68,8 +68,8 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if the statistics leave out a request or a row, or count a request or a row twice. Also fails if a refused
-    request isn't counted as a failure."""
+    """Fails if the statistics leave out a request or a row, or count a request or a row twice. Also checks that a
+    refused request counts as a failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
     with pytest.raises(InferenceServerException):
@@ -84,8 +84,8 @@ def test_statistics_add_up(client: Any) -> None:
 
 
 def test_every_failure_is_counted(process: Any, client: Any) -> None:
-    """Fails if the statistics don't count a request with an error as a failure, whether the error occurs before or
-    after the run."""
+    """Checks that the statistics count a request with an error as a failure, whether the error occurs before or after
+    the run."""
 
     def refused(x: triton.InferInput, **options: Any) -> None:
         with pytest.raises(InferenceServerException):
@@ -121,7 +121,7 @@ def test_every_failure_is_counted(process: Any, client: Any) -> None:
 
 
 def test_load_and_unload(client: Any, repository: Path) -> None:
-    """Fails if loading or unloading has no effect, or if the index doesn't show the effect."""
+    """Checks that loading and unloading have an effect, and that the index shows the effect."""
     states = {m.name: m.state for m in client.get_model_repository_index().models}
     assert states == {"linear": "READY", "pair": "READY"}
     client.unload_model("linear")
@@ -189,7 +189,7 @@ def test_a_model_that_is_not_there(client: Any) -> None:
 
 
 def test_load_with_another_config(client: Any) -> None:
-    """Fails if the config in a load request isn't used, or is still used after the next load."""
+    """Checks that the config in a load request is used until the next load."""
     client.load_model("linear", config='{"max_batch_size": 2}')
     assert client.get_model_config("linear").config.max_batch_size == 2
     with pytest.raises(InferenceServerException, match="batch-size must be <= 2"):
@@ -203,8 +203,8 @@ def test_load_with_another_config(client: Any) -> None:
 
 
 def test_settings(client: Any) -> None:
-    """Fails if a setting isn't stored, if a model's setting changes another model's setting, or if an invalid setting
-    is accepted."""
+    """Checks that each setting is stored, that a model's setting leaves other models unchanged, and that invalid
+    settings are refused."""
     assert client.get_trace_settings().settings["trace_level"].value == ["OFF"]
     client.update_trace_settings("linear", {"trace_rate": "7"})
     assert client.get_trace_settings("linear").settings["trace_rate"].value == ["7"]
@@ -249,9 +249,9 @@ def test_health(process: Any) -> None:
 
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a client that watches the server's health gets SERVING while models still load. Also fails if the client
-    gets no new status when loading ends or when the server drains. With strict readiness, a broken model also has to
-    change the status."""
+    """Fails if a client that watches the server's health gets SERVING while models still load. Also checks that the
+    client gets a new status when loading ends and when the server drains. With strict readiness, a broken model also
+    has to change the status."""
     released = threading.Event()
     real = Repository.start
 
@@ -295,7 +295,7 @@ def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pyt
 
 
 def test_reflection(process: Any) -> None:
-    """Fails if a tool like grpcurl can't list the services and read their messages."""
+    """Checks that a tool like grpcurl can list the services and read their messages."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest

@@ -171,7 +171,7 @@ def test_typed_contents_of_every_datatype(kinds: int) -> None:
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:
-    """Fails if a classification doesn't begin with the largest value, or has a wrong value, index or label."""
+    """Checks that a classification begins with the largest value, and has the right values, indices and labels."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(
@@ -213,7 +213,7 @@ def test_classification(tmp_path: Path, start: Start) -> None:
 def test_what_is_refused_and_how(
     client: Any, process: ServingProcess, name: str, inputs: Any, options: Any, code: str, says: str
 ) -> None:
-    """Fails if a wrong request runs, stays pending, or gets another code or text than Triton's."""
+    """Fails if a wrong request runs, stays pending, or gets another code or text than Triton gives."""
     if "outputs" in options:
         options = {"outputs": [triton.InferRequestedOutput(o) for o in options["outputs"]]}
     status, text = refused(lambda: client.infer(name, [tensor(n, v) for n, v in inputs], **options))

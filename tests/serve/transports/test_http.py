@@ -73,7 +73,7 @@ def test_half_precision_is_binary(client: Any, process: Any) -> None:
 
 
 def test_the_rest_of_the_client(client: Any) -> None:
-    """Fails if Triton's client can't parse the answer to a call that isn't an inference call."""
+    """Checks that Triton's client can parse the answer to a call that isn't an inference call."""
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("linear", "1")
@@ -173,8 +173,8 @@ def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> N
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
-    """Fails if a classification, as JSON or binary, doesn't begin with the largest value, or has a wrong value, index
-    or label."""
+    """Checks that a classification, as JSON or binary, begins with the largest value, and has the right values, indices
+    and labels."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(
@@ -193,7 +193,7 @@ def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
 
 
 def test_metrics(client: Any, process: Any) -> None:
-    """Fails if Prometheus can't parse the metrics, or if the metrics differ from the statistics."""
+    """Checks that Prometheus can parse the metrics, and that the metrics match the statistics."""
     given = triton.InferInput("x", [2, 4], "FP32")
     given.set_data_from_numpy(X)
     for _ in range(3):

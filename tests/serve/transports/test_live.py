@@ -48,7 +48,7 @@ def figures(process: Any, **headers: str) -> dict[str, Any]:
 
 
 def test_what_it_draws(repository: Path, start: Start) -> None:
-    """Fails if a model is missing, if a broken model has no reason, or if the numbers differ from the statistics."""
+    """Checks that no model is missing, that a broken model has a reason, and that the numbers match the statistics."""
     (repository / "broken" / "1").mkdir(parents=True)
     (repository / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     process = start(repository, http_port=0)
@@ -69,8 +69,8 @@ def test_what_it_draws(repository: Path, start: Start) -> None:
 
 
 def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page or its data contains a model's name that the caller's token doesn't allow. A caller without a
-    token must see no name. Also fails if the page may load content from another host."""
+    """Fails if the page or its data contains the name of a model that the caller's token doesn't allow. A caller
+    without a token must see no name. Also fails if the page may load content from another host."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
     process = start(repository, http_port=0, tokens=str(tmp_path / "tokens.toml"))
     status, text = plain(process, "/")
@@ -150,8 +150,8 @@ def shown(text: str, model: str) -> dict[str, str]:
 
 @browser
 def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a rate isn't the number of requests over time, if a percentile is outside its bucket, or if the
-    histogram has no bars. Also fails if a malicious model name becomes markup in the page."""
+    """Checks that a rate is the number of requests over time, that a percentile is inside its bucket, and that the
+    histogram has bars. Also fails if a malicious model name becomes markup in the page."""
     hostile = "<img src=x onerror=alert(1)>"
     first = body(1000.0, received=100, success=100, latency={0.001: 100}, inference_count=100, execution_count=100)
     second = body(
@@ -180,8 +180,8 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
 
 @browser
 def test_the_page_of_a_server(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page is empty, doesn't show a real server's models, or doesn't ask for a required token. Also fails
-    if the page puts the token in the address, or if the page ignores the browser's color scheme."""
+    """Checks that the page shows a real server's models, and asks for a required token. Also fails if the page puts the
+    token in the address, or if the page ignores the browser's color scheme."""
     from PIL import Image
 
     process = start(repository, http_port=0)

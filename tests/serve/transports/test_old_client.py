@@ -83,7 +83,7 @@ print(json.dumps(found))
     reason="ACCEL_OLD_TRITONCLIENT names no environment",
 )
 def test_an_older_client(repository: Path, serve: Any) -> None:
-    """Fails if the server doesn't understand a call of the old client, or if the old client doesn't understand an
+    """Checks that the server understands each call of the old client, and that the old client understands each
     answer."""
     served = serve(str(repository), "--mode", "explicit", "--load-model", "*")
     ports = served.wait_for("serving")["ports"]

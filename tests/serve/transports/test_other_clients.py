@@ -85,7 +85,7 @@ print(json.dumps(found, default=lambda value: value.decode()))
 
 
 def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
-    """Fails if the health routes return no JSON body. KServe's REST client parses the JSON body that the protocol
+    """Checks that the health routes return a JSON body. KServe's REST client parses the JSON body that the protocol
     defines."""
     process = start(repository, http_port=0)
     assert json.loads(plain(process, "/v2/health/live")[1]) == {"live": True}
@@ -98,7 +98,7 @@ def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif("ACCEL_KSERVE" not in os.environ, reason="ACCEL_KSERVE names no environment")
 def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
-    """Fails if the server doesn't understand a call of KServe's clients, or if these clients don't understand an
+    """Checks that the server understands each call of KServe's clients, and that these clients understand each
     answer."""
     ports = serve(str(repository)).wait_for("serving")["ports"]
     python = Path(os.environ["ACCEL_KSERVE"]) / "bin" / "python"
@@ -133,8 +133,8 @@ def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
     ids=["grpc", "http", "stream", "grpc-memory", "http-memory"],
 )
 def test_perf_analyzer(repository: Path, serve: Any, tmp_path: Path, face: str, options: list[str]) -> None:
-    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or if a request of perf_analyzer
-    fails."""
+    """Checks that perf_analyzer can read the model's metadata, config and statistics, and that perf_analyzer's requests
+    succeed."""
     served = serve(str(repository))
     ports = served.wait_for("serving")["ports"]
     report = tmp_path / "report.csv"

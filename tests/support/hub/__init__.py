@@ -1,1 +1,1 @@
-"""A Hugging Face Hub and its cache for tests."""
+"""Provides a Hugging Face Hub and its cache for tests."""

@@ -1,5 +1,5 @@
-"""A fake Hugging Face Hub on this machine, which serves files from a dict. The hub answers the four kinds of requests
-that huggingface_hub sends."""
+"""Provides a fake Hugging Face Hub on this machine, which serves files from a dict. The hub answers the four kinds of
+requests that huggingface_hub sends."""
 
 from __future__ import annotations
 

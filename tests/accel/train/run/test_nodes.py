@@ -55,8 +55,8 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent returns no result, or lacks the metrics of rank 0, which runs on only one machine. Also fails
-    if the losses differ from the losses of one process, or if an agent doesn't resume from the shared checkpoint.
+    """Checks that both agents return the result with the metrics of rank 0, which runs on only one machine. Also checks
+    that the losses match the losses of one process, and that the agents resume from the shared checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
@@ -76,9 +76,9 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
-    """Fails if a killed rank on one of two machines ends the other machine's run. Also fails if a machine doesn't
-    resume from the last checkpoint, or if the losses then differ from the losses of one process. Also fails if two
-    machines don't train together with ``--nnodes 1:2``."""
+    """Fails if a killed rank on one of two machines ends the other machine's run. Also checks that both machines resume
+    from the last checkpoint, and that the losses then match the losses of one process. Also checks that two machines
+    train together with ``--nnodes 1:2``."""
     source, out = tmp_path / "source.py", tmp_path / "run"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\ndef dies(outputs, targets):\n"
@@ -104,7 +104,7 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Fails if machines without a shared folder each save a part of a checkpoint, or if one of the machines reports no
+    """Checks that machines without a shared folder save no parts of a checkpoint, and that each machine reports an
     error."""
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:

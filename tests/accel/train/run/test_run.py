@@ -28,8 +28,8 @@ from tests.support.runs import SMALL, config_of, logged, rows_of, trainer_of
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command doesn't reach an accuracy of 97% with ZeRO 3 on two ranks. Also fails if the run
-    folder can't be exported, or if the weights in ``final/`` aren't exactly the trained weights."""
+    """Checks that the documented command reaches an accuracy of 97% with ZeRO 3 on two ranks. Also checks that the run
+    folder can be exported, and that the weights in ``final/`` are exactly the trained weights."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
@@ -57,7 +57,7 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before training, the loss on the held-out text is log(128) = 4.85. Fails if the held-out loss isn't below 3.34
+    """Before training, the loss on the held-out text is log(128) = 4.85. Checks that the held-out loss is below 3.34
     after 30 steps with small batches. A model that knows only how often each byte occurs has a loss of 3.14."""
     line = f"train examples/gpt.toml --steps 30 --global-batch=8 --schedule.warmup=3 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
@@ -67,7 +67,7 @@ def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.proof
 def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the text model after a quarter of its steps isn't clearly better than a model of byte frequencies."""
+    """Checks that the text model is clearly better than a model of byte frequencies after a quarter of its steps."""
     line = f"train examples/gpt.toml --steps 100 --schedule.warmup=10 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
@@ -76,8 +76,8 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a run folder of a model trained with FSDP and tensor parallel can't be exported and benchmarked. Also
-    fails if the outputs of the exported model differ from the trained model's."""
+    """Checks that the run folder of a model trained with FSDP and tensor parallel can be exported and benchmarked. Also
+    checks that the exported model gives the same outputs as the trained model."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
     small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
@@ -92,8 +92,8 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
 
 
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    """Fails if the losses of an interrupted and resumed run differ from the losses of an uninterrupted run. Also fails
-    if the progress doesn't show the step at which the run resumes."""
+    """Fails if the losses of an interrupted and resumed run differ from the losses of an uninterrupted run. Also checks
+    that the progress shows the step at which the run resumes."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
@@ -109,8 +109,8 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    """Fails if training continues after a NaN, or if the error doesn't name the step and the parameter. Also fails if
-    the last checkpoint is lost."""
+    """Checks that training stops after a NaN, and that the error names the step and the parameter. Also fails if the
+    last checkpoint is lost."""
     config = config_of(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
     train(config_of(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
@@ -124,7 +124,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
-    """Fails if the error names a gradient that became NaN because of a NaN weight, instead of the weight."""
+    """Checks that the error names the NaN weight, and not a gradient that became NaN because of this weight."""
     trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
@@ -136,8 +136,8 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
 def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Fails if a float16 run with a NaN weight skips the step instead of naming the weight. Also fails if the error for
-    a run that skips every step doesn't name the cause."""
+    """Fails if a float16 run with a NaN weight skips the step instead of naming the weight. Also checks that the error
+    names the cause if a run skips every step."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -187,8 +187,8 @@ def evaluate(module):
 
 def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
     """The data factory in this test shuffles without a seed of its own. Fails if the factory gives different samples to
-    the ranks or to a resumed run. Also fails if ``evaluate`` doesn't use the samples that training left out, or if the
-    state of the user's random generators changes.
+    the ranks or to a resumed run. Also checks that ``evaluate`` uses the samples that training left out, and that the
+    user's random generators keep their state.
     """
     source = tmp_path / "drawn.py"
     source.write_text(SMALL.read_text() + _SPLIT)
@@ -209,8 +209,8 @@ def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
-    """Fails if ``precision.tf32`` doesn't set TF32 for both matrix products and convolutions on a GPU. Torch has
-    separate settings for matrix products and convolutions."""
+    """Checks that ``precision.tf32`` sets TF32 for both matrix products and convolutions on a GPU. Torch has separate
+    settings for matrix products and convolutions."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
     try:
@@ -264,7 +264,7 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if a run of a single process isn't restarted, or if the final error comes from the first attempt. If a
+    """Checks that a run of a single process is restarted, and that the final error comes from the last attempt. If a
     signal killed a rank, the error must name the signal, the line of code and the step at which a new run resumes."""
     source = tmp_path / "source.py"
     source.write_text(
@@ -283,8 +283,8 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
-    """Fails if the message doesn't name the killed rank before the other rank, which only lost its connection. Also
-    fails if the message doesn't name the step at which the next run resumes."""
+    """Checks that the message names the killed rank before the other rank, which only lost its connection. Also checks
+    that the message names the step at which the next run resumes."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
@@ -302,8 +302,8 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
 def test_an_interrupt_says_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the message after Ctrl-C says that the run will resume although there is no checkpoint, or if Ctrl-C
-    causes a traceback. Also fails if --fresh keeps files of the earlier run."""
+    """Fails if Ctrl-C causes a traceback, or if the message promises to resume a run that has no checkpoint. Also fails
+    if --fresh keeps files of the earlier run."""
 
     def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
         process.kill()
@@ -325,13 +325,13 @@ def test_an_interrupt_says_where_it_goes_on(
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
-    """Fails if a BadData error raised in a rank doesn't reach the caller with its type and message."""
+    """Checks that a BadData error raised in a rank reaches the caller with its type and message."""
     with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
 def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a wrong option doesn't cause an error of one line that names the fix."""
+    """Checks that a wrong option causes an error of one line that names the fix."""
     for words, says in (
         (["nothing.toml"], "does not exist"),
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
@@ -353,7 +353,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``--dry-run`` creates a folder, or plans another layout than the given one."""
+    """Fails if ``--dry-run`` creates a folder, or if its plan has another layout than the requested layout."""
     line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --json --out {tmp_path / 'run'}"
     assert run(group, line.split()) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
@@ -368,7 +368,7 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_targets_may_be_several(tmp_path: Path) -> None:
-    """Fails if targets in a dict or a tuple aren't batched and passed to the loss."""
+    """Checks that targets in a dict or a tuple are batched and passed to the loss."""
     source = tmp_path / "several.py"
     source.write_text(
         SMALL.read_text() + "\n\nfrom accel.train.loss import cross_entropy\n\n"
@@ -385,8 +385,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Fails if the FLOPs of a model with named inputs aren't counted. FLOPs can't be counted for a model whose code
-    reads tensor values, and the log must say so."""
+    """Checks that the FLOPs of a model with named inputs are counted. The log must say that FLOPs can't be counted if
+    the model's code reads tensor values."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -405,9 +405,9 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also fails if the
-    TensorBoard file lacks a step. The progress must show the loss, the speed, the MFU, the memory and the remaining
-    time. The remaining time is computed from the speed of the last steps."""
+    """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
+    TensorBoard file contains every step. The progress must show the loss, the speed, the MFU, the memory and the
+    remaining time. The remaining time is computed from the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
@@ -422,8 +422,9 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head, and the layers of the MLP
-    # and attention in 3 blocks. Attention also takes 2 products of sequence x sequence x hidden in each block.
+    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head and, in each of the 3
+    # blocks, the layers of the MLP and of attention. Attention also takes 2 products of sequence x sequence x hidden in
+    # each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
