@@ -241,9 +241,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
         raise
     except Exception as error:  # a model may raise any type of error
         reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
-        raise BadSource(
-            f"{reason}; correct the model, or give other arguments with {option('example')}"
-        ) from error
+        raise BadSource(f"{reason}; correct the model, or give other arguments with {option('example')}") from error
     return {name: one.detach() for name, one in flatten(result).items()}
 
 
