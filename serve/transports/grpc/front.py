@@ -222,7 +222,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases the lock, which is cheaper than an Event
+        done = threading.Lock()  # the answer releases this lock; a lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 

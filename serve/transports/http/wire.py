@@ -149,8 +149,8 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # An output in shared memory has no parameters, because Triton's C++ clients take any parameters to mean binary
-        # data.
+        # An output in shared memory has no parameters, because Triton's C++ clients expect binary data for every output
+        # with parameters.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}

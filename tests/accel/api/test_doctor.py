@@ -19,7 +19,7 @@ from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
 from accel.tables.target import TARGETS
 from tests.support import ROOT
 
-# Extras that combine other extras, or bring packages for accel's own development.
+# These extras combine other extras, or install packages for accel's own development.
 NOT_PARTS = {"all-cpu", "demo", "dev", "docs"}
 
 

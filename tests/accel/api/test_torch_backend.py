@@ -61,7 +61,7 @@ def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
         for rows in (2, 5, 7, 9):
             x = torch.randn(rows, 4)
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    assert len(ran) == 2  # a fixed batch, then a dynamic batch
+    assert len(ran) == 2  # accel built one session for a fixed batch and one for a dynamic batch
 
 
 def test_changed_weights(ran: list[BaseSession]) -> None:

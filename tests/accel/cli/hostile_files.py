@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The code that is hidden in a pickle makes a folder of this name if the code runs.
+# If the code in a hostile pickle runs, the code makes a folder of this name.
 MARK = "the-code-has-run"
 
 

@@ -50,5 +50,5 @@ def test_an_int8_model_that_is_mostly_float(
     found = partly_quantized(made)
     assert found.partition(" and")[0] == said.partition(" and")[0]
     assert bool(found) == bool(said)
-    if said:  # 400 x 32 bytes of the table, 4 x 32 x 100 bytes of the layer
+    if said:  # the table takes 400 x 32 bytes, and the layer takes 4 x 32 x 100 bytes
         assert "50% of its weights' bytes" in found

@@ -123,7 +123,7 @@ def test_the_second_run_does_no_work(
     monkeypatch.setattr("accel.stage._make", never)
     monkeypatch.setattr("accel.timing.paired.measure", never)
     monkeypatch.setattr(Judge, "judge", never)
-    # Verdicts that noise decided are measured again: see measure/test_noise.py.
+    # By default, accel measures again if noise decided the verdict (see measure/test_noise.py).
     monkeypatch.setattr("accel.optimizer.measure.timing.outcome_is_open", lambda _: False)
     calibration, test = digits_data
     again = accel.optimize(digits.path, out=tmp_path / "out", data=calibration, eval_data=test, metric=TOP1, rounds=5)

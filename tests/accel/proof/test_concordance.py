@@ -89,7 +89,7 @@ def test_errors_of_samples() -> None:
     """Fails if a sample's error depends on the other samples, or if the error divides by a zero in the reference."""
     reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
     candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    # The last sample is smaller than the rounding error of the first.
+    # The last sample is smaller than the rounding error of the first sample.
     assert sample_errors(reference, candidate).tolist() == pytest.approx([1.0, 0.0, 1.0, 2e-4])
     assert sample_errors(np.zeros((1, 2)), np.ones((1, 2))).tolist() == [np.inf]
 

@@ -307,7 +307,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # starts and waits as a session with one thread does
+        def own_call() -> None:  # makes the same two calls as a session with one thread
             slot.request.start_async()
             slot.request.wait()
 
@@ -320,4 +320,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # a quiet machine takes about 30 µs
+    assert overhead < 100  # on a quiet machine, the overhead is about 30 µs

@@ -254,7 +254,7 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
         "accel optimize net.onnx --target tensorrt-rtx --precision fp16 --profile x=1x2,2x4,4x8 "
         f"--compute-capability 12.0 -o {artifact.path.parent}"
     )
-    # An engine that was built without naming a GPU isn't refused, because the toolkit checks the GPU itself.
+    # check_fit accepts an engine that names no GPU, because the toolkit checks the GPU itself.
     check_fit(replace(artifact, properties={**artifact.properties, "compute_capabilities": []}), "1.7.1", "12.0")
 
 

@@ -30,7 +30,7 @@ class Scripted(BaseSession):
         self.runs = 0
         if "fail_to_open" in self.script:
             raise RuntimeError("no such kernel")
-        if "spins" in self.script:  # busy-waits, as the thread pools of inference runtimes do
+        if "spins" in self.script:  # busy-waits like the thread pools of inference runtimes
             threading.Thread(target=_spin_forever, daemon=True).start()
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -142,7 +142,7 @@ def delayed(candidate: Candidate) -> Delayed:
 def _spin_forever() -> None:
     data = bytes(1 << 22)
     while True:
-        hashlib.sha256(data)  # releases the GIL, as busy-waiting native threads do
+        hashlib.sha256(data)  # releases the GIL like a busy-waiting native thread
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:

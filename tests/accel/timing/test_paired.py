@@ -99,7 +99,7 @@ def test_json_and_table_hold_the_report() -> None:
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # None because the baseline's outputs are zeros
+    assert body["results"][1]["max_rel_diff"] is None  # undefined, because the baseline's outputs are zeros
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -222,7 +222,7 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # The relative difference is largest for the input of ones, where it is norm(1) / norm(2).
+    # The input of ones has the largest relative difference, norm(1) / norm(2).
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
@@ -230,7 +230,7 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
     budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # For every target width, an interval that is narrower than a quarter of the effect counts as narrow. The test
+    # An interval that is narrower than a quarter of the effect counts as narrow for every target width. The test
     # replaces ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20

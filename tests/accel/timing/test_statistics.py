@@ -22,7 +22,7 @@ from accel.timing.statistics import (
 )
 
 ROUNDS = 9
-RUNS = 200  # simulated benchmarks per test
+RUNS = 200  # the number of simulated benchmarks per test
 
 
 class Machine:

@@ -22,7 +22,7 @@ from accel.errors import BadInputSpec, BadSource, RandomOps, UsageError
 
 ENDS: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 WORDS = ["--inputs", "x:0", "--outputs", "y:0", "-q"]
-# The outputs of these graphs depend on a placeholder whose right value only the user knows.
+# The outputs of these graphs depend on a placeholder, and only the user knows the right value of this placeholder.
 UNKNOWN = {"scale", "scale_and_dropout", "branches", "labels"}
 DEFAULTS = {"keep_prob_default_of_inference", "learning_phase"}
 
@@ -70,7 +70,7 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel sets neither a keep probability in a branch that never runs, nor a placeholder whose default is right.
+        # Accel doesn't set a keep probability in a branch that never runs, or a placeholder with the right default.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 

@@ -285,7 +285,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# Maps each key of an order to the check that runs for it. The checks run in this order.
+# Maps each key of an order to the function that runs the checks of this key. The checks run in this order.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),

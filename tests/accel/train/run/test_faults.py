@@ -86,9 +86,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 
 # Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
-# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, when all
-# shards are written but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all shards are
-# written. The code for "in the consolidation" kills a rank after half of final/ is written.
+# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint. At this
+# time, all shards are written, but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all
+# shards are written. The code for "in the consolidation" kills a rank after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -266,7 +266,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # as a restarted rank does after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # like a restarted rank after a crash
     assert watchdog.overdue(tmp_path, 15) == ""
 
 
