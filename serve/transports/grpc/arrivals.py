@@ -16,9 +16,9 @@ from typing import Any
 class Arrivals:
     """Tracks the calls whose message has not arrived yet. ``threads`` is the size of the thread pool.
 
-    If more than half of the threads wait for messages, the oldest calls are canceled once they have waited more than
-    ``patience`` seconds, until at most half of the threads wait. A call that has waited more than ``longest`` seconds
-    is always canceled.
+    ``sweep`` cancels every call that has waited more than ``longest`` seconds. If more than half of the threads wait
+    for messages, ``sweep`` also cancels calls that have waited more than ``patience`` seconds. The oldest calls are
+    canceled first, until at most half of the threads wait.
     """
 
     def __init__(

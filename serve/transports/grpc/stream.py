@@ -31,7 +31,7 @@ def trace_of(context: Any) -> dict[str, str]:
 
 
 class _Slot:
-    """One request of the stream, with its responses that are ready but not sent yet."""
+    """Holds one request of the stream, and the responses that are ready but not sent yet."""
 
     __slots__ = ("decoupled", "final", "id", "ready", "ticket")
 

@@ -99,7 +99,7 @@ def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
 def test_a_cast_of_detached_weights_is_the_same_cast(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that weights that are rounded during the copy are bitwise equal to weights that are rounded in memory."""
+    """Checks that rounding weights during the copy gives the same bits as rounding weights in memory."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = CastConfig(precision=precision)
     whole = cast(src, config, tmp_path / "whole.onnx")

@@ -135,7 +135,8 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Checks that samples in memory that don't fit the model are refused with a message that names the reason."""
+    """Checks that accel refuses samples that don't fit the model, with a message that names the reason. The samples are
+    in memory."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 
@@ -150,7 +151,7 @@ class Words(nn.Module):
 
 
 def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel refuses a sample that the model can't take before the export begins."""
+    """Checks that accel refuses an unsuitable sample before the export begins."""
     ids = np.zeros((300, 3), np.int64)
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)

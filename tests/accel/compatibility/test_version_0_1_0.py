@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Fails if accel doesn't open the file that optimize.json of 0.1.0 names as chosen."""
+    """Checks that accel opens the chosen file of an optimize.json of 0.1.0."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -83,7 +83,7 @@ def test_an_entry_of_the_cache_is_found(old: Path) -> None:
 
 
 def test_a_stage_has_the_key_that_it_had(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache of 0.1.0 becomes invalid although neither a stage's version nor a library changed."""
+    """Fails if the cache of 0.1.0 becomes invalid without a change of a stage's version or of a library."""
     exporter, *others = STAGES
     assert exporter.name == "onnx_from_torch"
     as_it_was = dataclasses.replace(exporter, version=2)

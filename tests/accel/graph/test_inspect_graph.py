@@ -84,7 +84,7 @@ def test_formulas_by_hand() -> None:
 
 
 def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --graph and --json together don't write both the page and the numbers."""
+    """Checks that --graph and --json together write both the page and the numbers."""
     ran = cli("inspect", digits.path, "--graph", tmp_path / "graph.html", "--json")
     assert ran.code == 0, ran.stderr
     graph = json.loads(ran.stdout)["graph"]
@@ -220,7 +220,7 @@ def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @browser
 def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of two models doesn't show both models, or doesn't mark exactly the one changed node."""
+    """Checks that the page of two models shows both models, and marks only the changed node."""
     model = onnx.load(str(digits.path))
     changed = next(node for node in model.graph.node if node.op_type == "Relu")
     changed.op_type = "Sigmoid"
@@ -262,7 +262,7 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error about a missing jinja2 doesn't name the extra to install."""
+    """Checks that the error about a missing jinja2 names the extra to install."""
     from accel.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "jinja2", None)

@@ -49,8 +49,8 @@ def scaled(y):
 
 @pytest.mark.parametrize("part", ["inside", "level", "helper"])
 def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
-    """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that
-    the metric uses has changed. A reused judgement would compare a candidate's old metric with the source's new
+    """Fails if the judge reuses a cached judgement after the metric's code has changed. The change is in a function, a
+    module constant or an imported file. A reused judgement would compare a candidate's old metric with the source's new
     metric."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
     keys, values = [], []
