@@ -59,7 +59,7 @@ def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
 
 
 def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
-    """Fails if the chosen candidate is slower than the source, or isn't the fastest accepted candidate."""
+    """Checks that the chosen candidate is the fastest accepted candidate, and isn't slower than the source."""
     rows = {row.name: row for row in result.candidates}
     chosen = rows[result.chosen]
     if result.chosen != "source":
@@ -74,8 +74,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
 
 
 def test_what_is_published(result: Any) -> None:
-    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json or the manifest
-    contradicts the choice."""
+    """Checks that accel.load loads the folder with the chosen runtime, and that optimize.json and the manifest agree
+    with the choice."""
     folder = result.artifact.path.parent
     body = json.loads((folder / "optimize.json").read_text())
     assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}

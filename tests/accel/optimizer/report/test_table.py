@@ -1,4 +1,4 @@
-"""Proves that the table of candidates fits into 100 columns, and says why each rejected candidate was rejected."""
+"""Proves that the table of candidates fits into 100 columns, and gives a reason for each rejected candidate."""
 
 from __future__ import annotations
 
