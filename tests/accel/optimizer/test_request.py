@@ -1,5 +1,5 @@
-"""Proves that a request of accel optimize has the defaults of the public function, checks its arguments, and writes the
-command line that repeats the request."""
+"""Proves that a request of accel optimize has the public function's defaults, checks its arguments, and writes its own
+command line."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def test_options_in_python_are_the_words_of_the_command_line() -> None:
 @pytest.mark.parametrize("quantize", [QUANTIZE, QUANTIZE.words()])
 @pytest.mark.parametrize("cast", [CAST, CAST.words()])
 def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: Any, cast: Any) -> None:
-    """Fails if the report's command doesn't repeat the options, whether the user gave the options as fields or as
-    strings."""
+    """Checks that the report's command repeats the options. The user may give the options as fields or as strings."""
     request = OptimizeRequest(
         source=Source(src),
         out=Path("out"),
@@ -112,8 +111,7 @@ def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: A
 
 
 def test_a_function_and_mixed_options_in_the_command() -> None:
-    """Fails if the written command line contains an argument that exists only in Python, or an argument in a form that
-    the command can't read."""
+    """Fails if the written command line contains an unreadable argument, or an argument that exists only in Python."""
     request = OptimizeRequest(
         source=Source("m.onnx", graph_inputs=("a", "b"), placeholders={"keep": 1.0, "on": False}),
         out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},

@@ -104,9 +104,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the formula by more than padding and the scales
-    of short last blocks. Also fails if the ranks don't send in the precision that the config sets. The bytes are
-    counted per collective, with the codes and scales of every parameter."""
+    """Checks the bytes that qwZ gathers and qgZ exchanges against the formula. The bytes may differ by padding and by
+    the scales of short last blocks. Also checks that the ranks send in the precision that the config sets. The bytes
+    are counted per collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -129,9 +129,9 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
     ],
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
-    """Fails if the planned activations of the fullest pipeline rank are off by more than half a percent. The expected
-    value is the bytes that autograd saves for all micro-batches in flight in torch's schedule. The fullest rank is the
-    first rank, or the last rank if the logits take more memory."""
+    """Fails if the planned activations of the fullest pipeline rank differ by more than half a percent from the
+    expected value. The expected value is the bytes that autograd saves for all micro-batches in flight in torch's
+    schedule. The fullest rank is the first rank, or the last rank if the logits take more memory."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
