@@ -57,8 +57,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def mlp(make: Make) -> Artifact:
-    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's matrix product is so
-    large that its rounding error shows the precision of the computation."""
+    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model has a large matrix
+    product, and the rounding error of the product shows the precision of the computation."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("MatMul", ["z", "w"], ["h"]),
@@ -114,7 +114,7 @@ def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
 
 
 def test_a_cpu_without_bf16_refuses_it() -> None:
-    """Fails if the session doesn't check the CPU for bfloat16."""
+    """Checks that the session accepts precision="bf16" only on a CPU with bfloat16."""
     settings = runtime_module._settings
     with pytest.raises(UnsupportedHere, match="precision fp32"):
         settings(SessionOptions(precision="bf16"), ["FP32", "INT8"])
