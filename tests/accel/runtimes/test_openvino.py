@@ -198,7 +198,7 @@ def test_wrong_feeds(mlp: Artifact) -> None:
 
 
 def test_an_index_beyond_the_table(make: Make) -> None:
-    """Fails if an index beyond the table returns an arbitrary row, as OpenVINO does."""
+    """Fails if an index beyond the table returns an arbitrary row. OpenVINO itself returns an arbitrary row."""
     node = helper.make_node("Gather", ["table", "ids"], ["rows"])
     table = {"table": np.arange(12, dtype=np.float32).reshape(4, 3)}
     made = make([node], [("ids", TensorProto.INT64, ["n"])], [("rows", FLOAT, ["n", 3])], table)
@@ -221,9 +221,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if OpenVINO's own error reaches the user when only an inner node refuses a shape. Also fails if the failed
-    run returns the outputs of an earlier run, or if the session can't run again. Without accel's checks, infer() with
-    one thread returns the earlier outputs, and a bfloat16 session never runs again."""
+    """Fails if the user sees OpenVINO's own error when only an inner node refuses a shape. Also fails if the failed run
+    returns the outputs of an earlier run, or if the session can't run again. Without accel's checks, infer() with one
+    thread returns the earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -239,8 +239,8 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
 
 
 def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
-    """Fails if one bad request among concurrent requests goes unnoticed, or if its error names another request's shape.
-    Also fails if the other requests hang, or if the session never runs again."""
+    """Checks that one bad request among concurrent requests gives an error with the shape of the bad request. Also
+    checks that the other requests end, and that the session can run again."""
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
 
@@ -289,7 +289,7 @@ def test_a_damaged_ir_is_not_loaded(part: str, damage: str, mlp: Artifact, tmp_p
 
 
 def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
-    """Fails if a session opens with names that the IR doesn't have."""
+    """Fails if a session opens with names that are not in the IR."""
     other = make([helper.make_node("Relu", ["q"], ["r"])], [("q", FLOAT, [4])], [("r", FLOAT, [4])])
     mixed = Artifact(path=mlp.path, kind="openvino", signature=other.signature)
     with pytest.raises(InvalidModel, match=r"has no 'q' \(it has a, z\); convert the model again"):
