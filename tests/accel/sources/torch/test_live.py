@@ -60,7 +60,7 @@ class Star(nn.Module):
 
 
 class Features(nn.Module):
-    """A module that takes one dict, as the models of sentence-transformers do."""
+    """Takes one dict, like the models of sentence-transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """A module that returns its result together with one of its inputs under the input's name."""
+    """Returns its result and one of its inputs. The returned input keeps its name."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
