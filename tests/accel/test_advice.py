@@ -1,5 +1,5 @@
-"""Proves that messages name only things that exist: options, arguments, commands, extras, environment variables, pages
-and Python names."""
+"""Proves that messages only name existing options, arguments, commands, extras, environment variables, pages and Python
+names."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_every_variable_that_a_message_sets() -> None:
 
 
 def test_every_page_and_name_of_a_message() -> None:
-    """Fails if a message names a page of docs/ or a Python name of accel that doesn't exist."""
+    """Fails if a message names a missing page of docs/ or a missing Python name of accel."""
     missing = []
     for file, line, text in strings():
         if " " not in text:
@@ -207,7 +207,7 @@ def test_every_page_and_name_of_a_message() -> None:
 
 
 def exists(name: str) -> bool:
-    """Tells whether a dotted name of accel can be imported."""
+    """Returns True if a dotted name of accel can be imported."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:

@@ -27,7 +27,7 @@ MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (floa
 
 
 class GivenUp(Exception):
-    """The error that ends cancelled work."""
+    """Ends cancelled work."""
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:
@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if the result of work that ended in time is lost, or if an interrupt arrives after the work has ended."""
+    """Fails if the result of punctual work is lost, or if an interrupt arrives after the work has ended."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3
