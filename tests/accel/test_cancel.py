@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if the result of punctual work is lost, or if an interrupt arrives after the work has ended."""
+    """Fails if work that ended in time loses its result, or is interrupted after its end."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3
