@@ -239,7 +239,7 @@ def test_schedules() -> None:
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if the default loss raises torch's own error instead of ``BadConfig`` for outputs or targets that it
-    doesn't support."""
+    """Checks that the default loss raises ``BadConfig`` for unsupported outputs or targets, instead of torch's own
+    error."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

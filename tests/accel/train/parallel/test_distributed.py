@@ -35,8 +35,8 @@ EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
-    """Returns the name of the one-process run whose losses a config must reproduce. For ZeRO++, the one-process run
-    rounds exactly as the ranks do."""
+    """Returns the name of the one-process run with the losses that a config must reproduce. For ZeRO++, the one-process
+    run rounds exactly like the ranks."""
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
@@ -45,7 +45,7 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """Returns the largest allowed difference of a loss. The difference is 2e-5 in float32, and the rounding error in
+    """Returns the largest allowed difference of a loss. The limit is 2e-5 in float32, and is the rounding error in
     16-bit modes. With ZeRO++, noise in the last bit of a value can change its rounding and all later losses. In 12 runs
     of one process, this noise changed the losses by at most 8e-3. In bf16, ZeRO++ also has the rounding error of
     bf16."""
@@ -102,10 +102,10 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
-    """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from one process's losses by more
-    than the bound. For example, the losses change if a gradient is averaged wrongly, reduced twice or not reduced.
-    ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with ZeRO++
-    may differ by at most a quarter of the effect of the rounding."""
+    """Trains ten steps of SGD with momentum on ``world`` ranks. Fails if the losses differ from one process's losses by
+    more than the bound. For example, the losses change if a gradient is averaged wrongly, or isn't reduced exactly
+    once. ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with
+    ZeRO++ may differ by at most a quarter of the effect of the rounding."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
