@@ -122,7 +122,7 @@ def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(tmp_path: Path, own_cac
 
 
 def test_a_child_that_reports_nothing_is_killed() -> None:
-    """Fails if the parent waits for a child whose call was cancelled, or leaves the child running."""
+    """Fails if the parent waits for a child after its call was cancelled, or leaves the child running."""
     child = Child()
     with pytest.raises(GivenUp), cancelled_by(soon()):
         child.call("signal:pause")

@@ -39,13 +39,13 @@ def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[s
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a script gets output that it didn't request."""
+    """Fails if a script gets unrequested output."""
     work(2)
     assert capsys.readouterr().err == ""
 
 
 def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a caller that watches the progress gets no messages."""
+    """Checks that a caller that watches the progress gets messages."""
     seen: list[str] = []
     with watched_by(lambda message, _: seen.append(message)):
         work(2)

@@ -310,7 +310,7 @@ def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_kind(source: Artifact) -> None:
-    """Fails if accel runs a stage on a kind of artifact that the stage doesn't accept."""
+    """Checks that accel refuses to run a stage on an unsuitable kind of artifact."""
     with pytest.raises(UnsupportedHere, match="takes onnx"):
         run(replace(source, kind="engine"), "")
 

@@ -240,8 +240,7 @@ def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_pat
 
 
 def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the server refuses a request at a size that isn't a multiple of the step, and tells the client which
-    sizes work."""
+    """Checks that the server only accepts multiples of the step, and tells the client which sizes work."""
     (tmp_path / "unet" / "1").mkdir(parents=True)
     unet.copy_to(tmp_path / "unet" / "1" / "model.onnx")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])

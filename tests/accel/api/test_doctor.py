@@ -56,7 +56,7 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel gives no install command for a missing dependency, or for a dependency whose files are gone. Also
+    """Checks that accel gives an install command for a missing dependency, and for a dependency without its files. Also
     fails if accel gives an install command for a working dependency."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
@@ -95,8 +95,8 @@ def test_the_command(cli: Any) -> None:
 
 
 def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the table repeats the command that installs all parts of onnx2tf. Also fails if the table or the JSON
-    gives no command for a missing part."""
+    """Fails if the table repeats the command that installs all parts of onnx2tf. Also checks that the table and the
+    JSON give a command for every missing part."""
     parts = {"onnx2tf": "onnx2tf", "sng4onnx": "sng4onnx", "tf-keras": "tf_keras", "ray": "ray", "aiohttp": "aiohttp"}
     version, find = importlib.metadata.version, importlib.util.find_spec
 

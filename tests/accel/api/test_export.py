@@ -290,7 +290,7 @@ def test_half_precision_sources(tmp_path: Path) -> None:
 
 
 def test_out_has_to_be_onnx(my_model: Path, tmp_path: Path) -> None:
-    """Fails if -o accepts a file name that accel couldn't open later."""
+    """Checks that -o refuses a file name that accel can't open later."""
     with pytest.raises(UsageError, match=r"has to end in \.onnx"):
         accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.model")
 

@@ -83,8 +83,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Checks that detached tensors, whose values stay in the file, are read correctly, and that the model's outputs
-    don't change."""
+    """Checks that accel reads detached tensors correctly, and that the model's outputs don't change. The values of a
+    detached tensor stay in the file."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4

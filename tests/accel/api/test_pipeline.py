@@ -82,8 +82,8 @@ def test_dims_come_from_the_recorded_calls(exported: Path) -> None:
 
 
 def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path) -> None:
-    """Checks that the outputs of the exported pipeline are compared with the outputs of the modules, and that the
-    manifest lists every file of the parts."""
+    """Checks that accel compares the exported pipeline's outputs with the modules' outputs, and that the manifest lists
+    every file of the parts."""
     artifact = accel.Source(exported).open()
     assert artifact.manifest is not None
     (stage,) = artifact.history

@@ -41,7 +41,7 @@ def small(op: str = "MatMul", domain: str = "") -> onnx.ModelProto:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Makes files whose contents don't match their names, and one valid file."""
+    """Makes one valid file, and files with contents that don't match the names."""
     good = small().SerializeToString()
     files = {
         "good.onnx": good,

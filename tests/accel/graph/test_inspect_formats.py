@@ -37,8 +37,8 @@ SAID = {
 
 
 def all_said(body: dict[str, Any]) -> None:
-    """Fails if a field of the report is missing, the most expensive nodes don't come first, or the FLOPs by operator
-    don't add up to the total."""
+    """Checks that the report has every field and lists the most expensive nodes first, and that the FLOPs by operator
+    add up to the total."""
     graph = body["graph"]
     assert set(graph) >= SAID
     assert body["signature"]["inputs"]
@@ -107,7 +107,7 @@ def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name
 
 
 def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if inspect refuses a graph with dropout, or doesn't warn that the graph is random."""
+    """Checks that inspect accepts a graph with dropout, and warns that the graph is random."""
     graph = looked_at(cli, tensorflow_models / "dropout.pb")["graph"]
     assert graph["parameters"] == 6 * 4 + 4 * 2
     assert "RandomUniform" in graph["warnings"][0]

@@ -133,8 +133,8 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
 
 @browser
 def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page leaves out a node, or if the search finds nothing. Also fails if the details stay empty, or if
-    the wheel or the pointer doesn't move the graph."""
+    """Fails if the page leaves out a node, or if the search finds nothing. Also checks that the details are filled, and
+    that the wheel and the pointer move the graph."""
     page = tmp_path / "graph.html"
     accel.inspect(digits, page=page)
     count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
@@ -173,8 +173,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model is empty, or if a node isn't at its own coordinates. Also fails if a click on a
-    node doesn't open the node's details, or if dragging the graph opens details."""
+    """Checks that the page of one model isn't empty, and that every node is at its own coordinates. Also checks that a
+    click on a node opens the node's details, but dragging the graph doesn't."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")

@@ -42,8 +42,7 @@ EMBEDDING = [build.node("DequantizeLinear", "table scale", "rows"), build.node("
 def test_an_int8_model_that_is_mostly_float(
     tmp_path: Path, nodes: list[object], weights: dict[str, np.ndarray], said: str
 ) -> None:
-    """Fails if an int8 candidate with float products gets no note, or if an int8 candidate with int8 products gets a
-    note."""
+    """Checks that an int8 candidate gets a note if its products are in float, and only then."""
     made = build.artifact(
         tmp_path / "m.onnx", nodes, {"ids": (INT64, ["batch", 8])}, {"y": (FLOAT, ["batch", 8, None])}, weights
     )

@@ -44,7 +44,7 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate without a metric or times has no reason in its row, or if one of the runtimes has no
+    """Checks that a candidate without a metric or times has a reason in its row, and that every runtime has a
     candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
@@ -208,7 +208,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
 
 
 def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if accel silently replaces a precision that the target doesn't support."""
+    """Fails if accel silently replaces an unsupported precision."""
     with pytest.raises(UnsupportedHere, match="openvino has no fp16"):
         accel.optimize(digits.path, out=tmp_path / "out", target="openvino", precision="fp16")
 

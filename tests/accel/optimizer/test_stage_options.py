@@ -56,8 +56,8 @@ def test_every_option_is_read() -> None:
 
 
 def test_every_mode_says_which_options_it_reads() -> None:
-    """Fails if a quantization mode has no row in the table of options, or if a row names a field that QuantizeConfig
-    lacks."""
+    """Checks that every quantization mode has a row in the table of options, and that the rows only name fields of
+    QuantizeConfig."""
     assert set(OPTIONS_BY_MODE) == {mode for form in FORMS.values() for mode in form.runs}
     known = {field.name for field in fields(QuantizeConfig)}
     assert all(known.issuperset(names) for names in OPTIONS_BY_MODE.values())

@@ -100,7 +100,7 @@ def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
 
 
 def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
-    """Fails if precision="bf16" has no effect, or silently runs in float32 on a CPU without bfloat16."""
+    """Checks that precision="bf16" has an effect, or gives an error on a CPU without bfloat16."""
     options = SessionOptions(threads=1, precision="bf16")
     if not has_bf16():
         with pytest.raises(UnsupportedHere, match="no bf16"):
@@ -221,9 +221,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if the user sees OpenVINO's own error when only an inner node refuses a shape. Also fails if the failed run
-    returns the outputs of an earlier run, or if the session can't run again. Without accel's checks, infer() with one
-    thread returns the earlier outputs, and a bfloat16 session never runs again."""
+    """Fails if the user sees OpenVINO's own error when only an inner node refuses a shape. Also checks that the failed
+    run returns no outputs of an earlier run, and that the session can run again. Without accel's checks, infer() with
+    one thread returns the earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -259,7 +259,7 @@ def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
 
 
 def test_closed_is_closed(mlp: Artifact) -> None:
-    """Fails if a closed session runs, or can't be closed twice."""
+    """Checks that a closed session doesn't run, and can be closed twice."""
     session = OpenVinoSession(mlp, SessionOptions(threads=1))
     feeds = session.example_inputs(batch=1)
     session.close()

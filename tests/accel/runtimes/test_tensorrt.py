@@ -115,7 +115,7 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory, because this graph couldn't be
+    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. Such a graph can't be
     replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
@@ -280,7 +280,7 @@ def test_a_chosen_profile_holds_every_input(rows: int, columns: int, length: int
 
 
 def test_engines_without_profiles_take_what_the_signature_takes() -> None:
-    """Fails if an engine of fixed shapes is refused because it has no profile."""
+    """Checks that an engine of fixed shapes is accepted without a profile."""
     assert choose_profile([], {"x": (4, 4)}) == 0
     assert ranged(SIGNATURE, []) == SIGNATURE
     assert "a 9x4, b 1" in off_profile(PROFILES, {"a": (9, 4), "b": (1,)})
@@ -325,8 +325,8 @@ def test_a_failed_growth_loses_no_memory() -> None:
 
 
 def test_without_a_gpu_cuda_says_so() -> None:
-    """Checks that cuda-bindings has all CUDA functions and enums that accel uses. Also fails if the error on a machine
-    without a GPU lacks the reason."""
+    """Checks that cuda-bindings has all CUDA functions and enums that accel uses. Also checks that the error on a
+    machine without a GPU gives the reason."""
     pytest.importorskip("cuda.bindings.runtime")
     from accel.runtimes.base import has_nvidia_gpu
 

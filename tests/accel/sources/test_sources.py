@@ -204,7 +204,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
     ],
 )
 def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> None:
-    """Fails if a source that can't be opened ends in a traceback, or in a message without the reason."""
+    """Checks that an invalid source gives a message with the reason, and no traceback."""
     (tmp_path / "boom.py").write_text("def make():\n    x = 1\n    return x / 0\n")
     (tmp_path / "syntax.py").write_text("def make(:\n")
     (tmp_path / "number.py").write_text("def make():\n    return 3\n")

@@ -85,7 +85,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel reads the signature of a file of the new format without the reader that the table names."""
+    """Checks that accel uses the reader in the table to read the signature of a file of the new format."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; what is left: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")

@@ -372,7 +372,7 @@ def test_a_block_is_cut_between_passes() -> None:
 
 def test_streams_share_the_runs_of_a_block() -> None:
     """Fails if two threads advance a block's generator at the same time, because Python then raises an error. Also
-    fails if a run is made twice or not at all."""
+    checks that every run is made exactly once."""
 
     def clock() -> int:
         time.sleep(0)  # lets another thread run here

@@ -133,9 +133,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel bench times an artifact with two streams by two concurrent runs in one session. Like accel
-    bench, accel optimize and accel serve use concurrent runs in one session. Also checks that accel bench ignores the
-    two recorded streams when the caller asks for one thread."""
+    """Checks that accel bench times an artifact with two streams by two concurrent runs in one session. The commands
+    accel optimize and accel serve use concurrent runs in the same way. Also checks that accel bench ignores the two
+    recorded streams when the caller asks for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}

@@ -34,8 +34,8 @@ def printed(*, wide: bool) -> list[str]:
 
 
 def test_a_narrow_table() -> None:
-    """Fails if a line is longer than 100 columns, if a reason or a name is lost, or if the table has a row for an
-    untried candidate."""
+    """Checks that no line is longer than 100 columns, that no reason or name is lost, and that untried candidates have
+    no row."""
     lines = printed(wide=False)
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())

@@ -72,7 +72,7 @@ def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
 
 
 def test_the_master_weights_are_not_the_rounded_ones() -> None:
-    """Fails if the recorded float32 master weights equal the bfloat16 parameters, so that tests can't tell them
+    """Checks that the recorded float32 master weights differ from the bfloat16 parameters, so that tests can tell them
     apart."""
     folder = RECORDED / "deepspeed" / "zero1_bf16"
     expected = load_file(folder / "expected.safetensors")["up.weight"]
@@ -261,8 +261,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if a model can't load its weights because a wrapper put prefixes before the names. Also fails if tensors of
-    other modules in the file prevent the loading."""
+    """Checks that a model loads its weights even if a wrapper has put prefixes before the names. Also fails if tensors
+    of other modules in the file prevent the loading."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}

@@ -55,7 +55,7 @@ def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
 
 
 def test_weights_of_other_formats_are_not_read(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if cached files that accel doesn't read change the hash of the source."""
+    """Fails if unused files in the cache change the hash of the source."""
     into_cache(cache, "org/bert", bert)
     into_cache(cache, "org/more", {**bert, "model.onnx": b"", "x.safetensors": b"", "pytorch_model.bin": b""})
     assert Source("org/more").open().source["sha256"] == Source("org/bert").open().source["sha256"]
@@ -74,7 +74,7 @@ class Hostile:
 
 
 def test_pickled_weights(cache: Path, bert: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if accel can't read a model that has only pickled weights, or if code in the pickle runs."""
+    """Checks that accel reads a model that has only pickled weights, and doesn't run code in the pickle."""
     from safetensors.torch import load
 
     config = {"config.json": bert["config.json"]}

@@ -157,8 +157,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error names the full disk if a run can't write its log. Also fails if a rank that can't write its
-    error to the full disk is reported as "ended without an error message"."""
+    """Checks that the error names the full disk if a run can't write its log. A rank that can't write its error to the
+    full disk must not be reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
