@@ -100,9 +100,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
     if made.slice is not None:
         ways.append("shared_memory_region")
     if len(ways) != 1:
-        raise invalid(
-            f"input '{name}' has to have data, binary_data_size or a shared memory region, and only one of them"
-        )
+        raise invalid(f"input '{name}' needs exactly one of data, binary_data_size and a shared memory region")
     if size is not None:
         if isinstance(size, bool | float | str) or not 0 <= size <= len(rest):
             raise invalid(f"binary_data_size of input '{name}' is {size}, but {len(rest)} bytes are left")
