@@ -225,8 +225,8 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_an_error_of_a_command_names_its_options(name: str) -> None:
-    """Checks that the strings in a command's file only name options of this command. If the string names another
-    command, it may also name that command's options."""
+    """Checks that the strings in a command's file only name options of this command. A string that names another
+    command may also name the other command's options."""
     options = options_of_commands()
     file = Path("accel", "cli", f"{name}.py")
     own = set().union(*(words for key, words in options.items() if key.startswith(f"accel {name}")))
