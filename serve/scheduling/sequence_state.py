@@ -21,7 +21,7 @@ CONTROLS = ("START", "END", "READY", "CORRID")
 
 
 class ServerInputs:
-    """Makes the states and controls of a stateful model, in the dtypes and shapes of the signature."""
+    """Makes the state and control inputs of a stateful model with the dtypes and shapes of the signature."""
 
     def __init__(self, signature: Signature, scheduling: Scheduling, options: SequenceBatching) -> None:
         self._options = options
@@ -30,7 +30,7 @@ class ServerInputs:
         self._outputs = tuple(spec.name for spec in signature.outputs)
 
     def unfit(self, sequence_id: int | str) -> TensorSpec | None:
-        """Returns the control input whose dtype can't hold ``sequence_id``, or None if every dtype can."""
+        """Returns the control input with a dtype that can't hold ``sequence_id``, or None if the dtypes fit."""
         if corrid := self._options.controls.get("CORRID"):
             try:
                 self._correlation(corrid, sequence_id)
@@ -39,7 +39,8 @@ class ServerInputs:
         return None
 
     def added(self, request: InferenceRequest, states: Mapping[str, np.ndarray] | None) -> InferenceRequest:
-        """Returns the request with the inputs that the server makes. ``states`` is None at the start of a sequence."""
+        """Returns the request with the state and control inputs added. ``states`` is None at the start of a
+        sequence."""
         inputs = dict(request.inputs)
         for name in self._options.states.values():
             if states is None:

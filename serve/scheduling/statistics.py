@@ -1,4 +1,4 @@
-"""Counts the requests and runs of a model, with figures that add up at any time."""
+"""Counts the requests and runs of a model, so that the counts add up at any time."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed. Subtracts the success with these ``durations``, which another recorder has
-        counted for the request."""
+        """Counts a request as failed. Subtracts the success that another recorder has counted for this request with
+        these ``durations``."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)

@@ -26,8 +26,8 @@ from ..protocol.inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Permission:
-    """The permission of one token: the token's sha256 in hex, its model patterns, and whether the token may control the
-    server."""
+    """Holds the permission of one token. ``sha256`` is the token's hash in hex, ``models`` are its model patterns, and
+    ``control`` is True if the token may control the server."""
 
     name: str
     sha256: str

@@ -1,5 +1,5 @@
-"""Proves that messages name only things that exist: options, arguments, commands, extras, environment variables, pages
-and Python names."""
+"""Proves that messages only name existing options, arguments, commands, extras, environment variables, pages and Python
+names."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def spelled() -> set[tuple[str, str]]:
 
 
 def test_every_option_that_a_message_spells() -> None:
-    """Fails if a message names an argument that no public function takes, or an option that no command takes."""
+    """Checks that every argument in a message belongs to a public function, and that every option belongs to a
+    command."""
     names = spelled()
     assert len({name for _, name in names}) > 50
     known = set().union(*options_of_commands().values())
@@ -136,7 +137,7 @@ def test_every_option_that_a_message_spells() -> None:
 
 
 def test_every_option_in_the_text_of_a_message() -> None:
-    """Fails if the text of a message contains an option that no command takes."""
+    """Checks that every option in the text of a message belongs to a command."""
     options = options_of_commands()
     known = set().union(*options.values()) | FOREIGN
     missing = []
@@ -148,7 +149,7 @@ def test_every_option_in_the_text_of_a_message() -> None:
 
 
 def test_every_command_in_the_text_of_a_message() -> None:
-    """Fails if a message says to run a command of accel with an option that the command doesn't take."""
+    """Checks that a message only recommends a command of accel with options of this command."""
     options = options_of_commands()
     missing, seen = [], 0
     for file, line, text in strings():
@@ -184,7 +185,7 @@ def test_every_extra_that_a_message_installs() -> None:
 
 
 def test_every_variable_that_a_message_sets() -> None:
-    """Fails if a message names an environment variable that no code reads."""
+    """Checks that the code reads every environment variable that a message names."""
     named = {word for _, _, text in strings() if " " in text for word in re.findall(r"\bACCEL_[A-Z_]+\b", text)}
     read = {text for _, _, text in strings() if re.fullmatch(r"ACCEL_[A-Z_]+", text)}
     assert named
@@ -192,7 +193,7 @@ def test_every_variable_that_a_message_sets() -> None:
 
 
 def test_every_page_and_name_of_a_message() -> None:
-    """Fails if a message names a page of docs/ or a Python name of accel that doesn't exist."""
+    """Fails if a message names a missing page of docs/ or a missing Python name of accel."""
     missing = []
     for file, line, text in strings():
         if " " not in text:
@@ -207,7 +208,7 @@ def test_every_page_and_name_of_a_message() -> None:
 
 
 def exists(name: str) -> bool:
-    """Tells whether a dotted name of accel can be imported."""
+    """Returns True if a dotted name of accel can be imported."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -224,8 +225,8 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_an_error_of_a_command_names_its_options(name: str) -> None:
-    """Fails if a string in a command's file names an option that this command doesn't take. If the string names another
-    command, it may also name that command's options."""
+    """Checks that the strings in a command's file only name options of this command. A string that names another
+    command may also name the other command's options."""
     options = options_of_commands()
     file = Path("accel", "cli", f"{name}.py")
     own = set().union(*(words for key, words in options.items() if key.startswith(f"accel {name}")))

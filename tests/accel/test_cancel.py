@@ -27,7 +27,7 @@ MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (floa
 
 
 class GivenUp(Exception):
-    """The error that ends cancelled work."""
+    """Ends cancelled work."""
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:
@@ -122,7 +122,7 @@ def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(tmp_path: Path, own_cac
 
 
 def test_a_child_that_reports_nothing_is_killed() -> None:
-    """Fails if the parent waits for a child whose call was cancelled, or leaves the child running."""
+    """Fails if the parent waits for a child after its call was cancelled, or leaves the child running."""
     child = Child()
     with pytest.raises(GivenUp), cancelled_by(soon()):
         child.call("signal:pause")
@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if the result of work that ended in time is lost, or if an interrupt arrives after the work has ended."""
+    """Fails if work that ended in time loses its result, or is interrupted after its end."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3

@@ -28,7 +28,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_answers_and_keeps_an_object() -> None:
-    """Fails if the result of a call is lost, or if a method call doesn't reach the object created in the child
+    """Checks that the result of a call arrives, and that a method call reaches the object created in the child
     process."""
     with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
         assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
@@ -36,7 +36,7 @@ def test_answers_and_keeps_an_object() -> None:
 
 
 def test_a_crash_is_an_error_with_the_signal() -> None:
-    """Fails if a native crash in the child ends this process, or if the error doesn't name the signal."""
+    """Checks that a native crash in the child doesn't end this process, and that the error names the signal."""
     with pytest.raises(ChildCrashed, match="SIGABRT"):
         run_in_child("os:abort")
 
@@ -92,7 +92,7 @@ def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_progress_is_forwarded() -> None:
-    """Fails if the child's progress reports don't reach the function that watches progress in the parent."""
+    """Checks that the child's progress reports reach the parent's watcher."""
     seen: list[tuple[str, float | None]] = []
     with watched_by(lambda message, fraction: seen.append((message, fraction))), Child() as child:
         child.call("accel.progress:report", message="half", fraction=0.5)
@@ -131,8 +131,8 @@ def test_dies_with_its_parent() -> None:
 
 
 def test_what_a_program_wrote(tmp_path: Path) -> None:
-    """Fails if a program doesn't run in the given folder, or if its output is lost. Also fails if the caller waits for
-    a hung program, or if the hung program keeps running."""
+    """Checks that a program runs in the given folder, and that the caller gets its output. Also checks that a hung
+    program ends at the time limit."""
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"
@@ -145,7 +145,7 @@ def test_what_a_program_wrote(tmp_path: Path) -> None:
 
 
 def test_a_hidden_module_cannot_be_imported() -> None:
-    """Fails if the child can import a module that is hidden from it, or can't import other modules."""
+    """Checks that the child can't import a hidden module, and can import other modules."""
     with Child(hidden=("wave",)) as child:
         assert child.call("colorsys:rgb_to_hsv", r=0, g=0, b=0) == (0.0, 0.0, 0)
         with pytest.raises(ChildCrashed, match="import of wave halted"):

@@ -38,7 +38,7 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_limits_of_control_groups(tmp_path: Path, files: Mapping[str, str], limit: int) -> None:
-    """Fails if a CPU limit isn't found in control groups v1 or v2, or if a missing limit counts as a limit."""
+    """Checks that accel finds a CPU limit in control groups v1 and v2, and reports no limit if none is set."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

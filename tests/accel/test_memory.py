@@ -24,7 +24,7 @@ SIZE = WIDTH * WIDTH * LAYERS * 4  # in bytes
 
 
 def chain(path: Path, layers: int) -> Path:
-    """Makes a chain of matrix products with weights of 2 MB each, as in a transformer."""
+    """Makes a chain of matrix products with weights of 2 MB each, similar to a transformer."""
     weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 28
     graph = helper.make_graph(
         [helper.make_node("MatMul", [f"v{i}", f"w{i}"], [f"v{i + 1}"]) for i in range(layers)],
@@ -38,7 +38,7 @@ def chain(path: Path, layers: int) -> Path:
 
 
 def kept_after(paths: list[Path]) -> int:
-    """Returns the bytes by which this process grew while it opened, ran and closed models one after another. The
+    """Opens, runs and closes the models one after another. Returns the bytes by which this process grew. The
     measurement starts after the first, small model."""
     before = 0
     for path in paths:
@@ -80,8 +80,8 @@ STATISTICS = "file 900\ninactive_file 100\n"
 def test_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
 ) -> None:
-    """Fails if a container's memory limit isn't found in control groups v1 or v2, or if accel invents a number that
-    the system doesn't report."""
+    """Checks that accel finds a container's memory limit in control groups v1 and v2, and doesn't invent a missing
+    number."""
     monkeypatch.setattr(machine, "_MEMORY_INFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in files.items():
@@ -122,7 +122,7 @@ def wide(path: Path) -> Path:
 
 
 def kept_after_looking(path: Path, how: str) -> int:
-    """Returns the bytes by which this process grew when it compared a model with itself and closed the sessions."""
+    """Compares a model with itself and closes the sessions. Returns the bytes by which this process grew."""
     artifact = open_onnx(path)
     with open_session(artifact) as session:
         session.run(session.example_inputs(batch=1))

@@ -27,7 +27,7 @@ def interactive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a notebook shows no progress, breaks the line, or doesn't erase the line at the end."""
+    """Checks that a notebook shows the progress in one line, and erases the line at the end."""
     assert work(2) == 2
     shown = capsys.readouterr().err
     assert "\n" not in shown
@@ -39,13 +39,13 @@ def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[s
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a script gets output that it didn't request."""
+    """Fails if a script gets unrequested output."""
     work(2)
     assert capsys.readouterr().err == ""
 
 
 def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a caller that watches the progress gets no messages."""
+    """Checks that a caller that watches the progress gets messages."""
     seen: list[str] = []
     with watched_by(lambda message, _: seen.append(message)):
         work(2)
@@ -55,7 +55,7 @@ def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", ["export", "optimize", "bench", "verify"])
 def test_public_functions(name: str, interactive: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Fails if a slow public function shows no progress, or doesn't erase its line after an error."""
+    """Checks that every slow public function shows its progress, and erases its line after an error."""
     arguments = {"export": ("n.py:f",), "optimize": ("n.py:f",), "bench": (["n.py:f"],), "verify": ("n.py:f", "m.onnx")}
     with pytest.raises(BadSource):
         getattr(accel, name)(*arguments[name], **({"out": tmp_path / "x.onnx"} if name == "export" else {}))

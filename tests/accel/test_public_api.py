@@ -52,14 +52,16 @@ def test_help_is_there_at_once() -> None:
 
 
 def test_public_names_exist_and_are_few() -> None:
-    """Fails if a public name can't be imported or has no documentation, or if there are more than 18 public names."""
+    """Checks that every public name can be imported and has documentation, and that accel has at most 18 public
+    names."""
     assert len(accel.__all__) <= 18
     for name in accel.__all__:
         assert getattr(accel, name).__doc__, name
 
 
 def test_fuse_is_there_without_an_import_of_its_own() -> None:
-    """Fails if ``import accel`` doesn't suffice for ``accel.fuse(module)``, or if the import alone loads torch."""
+    """Checks that ``import accel`` suffices for ``accel.fuse(module)``, and that the import alone doesn't load
+    torch."""
     code = (
         "import sys, json, accel; before = 'torch' in sys.modules;"
         "print(json.dumps([before, callable(accel.fuse), accel.fuse is accel.fuse]))"
@@ -68,7 +70,7 @@ def test_fuse_is_there_without_an_import_of_its_own() -> None:
 
 
 def test_unknown_name() -> None:
-    """Fails if a name that accel doesn't have raises an error other than AttributeError."""
+    """Checks that an unknown name of accel raises AttributeError."""
     with pytest.raises(AttributeError, match="no attribute 'exprot'"):
         _ = accel.exprot
 
@@ -83,7 +85,7 @@ def test_folders_are_reached_through_accel_only() -> None:
 
 
 def test_the_names_of_version_0_1_0() -> None:
-    """Fails if ``accel.benchmark`` isn't ``accel.bench``, or if ``accel.compare`` isn't ``accel.verify``. Version 0.1.0
+    """Checks that ``accel.benchmark`` is ``accel.bench``, and that ``accel.compare`` is ``accel.verify``. Version 0.1.0
     used the names ``benchmark`` and ``compare``."""
     assert accel.benchmark is accel.bench
     assert accel.compare is accel.verify

@@ -60,8 +60,8 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Fails if a gate or a probe of the outputs uses a size that is outside the dim's range or isn't a multiple of the
-    dim's step. Also fails if the step is lost in the manifest or in a printed range, or if inputs of a wrong size are
+    """Checks that gates and output probes only use sizes that are inside the dim's range and multiples of the dim's
+    step. Also fails if the step is lost in the manifest or in a printed range, or if inputs of a wrong size are
     accepted."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
@@ -80,7 +80,7 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if a model whose dims have no step gets another manifest or cache key than before steps existed."""
+    """Checks that the manifest and the cache key of a model without steps are the same as in versions without steps."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -92,7 +92,7 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Fails if a range that replaces another range loses the step, or keeps a step that doesn't divide its sizes."""
+    """Checks that a new range keeps the old range's step if the step divides the new sizes, and only then."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
@@ -101,7 +101,7 @@ def test_a_range_in_place_of_another() -> None:
 
 
 def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
-    """Fails if the size of a batch isn't a multiple of the batch dim's step. In this test, the step is 8."""
+    """Checks that the size of every batch is a multiple of the batch dim's step. In this test, the step is 8."""
     spec = TensorSpec.parse("x:float32[batch,2]")
     signature = Signature((spec,), (), {"batch": DimRange(8, 8, 32, 8)})
     np.savez(tmp_path / "frames.npz", x=np.arange(84, dtype=np.float32).reshape(42, 2))
@@ -112,7 +112,7 @@ def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
 
 @given(signatures)
 def test_every_case_is_inside_the_ranges_and_fits(signature: Signature) -> None:
-    """Fails if a gate runs outside the ranges, or if example inputs don't fit their own signature."""
+    """Checks that a gate runs inside the ranges, and that example inputs fit their own signature."""
     cases = signature.cases()
     for sizes in cases:
         assert all(r.min <= sizes[d] <= r.max for d, r in signature.dims.items())
@@ -148,13 +148,13 @@ def test_cases_hold_batch_1_2_and_the_largest() -> None:
     ],
 )
 def test_bad_specs_say_what_to_write(text: str, word: str) -> None:
-    """Fails if a malformed spec is accepted, or if its error doesn't name the mistake."""
+    """Checks that a malformed spec gives an error that names the mistake."""
     with pytest.raises(BadInputSpec, match=word):
         TensorSpec.parse(text)
 
 
 def test_feeds_are_checked() -> None:
-    """Fails if inputs with wrong names, dtypes, ranks or contradicting sizes are accepted."""
+    """Fails if accel accepts inputs with wrong names, dtypes, ranks or contradictory sizes."""
     signature = Signature((TensorSpec.parse("a:float32[batch,3]"), TensorSpec.parse("b:int64[batch]")))
     good = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.int64)}
     assert signature.check_feeds(good) == {"batch": 2}
@@ -178,7 +178,7 @@ def test_two_inputs_of_one_name() -> None:
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if an input with a default is required, or isn't checked when the caller passes it. Also fails if the
+    """Checks that an input with a default may be left out, and is checked if the caller passes it. Also fails if the
     example inputs contain an input with a default, or if the manifest loses this input."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))

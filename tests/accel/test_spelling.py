@@ -1,5 +1,4 @@
-"""Proves that messages name an option as its caller writes it: as an argument in Python, or as an option on the command
-line."""
+"""Proves that messages name an argument to a Python caller, and an option to a user of the command line."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "in_python", "on_the_line"), CASES)
 def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, on_the_line: str) -> None:
-    """Fails if a message doesn't name an option as the caller writes it. Also fails if messages still use the command
-    line's form after the command has ended."""
+    """Checks that a message names an option in the same form as the caller writes it. Also fails if messages still use
+    the command line's form after the command has ended."""
     assert option(*words) == in_python
     with on_command_line():
         assert option(*words) == on_the_line
@@ -40,7 +39,7 @@ def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, o
 
 
 def test_several_options() -> None:
-    """Fails if a list of several options isn't written as the caller writes the options."""
+    """Checks that a list of several options has the same form as the caller writes them."""
     assert options("inputs", "dims") == "inputs= or dims="
     assert arguments(opset=16, to="onnx") == "opset=16, to='onnx'"
     with on_command_line():

@@ -142,8 +142,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if accel accepts a stage that fixes the batch size, changes the opset or the IR version, or loses a name.
-    Also fails if the error blames another stage, or names an option that doesn't exist."""
+    """Fails if accel accepts a stage although it fixes the batch size, changes the opset or the IR version, or loses a
+    name. Also fails if the error blames another stage, or names an unknown option."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -158,7 +158,7 @@ def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_pat
 
 @pytest.mark.parametrize("fault", ["excuse", "wrong"])
 def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fault: str) -> None:
-    """Fails if the error doesn't report a full disk because the library gave another reason or wrote a wrong file. Also
+    """Checks that the error reports a full disk, even if the library gave another reason or wrote a wrong file. Also
     fails if the error reports a full disk although the disk has room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ by default. Once another test has loaded LLVM into this process, SIGXFSZ would end the
@@ -191,7 +191,7 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error describes infinite outputs by the number "1e+30", which no model computed."""
+    """Fails if the error describes infinite outputs by the number "1e+30". No model computed this number."""
     with pytest.raises(GateFailed) as error:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
@@ -210,8 +210,8 @@ def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache returns an old result after a limit, an option, the contents of a file, or the version of a
-    package or stage changed. Also fails if the same contents under another path count as a change."""
+    """Fails if the cache returns an old result after a change of a limit, an option, a file's contents, or the version
+    of a package or stage. Also fails if the same contents under another path count as a change."""
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     one.write_text("a")
     same.write_text("a")
@@ -310,7 +310,7 @@ def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_kind(source: Artifact) -> None:
-    """Fails if accel runs a stage on a kind of artifact that the stage doesn't accept."""
+    """Checks that accel refuses to run a stage on an unsuitable kind of artifact."""
     with pytest.raises(UnsupportedHere, match="takes onnx"):
         run(replace(source, kind="engine"), "")
 

@@ -1,4 +1,4 @@
-"""Cancels calls whose message takes too long to arrive.
+"""Cancels a call if its message takes too long to arrive.
 
 The synchronous server of grpcio assigns a thread to a call before the call's message has arrived. A client that never
 finishes its message blocks a thread, and many such clients would block every thread. Slow calls are therefore canceled
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class Arrivals:
-    """Tracks the calls whose message has not arrived yet. ``threads`` is the size of the thread pool.
+    """Tracks the calls that still wait for their message. ``threads`` is the size of the thread pool.
 
-    If more than half of the threads wait for messages, the oldest calls are canceled once they have waited more than
-    ``patience`` seconds, until at most half of the threads wait. A call that has waited more than ``longest`` seconds
-    is always canceled.
+    ``sweep`` cancels every call that has waited more than ``longest`` seconds. If more than half of the threads wait
+    for messages, ``sweep`` also cancels calls that have waited more than ``patience`` seconds. The oldest calls are
+    canceled first, until at most half of the threads wait.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Arrivals:
                 del self._since[context]
 
     def sweep(self) -> int:
-        """Cancels the calls whose message takes too long. Returns the number of canceled calls."""
+        """Cancels the calls that have waited too long for their message. Returns the number of canceled calls."""
         now = self._clock()
         with self._lock:
             waiting = list(self._since.items())

@@ -66,7 +66,7 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # Accepts frequent pings. By default, grpcio treats frequent pings as an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # Limits the calls of one connection, including calls whose answers the client does not read.
+                # Limits the calls of one connection, including calls with unread answers.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
             # The server refuses calls beyond this limit at once instead of queueing them.
@@ -222,7 +222,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases the lock, which is cheaper than an Event
+        done = threading.Lock()  # the answer releases this lock; a lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 

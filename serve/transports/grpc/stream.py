@@ -22,7 +22,7 @@ log = logging.getLogger("accel.serve")
 _Response = proto.message("ModelStreamInferResponse")
 # The reader of a stream pauses at _UNANSWERED unanswered requests, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # if grpcio reports more remaining seconds than this, the call has no deadline
+FOREVER = 1e8  # grpcio reports more remaining seconds than FOREVER for a call without a deadline
 
 
 def trace_of(context: Any) -> dict[str, str]:
@@ -31,7 +31,7 @@ def trace_of(context: Any) -> dict[str, str]:
 
 
 class _Slot:
-    """One request of the stream, with its responses that are ready but not sent yet."""
+    """Holds one request of the stream, and the responses that are ready but not sent yet."""
 
     __slots__ = ("decoupled", "final", "id", "ready", "ticket")
 

@@ -28,7 +28,7 @@ from . import wire as http_wire
 
 log = logging.getLogger("accel.serve")
 
-_BODY_SECONDS = 300.0  # the time limit for the arrival of a body
+_BODY_SECONDS = 300.0  # the time limit for receiving the body of a request
 
 
 class HttpTransport:
@@ -186,7 +186,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # Triton sends an empty body, but KServe's client reads the body
+        return web.json_response({"live": True})  # KServe's client needs a body, which Triton leaves empty
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()

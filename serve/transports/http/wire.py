@@ -100,9 +100,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
     if made.slice is not None:
         ways.append("shared_memory_region")
     if len(ways) != 1:
-        raise invalid(
-            f"input '{name}' has to have data, binary_data_size or a shared memory region, and only one of them"
-        )
+        raise invalid(f"input '{name}' needs exactly one of data, binary_data_size and a shared memory region")
     if size is not None:
         if isinstance(size, bool | float | str) or not 0 <= size <= len(rest):
             raise invalid(f"binary_data_size of input '{name}' is {size}, but {len(rest)} bytes are left")
@@ -149,8 +147,8 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # An output in shared memory has no parameters, because Triton's C++ clients take any parameters to mean binary
-        # data.
+        # An output in shared memory has no parameters, because Triton's C++ clients expect binary data for every output
+        # with parameters.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}

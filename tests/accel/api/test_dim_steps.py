@@ -1,5 +1,5 @@
-"""Proves that models whose dims have a step are exported, run and served only at multiples of the step. The model is a
-U-Net that halves an image twice."""
+"""Proves that accel exports, runs and serves a model only at multiples of a dim's step size. The model is a U-Net that
+halves an image twice."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that a size that isn't a multiple of the step never reaches a runtime, and that the error names sizes that
+    """Checks that a runtime only gets multiples of the step, and that the error for any other size names sizes that
     work."""
     with accel.load(unet.path) as session:
         with pytest.raises(BadFeeds, match="'height' is 33, the model takes multiples of 4; pad or cut it to 32 or 36"):
@@ -150,15 +150,14 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Checks that a step that contradicts its range is refused, and that the error names the fix."""
+    """Checks that accel refuses a step that contradicts its range, and that the error names the fix."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the error says which dims to pass if a factory or a foreign ONNX file can't run at a size that accel
-    chose."""
+    """Checks that the error names the dims to pass if a factory or a foreign ONNX file can't run at accel's sizes."""
     fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
         Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()
@@ -212,7 +211,7 @@ def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_path: Path) -> None:
     """Checks that a .pt2 file with a dim like ``4 * Dim(...)`` runs only at multiples of 4. Also checks that a .pt2
-    file that accel wrote declares its step."""
+    file from accel declares its step."""
     factory = load_object(source, "factory")[1]
     batch, columns = torch.export.Dim("batch", max=16), torch.export.Dim("columns")
     rows = torch.export.Dim("rows", min=2, max=24)
@@ -241,8 +240,7 @@ def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_pat
 
 
 def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the server refuses a request at a size that isn't a multiple of the step, and tells the client which
-    sizes work."""
+    """Checks that the server only accepts multiples of the step, and tells the client which sizes work."""
     (tmp_path / "unet" / "1").mkdir(parents=True)
     unet.copy_to(tmp_path / "unet" / "1" / "model.onnx")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
@@ -267,7 +265,7 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
 
 def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path) -> None:
-    """Checks that an exported file whose preprocessing resizes images accepts images of any size. Also checks that
+    """Checks that an exported file accepts images of any size if its preprocessing resizes images. Also checks that
     preprocessing can't resize images to a size that the net refuses."""
     with pytest.raises(BadInputSpec, match="'height' can't be 30: it goes in steps of 4; take 28 or 32"):
         accel.export(unet.path, preprocess=PreprocessConfig(resize=(30, 32)), out=tmp_path / "p.onnx")

@@ -19,7 +19,7 @@ from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
 from accel.tables.target import TARGETS
 from tests.support import ROOT
 
-# Extras that combine other extras, or bring packages for accel's own development.
+# These extras combine other extras, or install packages for accel's own development.
 NOT_PARTS = {"all-cpu", "demo", "dev", "docs"}
 
 
@@ -35,7 +35,7 @@ def parts() -> dict[str, dict[str, Any]]:
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
     """Checks that `accel doctor` lists every extra of pyproject.toml, and each dependency under the right extra. Also
-    checks that no dependency for this machine and no package in ``ONNX2TF`` is left out."""
+    checks that the list has every dependency for this machine and every package in ``ONNX2TF``."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}
@@ -56,7 +56,7 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel gives no install command for a missing dependency, or for a dependency whose files are gone. Also
+    """Checks that accel gives an install command for a missing dependency, and for a dependency without its files. Also
     fails if accel gives an install command for a working dependency."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
@@ -95,8 +95,8 @@ def test_the_command(cli: Any) -> None:
 
 
 def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the table repeats the command that installs all parts of onnx2tf. Also fails if the table or the JSON
-    gives no command for a missing part."""
+    """Fails if the table repeats the command that installs all parts of onnx2tf. Also checks that the table and the
+    JSON give a command for every missing part."""
     parts = {"onnx2tf": "onnx2tf", "sng4onnx": "sng4onnx", "tf-keras": "tf_keras", "ray": "ray", "aiohttp": "aiohttp"}
     version, find = importlib.metadata.version, importlib.util.find_spec
 

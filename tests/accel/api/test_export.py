@@ -129,7 +129,7 @@ def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path
 
 
 def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the ladder refuses an exporter whose model is wrong, and that the manifest says why."""
+    """Checks that the ladder of exporters refuses a wrong model, and that the manifest gives the reason."""
     right = stage._RUNGS["legacy"]
 
     def wrong(src: Artifact, opset: int, out: Path) -> None:
@@ -149,8 +149,7 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error for a model that no exporter can export has no traceback and says why each exporter
-    failed."""
+    """Checks that the error says why each exporter failed, without a traceback, if no exporter can export the model."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")
@@ -291,13 +290,13 @@ def test_half_precision_sources(tmp_path: Path) -> None:
 
 
 def test_out_has_to_be_onnx(my_model: Path, tmp_path: Path) -> None:
-    """Fails if -o accepts a file name that accel couldn't open later."""
+    """Checks that -o refuses a file name that accel can't open later."""
     with pytest.raises(UsageError, match=r"has to end in \.onnx"):
         accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.model")
 
 
 def test_a_file_that_is_onnx_already(digits: Artifact, tmp_path: Path) -> None:
-    """Checks that the export of an ONNX file raises an error that names the command to use instead."""
+    """Checks that accel refuses to export an ONNX file, and that the error names the command to use instead."""
     with pytest.raises(UsageError, match="accel optimize"):
         accel.export(digits.path, out=tmp_path / "again.onnx")
 

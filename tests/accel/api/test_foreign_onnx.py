@@ -81,7 +81,7 @@ def test_what_contradicts_the_file_is_refused(given: str, words: str, choosy: Pa
 
 @pytest.mark.proof
 def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Checks that output of the user's code doesn't get into stdout, where it would break the JSON object."""
+    """Checks that stdout holds only the JSON object, without the output of the user's code."""
     my_model.write_text(my_model.read_text().replace("def make():", "def make():\n    print('loading weights')"))
     ran = cli("export", f"{my_model}:make", "--input", "x:float32[batch,3,8,8]", "-o", tmp_path / "m.onnx", "--json")
     assert ran.code == 0

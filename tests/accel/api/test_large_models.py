@@ -83,8 +83,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Checks that detached tensors, whose values stay in the file, are read correctly, and that the model's outputs
-    don't change."""
+    """Checks that accel reads detached tensors correctly, and that the model's outputs don't change. The values of a
+    detached tensor stay in the file."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -99,7 +99,7 @@ def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
 def test_a_cast_of_detached_weights_is_the_same_cast(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that weights that are rounded during the copy are bitwise equal to weights that are rounded in memory."""
+    """Checks that rounding weights during the copy gives the same bits as rounding weights in memory."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = CastConfig(precision=precision)
     whole = cast(src, config, tmp_path / "whole.onnx")

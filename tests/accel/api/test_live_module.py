@@ -73,7 +73,7 @@ def test_labels_of_a_loader_reach_the_metric(fast: Any) -> None:
     """Checks that the metric gets the labels, which the module itself doesn't take."""
     metrics = [row.judgement.metric for row in fast.candidates if row.judgement is not None]
     assert len(metrics) > 1
-    assert max(metrics) == 1.0  # the labels are the outputs of the source itself
+    assert max(metrics) == 1.0  # the source scores 1.0, because the test uses the source's outputs as labels
 
 
 def test_what_it_says(fast: Any) -> None:
@@ -115,7 +115,7 @@ def test_the_other_functions_take_it(
     exported = accel.export(model, example=example)
     assert not list(tmp_path.iterdir())
     assert accel.verify(model, exported, example=example).passed
-    assert accel.verify(model, exported).passed  # the inputs are drawn from the artifact's signature
+    assert accel.verify(model, exported).passed  # verify draws the inputs from the artifact's signature
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
     assert [row.error for row in report.rows] == [None] * 3
     from accel.api.bisect import bisect
@@ -135,7 +135,8 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Checks that samples in memory that don't fit the model are refused with a message that names the reason."""
+    """Checks that accel refuses samples that don't fit the model, with a message that names the reason. The samples are
+    in memory."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 
@@ -150,7 +151,7 @@ class Words(nn.Module):
 
 
 def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel refuses a sample that the model can't take before the export begins."""
+    """Checks that accel refuses an unsuitable sample before the export begins."""
     ids = np.zeros((300, 3), np.int64)
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)

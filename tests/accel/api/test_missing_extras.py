@@ -147,7 +147,7 @@ def test_a_note_keeps_its_brackets() -> None:
 
 
 def test_every_extra_is_asked_for() -> None:
-    """Fails if an extra of pyproject.toml has no action in ``USES``."""
+    """Checks that every extra of pyproject.toml has an action in ``USES``."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras) - {"all-cpu", "demo", "dev", "docs"} == set(USES) == set(BRINGS)
 

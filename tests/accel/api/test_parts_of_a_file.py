@@ -51,8 +51,8 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
     """Checks that `accel verify` compares a frozen graph, a signature and a net with dropout with their exports. The
-    model and its export may be given in either order. The comparison must not pass with another signature than the
-    exported signature."""
+    model and its export may be given in either order. The comparison must fail for any signature except the exported
+    signature."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")
@@ -69,7 +69,7 @@ def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, t
 
 @pytest.mark.parametrize("command", ["verify", "bench", "optimize", "export"])
 def test_nothing_is_named_in_vain(cli: Any, frozen_onnx: Path, tmp_path: Path, command: str) -> None:
-    """Checks that the command refuses an option that applies to none of its models."""
+    """Checks that the command refuses an option that doesn't apply to any of the given models."""
     words: list[Any] = {
         "verify": [frozen_onnx, frozen_onnx],
         "bench": [frozen_onnx],

@@ -82,8 +82,8 @@ def test_dims_come_from_the_recorded_calls(exported: Path) -> None:
 
 
 def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path) -> None:
-    """Checks that the outputs of the exported pipeline are compared with the outputs of the modules, and that the
-    manifest lists every file of the parts."""
+    """Checks that accel compares the exported pipeline's outputs with the modules' outputs, and that the manifest lists
+    every file of the parts."""
     artifact = accel.Source(exported).open()
     assert artifact.manifest is not None
     (stage,) = artifact.history
@@ -216,7 +216,8 @@ def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_function_that_cannot_be_exported(function: Any, message: str) -> None:
-    """Checks that a pipeline whose function can't run on exported parts is refused with an error that names the fix."""
+    """Checks that accel refuses a pipeline if its function can't run on exported parts, and that the error names the
+    fix."""
 
     def add(x: torch.Tensor, more: Any = None) -> torch.Tensor:
         return x if more is None else x + more
@@ -231,7 +232,7 @@ def test_a_function_that_cannot_be_exported(function: Any, message: str) -> None
 
 
 def test_a_function_that_changes_a_part() -> None:
-    """Checks that a pipeline whose function changes the weights of a part is refused."""
+    """Checks that accel refuses a pipeline if its function changes the weights of a part."""
     layer = nn.Linear(3, 3)
 
     def step(parts: Any, x: torch.Tensor) -> torch.Tensor:
@@ -253,14 +254,13 @@ def test_a_function_that_changes_a_part() -> None:
     ],
 )
 def test_what_is_no_pipeline(make: Any, message: str) -> None:
-    """Checks that a pipeline of unsuitable objects is refused with an error that names the fix."""
+    """Checks that accel refuses a pipeline of unsuitable objects, and that the error names the fix."""
     with pytest.raises(AccelError, match=re.escape(message)):
         make()
 
 
 def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) -> None:
-    """Checks that accel refuses options that are only for single models, and never overwrites a file that accel didn't
-    make."""
+    """Checks that accel refuses options for single models, and never overwrites a file that accel didn't make."""
     (tmp_path / "file").write_text("mine")
     for arguments, message in (
         ({"out": tmp_path / "x.onnx"}, "a pipeline is exported to a folder; pass e.g. out='x/'"),

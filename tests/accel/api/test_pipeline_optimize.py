@@ -89,7 +89,7 @@ def test_the_parts_are_optimized_and_the_whole_is_judged(model: str, measured: N
 def test_a_part_that_spoils_the_whole_stays_as_it_was(
     model: str, measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel doesn't publish an optimized part that passes alone but makes the whole pipeline wrong. The
+    """Checks that accel rejects an optimized part that passes alone but makes the whole pipeline wrong. The
     other parts must still be optimized."""
 
     def judge(judge: Judge, candidate: accel.Artifact, options: Any, cache: Any) -> Judgement:

@@ -1,5 +1,5 @@
-"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs, and that code that the backend refuses
-stays in eager mode."""
+"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs. Also proves that refused code stays in
+eager mode."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_it_is_registered() -> None:
 
 
 def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
-    """Checks that the outputs are right at sizes other than the size of the first call, and that sessions are
-    reused."""
+    """Checks that the backend reuses sessions, and that the outputs are also right at other sizes than in the first
+    call."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend)
     with torch.inference_mode():
         for rows in (2, 5, 7, 9):
             x = torch.randn(rows, 4)
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    assert len(ran) == 2  # a fixed batch, then a dynamic batch
+    assert len(ran) == 2  # accel built one session for a fixed batch and one for a dynamic batch
 
 
 def test_changed_weights(ran: list[BaseSession]) -> None:
@@ -79,7 +79,7 @@ def test_changed_weights(ran: list[BaseSession]) -> None:
 
 
 def test_two_models_with_the_same_code() -> None:
-    """Checks that two models for which torch compiles the same code each keep their own weights."""
+    """Checks that two models with the same compiled code keep their own weights."""
     one, other = net(), net()
     with torch.no_grad():
         other[3].bias.add_(1)
@@ -152,7 +152,7 @@ def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
 
 
 def test_a_function_with_a_graph_break(ran: list[BaseSession]) -> None:
-    """Checks that the code before and the code after a line that torch can't compile run as two sessions."""
+    """Checks that a line that torch can't compile splits the code into two sessions."""
     said: list[float] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:

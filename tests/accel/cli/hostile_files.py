@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The code that is hidden in a pickle makes a folder of this name if the code runs.
+# If the code in a hostile pickle runs, the code makes a folder of this name.
 MARK = "the-code-has-run"
 
 
@@ -99,7 +99,7 @@ def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
 
 
 def external_link(_: Path, here: Path) -> None:
-    """Writes a model whose weights file is a link to a file outside the model's folder."""
+    """Writes a model with a weights file that links to a file outside the model's folder."""
     outside = here / "elsewhere"
     outside.mkdir()
     folder = here / "model"
@@ -119,7 +119,7 @@ def recursive_function() -> onnx.ModelProto:
 
 
 def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
-    """Makes a model with a weight whose dims don't match its number of values."""
+    """Makes a model with a weight that has more or fewer values than its dims say."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=data)
     return small(weights=[weight])
 
@@ -182,7 +182,7 @@ def zip_file(name: str, entries: dict[str, bytes]) -> Make:
 
 
 def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
-    """Makes an archive of less than a megabyte whose only entry unpacks to ``megabytes`` MB."""
+    """Makes an archive of less than a megabyte with a single entry that unpacks to ``megabytes`` MB."""
 
     def write(_: Path, here: Path) -> None:
         block = bytes(1 << 20)
@@ -196,7 +196,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """An object that makes a folder when it is unpickled."""
+    """Makes a folder when an object of this class is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -247,7 +247,7 @@ def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) ->
 
 
 def npy(shape: str, dtype: str = "'<f4'", data: bytes = bytes(16)) -> bytes:
-    """Returns the bytes of a .npy file whose header holds ``shape`` and ``dtype``."""
+    """Returns the bytes of a .npy file with ``shape`` and ``dtype`` in its header."""
     header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data

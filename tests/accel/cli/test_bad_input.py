@@ -41,7 +41,7 @@ def small(op: str = "MatMul", domain: str = "") -> onnx.ModelProto:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Makes files whose contents don't match their names, and one valid file."""
+    """Makes one valid file, and files with contents that don't match the names."""
     good = small().SerializeToString()
     files = {
         "good.onnx": good,
@@ -177,7 +177,7 @@ def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, me
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error for a missing toolkit is one line with the command that installs the toolkit."""
+    """Checks that the error for a missing toolkit is one line with the toolkit's install command."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -199,7 +199,7 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Checks that accel notices that it can't write to a folder before it does any work. Also checks that accel prints
+    """Checks that accel finds a folder without write permission before the work begins. Also checks that accel prints
     one line with the fix, and makes no files."""
     locked = corpus / "locked"
     locked.mkdir()

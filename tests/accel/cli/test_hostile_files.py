@@ -33,9 +33,9 @@ INPUT = ("--input", "x:float32[batch,4]")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A command on a damaged file. ``make`` writes the files. ``words`` are the command's arguments, in which ``{d}``
-    means the folder. ``code`` is the exit code, or None if the damage decides whether it is 0, 1 or 2. ``says`` is a
-    pattern for the only line on stderr."""
+    """Describes a command on a damaged file. ``make`` writes the files. ``words`` are the command's arguments, and
+    ``{d}`` in an argument means the folder. ``code`` is the exit code, or None if the exit code (0, 1 or 2) depends on
+    the damage. ``says`` is a pattern for the only line on stderr."""
 
     make: make.Make
     words: tuple[str, ...]

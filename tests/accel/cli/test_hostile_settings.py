@@ -50,7 +50,7 @@ def two_inputs() -> onnx.ModelProto:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """Makes a folder of valid files, to which the bad settings are applied."""
+    """Makes a folder of valid files for commands with bad settings."""
     here = tmp_path_factory.mktemp("settings")
     onnx.save(make.small(), here / "m.onnx")
     onnx.save(two_inputs(), here / "two.onnx")

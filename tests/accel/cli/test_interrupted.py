@@ -27,7 +27,7 @@ from tests.support.orphans import assert_no_children
 
 Cli = Callable[..., Any]
 
-SIDE = 256  # a weight takes 256 KiB in float32, and more than LIMIT in every precision
+SIDE = 256  # a layer's weight takes 256 KiB in float32, and takes more than LIMIT in every precision
 LIMIT = 48 << 10
 FACTORY = f"""
 import torch
@@ -166,8 +166,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
 
 
 FROM_CODE = ("optimize", "net.py:make", "--input", "x:float32[batch,4]", "--data", "data.npz", "--rounds", "5")
-# Maps each target to three values: a command, the stages and phases in which the command is killed in turn, and the
-# stages that are complete before the last kill.
+# Maps each target to a command and two lists. The first list holds the stages and phases in which the test kills the
+# command. The second list holds the stages that are complete before the last kill.
 KILLS = {
     "openvino": (
         (*FROM_CODE, "--target", "openvino", "--precision", "int8", "-o", "out"),

@@ -40,8 +40,8 @@ def outputs(model: str) -> np.ndarray:
 
 
 def test_artifacts_are_opened(old: Path) -> None:
-    """Fails if accel can't load the ONNX file, the OpenVINO IR or the optimized folder of 0.1.0, or if their outputs
-    differ."""
+    """Checks that accel loads the ONNX file, the OpenVINO IR and the optimized folder of 0.1.0, and that their outputs
+    agree."""
     wanted = outputs("net.onnx")
     assert np.allclose(outputs("ir"), wanted, atol=1e-6)
     assert np.allclose(outputs("optimized"), wanted, atol=1e-6)
@@ -49,7 +49,7 @@ def test_artifacts_are_opened(old: Path) -> None:
 
 
 def test_the_chain_is_followed(old: Path) -> None:
-    """Fails if the hashes recorded by 0.1.0 don't match the files, or if the hash check passes for a changed file."""
+    """Checks that the hashes recorded by 0.1.0 match the files, and that the hash check finds a changed file."""
     hold = {link.path: link.status for link in accel.inspect("net.onnx", check=True).chain}
     assert hold["net.onnx"] == "ok"
     (old / "net.onnx").write_bytes((old / "net.onnx").read_bytes()[:-1] + b"x")
@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Fails if accel doesn't open the file that optimize.json of 0.1.0 names as chosen."""
+    """Checks that accel opens the chosen file of an optimize.json of 0.1.0."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -65,8 +65,7 @@ def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
 
 
 def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
-    """Fails if accel can't export a run folder of 0.1.0, or can't continue the training from the folder's
-    checkpoint."""
+    """Checks that accel exports a run folder of 0.1.0, and continues the training from the folder's checkpoint."""
     ran = cli("export", "run", "--input", "x:float32[batch,4]", "-o", "trained.onnx", "-q")
     assert ran.code == 0, ran.stderr
     ran = cli("train", "train.toml", "--steps", "6", "--out", "run", "-q", "--json")
@@ -75,7 +74,7 @@ def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
 
 
 def test_an_entry_of_the_cache_is_found(old: Path) -> None:
-    """Fails if accel can't read a stage result from the cache of 0.1.0."""
+    """Checks that accel reads a stage result from the cache of 0.1.0."""
     (entry,) = (old / "cache" / "stages").iterdir()
     found = StageCache(old / "cache").find(entry.name)
     assert found is not None
@@ -83,7 +82,7 @@ def test_an_entry_of_the_cache_is_found(old: Path) -> None:
 
 
 def test_a_stage_has_the_key_that_it_had(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache of 0.1.0 becomes invalid although neither a stage's version nor a library changed."""
+    """Fails if the cache of 0.1.0 becomes invalid without a change of a stage's version or of a library."""
     exporter, *others = STAGES
     assert exporter.name == "onnx_from_torch"
     as_it_was = dataclasses.replace(exporter, version=2)

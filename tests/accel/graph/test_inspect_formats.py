@@ -37,8 +37,8 @@ SAID = {
 
 
 def all_said(body: dict[str, Any]) -> None:
-    """Fails if a field of the report is missing, the most expensive nodes don't come first, or the FLOPs by operator
-    don't add up to the total."""
+    """Checks that the report has every field and lists the most expensive nodes first, and that the FLOPs by operator
+    add up to the total."""
     graph = body["graph"]
     assert set(graph) >= SAID
     assert body["signature"]["inputs"]
@@ -107,7 +107,7 @@ def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name
 
 
 def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if inspect refuses a graph with dropout, or doesn't warn that the graph is random."""
+    """Checks that inspect accepts a graph with dropout, and warns that the graph is random."""
     graph = looked_at(cli, tensorflow_models / "dropout.pb")["graph"]
     assert graph["parameters"] == 6 * 4 + 4 * 2
     assert "RandomUniform" in graph["warnings"][0]
@@ -117,8 +117,8 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """The model has an operator that ONNX lacks. Checks that inspect lists the operators, but neither counts FLOPs nor
-    draws the model."""
+    """The model has an operator that ONNX lacks. Checks that inspect lists the operators, but doesn't count FLOPs and
+    doesn't draw the model."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph
@@ -129,7 +129,7 @@ def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_one_signature_of_several(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if inspect doesn't report the signature that --signature names."""
+    """Checks that inspect reports the signature that --signature names."""
     body = looked_at(cli, tensorflow_models / "two_signatures", "--signature", "square")
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ["squared"]
 
@@ -148,8 +148,8 @@ def products(graph: dict[str, Any]) -> int:
 @pytest.mark.proof
 @pytest.mark.parametrize("to", ["openvino", "ncnn", "torch"])
 def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], tmp_path: Path, to: str) -> None:
-    """Fails if an export of the digits net reports other weights or FLOPs at batch 3 than the ONNX file. Also fails if
-    inspect needs the export's manifest, or draws the export without its inputs and outputs."""
+    """Fails if inspect reports different weights or FLOPs at batch 3 for an export of the digits net and for its ONNX
+    file. Also fails if inspect needs the export's manifest, or draws the export without its inputs and outputs."""
     made = accel.export(digits.path, to=to, out=tmp_path / to)
     body = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")
     all_said(body)
@@ -193,14 +193,14 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if inspect doesn't refuse to draw an engine, which has kernels but no graph."""
+    """Checks that inspect refuses to draw an engine, because an engine has kernels but no graph."""
     engine = Artifact(tmp_path / "model.engine", "engine", digits.signature)
     with pytest.raises(UnsupportedHere, match="give its ONNX file"):
         accel.inspect(engine, page=tmp_path / "g.html")
 
 
 def test_netron(cli: Any, digits: Artifact, tensorflow_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that inspect suggests netron exactly when netron is installed."""
+    """Checks that inspect suggests netron if netron is installed, and only then."""
     import importlib.util
 
     from accel.cli import inspect as command

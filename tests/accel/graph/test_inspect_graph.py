@@ -84,7 +84,7 @@ def test_formulas_by_hand() -> None:
 
 
 def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --graph and --json together don't write both the page and the numbers."""
+    """Checks that --graph and --json together write both the page and the numbers."""
     ran = cli("inspect", digits.path, "--graph", tmp_path / "graph.html", "--json")
     assert ran.code == 0, ran.stderr
     graph = json.loads(ran.stdout)["graph"]
@@ -133,8 +133,8 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
 
 @browser
 def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page leaves out a node, or if the search finds nothing. Also fails if the details stay empty, or if
-    the wheel or the pointer doesn't move the graph."""
+    """Fails if the page leaves out a node, or if the search finds nothing. Also checks that the details are filled, and
+    that the wheel and the pointer move the graph."""
     page = tmp_path / "graph.html"
     accel.inspect(digits, page=page)
     count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
@@ -173,8 +173,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model is empty, or if a node isn't at its own coordinates. Also fails if a click on a
-    node doesn't open the node's details, or if dragging the graph opens details."""
+    """Checks that the page of one model isn't empty, and that every node is at its own coordinates. Also checks that a
+    click on a node opens the node's details, but dragging the graph doesn't."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")
@@ -220,7 +220,7 @@ def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @browser
 def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of two models doesn't show both models, or doesn't mark exactly the one changed node."""
+    """Checks that the page of two models shows both models, and marks only the changed node."""
     model = onnx.load(str(digits.path))
     changed = next(node for node in model.graph.node if node.op_type == "Relu")
     changed.op_type = "Sigmoid"
@@ -262,7 +262,7 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error about a missing jinja2 doesn't name the extra to install."""
+    """Checks that the error about a missing jinja2 names the extra to install."""
     from accel.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "jinja2", None)

@@ -36,7 +36,7 @@ def optimized(out: Path, **options: Any) -> Any:
 
 
 def test_while_candidates_are_made(tmp_path: Path) -> None:
-    """Fails if Ctrl-C loses a candidate that is already made, or publishes a candidate that wasn't measured."""
+    """Fails if Ctrl-C loses a finished candidate, or publishes an unmeasured candidate."""
     with watched_by(pressing("int8 dynamic: judging")):
         result = optimized(tmp_path / "out", vary_session=False)
     rows = {row.name: row for row in result.candidates}

@@ -42,13 +42,12 @@ EMBEDDING = [build.node("DequantizeLinear", "table scale", "rows"), build.node("
 def test_an_int8_model_that_is_mostly_float(
     tmp_path: Path, nodes: list[object], weights: dict[str, np.ndarray], said: str
 ) -> None:
-    """Fails if an int8 candidate with float products gets no note, or if an int8 candidate with int8 products gets a
-    note."""
+    """Checks that an int8 candidate gets a note if its products are in float, and only then."""
     made = build.artifact(
         tmp_path / "m.onnx", nodes, {"ids": (INT64, ["batch", 8])}, {"y": (FLOAT, ["batch", 8, None])}, weights
     )
     found = partly_quantized(made)
     assert found.partition(" and")[0] == said.partition(" and")[0]
     assert bool(found) == bool(said)
-    if said:  # 400 x 32 bytes of the table, 4 x 32 x 100 bytes of the layer
+    if said:  # the table takes 400 x 32 bytes, and the layer takes 4 x 32 x 100 bytes
         assert "50% of its weights' bytes" in found

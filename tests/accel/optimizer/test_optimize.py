@@ -44,7 +44,7 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate without a metric or times has no reason in its row, or if one of the runtimes has no
+    """Checks that a candidate without a metric or times has a reason in its row, and that every runtime has a
     candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
@@ -59,7 +59,7 @@ def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
 
 
 def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
-    """Fails if the chosen candidate is slower than the source, or isn't the fastest accepted candidate."""
+    """Checks that the chosen candidate is the fastest accepted candidate, and isn't slower than the source."""
     rows = {row.name: row for row in result.candidates}
     chosen = rows[result.chosen]
     if result.chosen != "source":
@@ -74,8 +74,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
 
 
 def test_what_is_published(result: Any) -> None:
-    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json or the manifest
-    contradicts the choice."""
+    """Checks that accel.load loads the folder with the chosen runtime, and that optimize.json and the manifest agree
+    with the choice."""
     folder = result.artifact.path.parent
     body = json.loads((folder / "optimize.json").read_text())
     assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}
@@ -102,8 +102,8 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if accel doesn't accept the command in the report. Also fails if the command has another metric, target,
-    file name or number of rounds than the search."""
+    """Checks that accel accepts the command in the report. Also fails if the command has another metric, target, file
+    name or number of rounds than the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params
@@ -123,7 +123,7 @@ def test_the_second_run_does_no_work(
     monkeypatch.setattr("accel.stage._make", never)
     monkeypatch.setattr("accel.timing.paired.measure", never)
     monkeypatch.setattr(Judge, "judge", never)
-    # Verdicts that noise decided are measured again: see measure/test_noise.py.
+    # By default, accel measures again if noise decided the verdict (see measure/test_noise.py).
     monkeypatch.setattr("accel.optimizer.measure.timing.outcome_is_open", lambda _: False)
     calibration, test = digits_data
     again = accel.optimize(digits.path, out=tmp_path / "out", data=calibration, eval_data=test, metric=TOP1, rounds=5)
@@ -134,8 +134,8 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if no engine is published, if the engine's provenance chain doesn't include the weights, or if the report
-    claims that the engine ran."""
+    """Checks that accel publishes an engine, that the engine's provenance chain includes the weights, and that the
+    report doesn't claim a run."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
     ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
@@ -153,8 +153,8 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that can't be made for this model ends the run. Also fails if the candidate's row in the
-    report doesn't name the fix."""
+    """Fails if a precision that is impossible for this model ends the run. Also checks that the candidate's row in the
+    report names the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
@@ -165,7 +165,7 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """No candidate is within the accuracy budget. Fails if an engine is published, or if there is no error."""
+    """No candidate is within the accuracy budget. Checks that accel raises an error and publishes no engine."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -208,7 +208,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
 
 
 def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if accel silently replaces a precision that the target doesn't support."""
+    """Fails if accel silently replaces an unsupported precision."""
     with pytest.raises(UnsupportedHere, match="openvino has no fp16"):
         accel.optimize(digits.path, out=tmp_path / "out", target="openvino", precision="fp16")
 
@@ -222,7 +222,7 @@ def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path
 
 
 def test_a_judgement_survives_json() -> None:
-    """JSON has no infinity. Fails if an infinite drop isn't written as null."""
+    """JSON has no infinity. Checks that an infinite drop is written as null."""
     bad = Judgement(drop=float("inf"), metric=None, reference_metric=None, max_abs_diff=1.0, judged_on="x")
     assert bad.to_json()["drop"] is None
 
@@ -232,7 +232,8 @@ def _row(name: str, ms: float, verdict: str) -> Any:
 
 
 def test_the_rule_of_choice() -> None:
-    """Fails if a rejected or slower candidate, or a candidate that only noise makes faster, can be chosen."""
+    """Checks that accel never chooses a rejected or slower candidate, or a candidate that only seems faster because of
+    noise."""
     source = _row("source", 10.0, "baseline")
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
@@ -252,7 +253,7 @@ def test_unmeasured_targets_prefer_fp16() -> None:
 
 
 def test_the_manifest_holds_the_measurement(result: Any) -> None:
-    """Fails if the published manifest doesn't record how the model was judged and measured."""
+    """Checks that the published manifest records how the model was judged and measured."""
     session = json.loads(manifest_path(result.artifact.path).read_text())["session"]
     assert session["judgement"]["metric"] == pytest.approx(session["judgement"]["reference_metric"], abs=0.02)
     assert session["measured"]["median_ms"] > 0
@@ -297,8 +298,8 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the user's
-    data. Torch's ONNX export of logcumsumexp is wrong for large inputs."""
+    """Fails if accel makes candidates from an ONNX export that differs from the source on the user's data. The export
+    has passed its gate. Torch's ONNX export of logcumsumexp is wrong for large inputs."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
@@ -307,9 +308,9 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """On the user's data, an integer output of the ONNX export differs from the source. Fails if accel raises an error
-    or gives no warning. Rounding can change an integer output, such as the index of one of two equal scores. The second
-    run takes its results from the cache."""
+    """On the user's data, an integer output of the ONNX export differs from the source. Checks that accel gives a
+    warning instead of an error. Rounding can change an integer output, such as the index of one of two equal scores.
+    The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(
@@ -319,7 +320,7 @@ def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
-    """Fails if there is no warning when a user requests int8 and accel publishes the source. The model of this test
+    """Checks that accel gives a warning if a user requests int8 and accel publishes the source. The model of this test
     has no layer to quantize."""
     found = _optimize_scores("scores", 1, tmp_path, "int8")
     assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")

@@ -1,5 +1,5 @@
-"""Proves that a request of accel optimize has the defaults of the public function, checks its arguments, and writes the
-command line that repeats the request."""
+"""Proves that a request of accel optimize has the public function's defaults, checks its arguments, and writes its own
+command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_defaults_are_those_of_the_function() -> None:
     report's command leave out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     assert parameters.pop("about").annotation == "Unpack[SourceOptions]"
-    assert parameters.pop("out").default is None  # the folder that the request names is in the cache
+    assert parameters.pop("out").default is None  # by default, a request names a folder in the cache
     del parameters["model"]
     known = [one for one in fields(OptimizeRequest) if one.name not in ("source", "out")]
     assert set(parameters) == {one.name for one in known}
@@ -89,8 +89,7 @@ def test_options_in_python_are_the_words_of_the_command_line() -> None:
 @pytest.mark.parametrize("quantize", [QUANTIZE, QUANTIZE.words()])
 @pytest.mark.parametrize("cast", [CAST, CAST.words()])
 def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: Any, cast: Any) -> None:
-    """Fails if the report's command doesn't repeat the options, whether the user gave the options as fields or as
-    strings."""
+    """Checks that the report's command repeats the options. The user may give the options as fields or as strings."""
     request = OptimizeRequest(
         source=Source(src),
         out=Path("out"),
@@ -112,8 +111,7 @@ def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: A
 
 
 def test_a_function_and_mixed_options_in_the_command() -> None:
-    """Fails if the written command line contains an argument that exists only in Python, or an argument in a form that
-    the command can't read."""
+    """Fails if the written command line contains an unreadable argument, or an argument that exists only in Python."""
     request = OptimizeRequest(
         source=Source("m.onnx", graph_inputs=("a", "b"), placeholders={"keep": 1.0, "on": False}),
         out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},

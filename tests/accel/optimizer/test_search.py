@@ -1,5 +1,5 @@
-"""Proves that the search of accel optimize chooses session options and candidates by scripted times, within the time
-budget."""
+"""Proves that the search of accel optimize chooses session options and candidates within the time budget. The tests
+script the candidates' times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOAD = Workload(objective="throughput", mix=({},), repeats=8, note="")
 
 
 class Clock:
-    """A clock that shows the seconds in ``now``, which the test sets."""
+    """Simulates a clock that shows the seconds in ``now``. The test sets ``now``."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,8 +40,8 @@ class Clock:
 
 
 class Timed:
-    """Replaces ``measured``. Reports for each candidate its time from ``ms`` with a relative jitter of ``noise``.
-    Records the candidates' names and the effort of each call."""
+    """Replaces ``measured``. Reports each candidate's time from ``ms``, with a relative jitter of ``noise``. Records
+    the candidates' names and the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -104,8 +104,7 @@ def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_have_to_be_measurably_faster(searching: Any) -> None:
-    """Fails if the search chooses session options that only seem faster, or doesn't choose measurably faster
-    options."""
+    """Checks that the search chooses measurably faster session options, and no options that only seem faster."""
     for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
         search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
         rows = [row("a")]
@@ -119,9 +118,9 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if the search keeps the source although a candidate with other session options is measurably faster. In
-    this test, the best candidate of the first measurement isn't measurably faster than the source in the second
-    measurement."""
+    """Checks that the search chooses a candidate with other session options if the candidate is measurably faster than
+    the source. In this test, the best candidate of the first measurement isn't measurably faster than the source in the
+    second measurement."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
@@ -133,7 +132,7 @@ def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -
 
 
 def test_options_are_judged_like_candidates(searching: Any) -> None:
-    """Fails if the search chooses fast session options whose outputs exceed the accuracy budget."""
+    """Fails if the search chooses fast session options although their outputs exceed the accuracy budget."""
     ms = {"source": 10, "a": 6, "a, 1 thread": 5, "a, extended graph level": 1, "a, no spinning": 5.5}
     search = searching(Timed(ms))
     rows = [row("a", "onnxruntime")]
@@ -147,8 +146,8 @@ def test_options_are_judged_like_candidates(searching: Any) -> None:
 
 
 def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
-    """Fails if the search doesn't try other session options for a source that no candidate beats, or chooses slower
-    options for this source."""
+    """No candidate is faster than the source. Checks that the search tries other session options for the source, and
+    chooses no slower options."""
     ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
     search = searching(Timed(ms))
     rows = [row("a")]
@@ -173,7 +172,7 @@ def test_which_options_are_tried() -> None:
 
 
 def test_streams_for_throughput(searching: Any) -> None:
-    """Fails if the search for throughput doesn't try several streams."""
+    """Checks that the search for throughput tries several streams."""
     search = searching(Timed({"source": 10, "a": 6, "a, 2 streams": 4}), work=LOAD)
     rows = [row("a")]
     chosen, _ = search.vary_sessions(search.best(rows), rows, Judging(), 0.01, vary_threads=True)
@@ -181,8 +180,8 @@ def test_streams_for_throughput(searching: Any) -> None:
 
 
 def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if successive halving loses the fastest candidate, gives dropped candidates no reason, or times every
-    candidate for the full time."""
+    """Checks that successive halving keeps the fastest candidate, gives dropped candidates a reason, and doesn't time
+    every candidate for the full time."""
     monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.2)
     names = [f"c{i}" for i in range(8)]
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
@@ -203,8 +202,8 @@ def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
 ) -> None:
-    """Fails if more models are loaded at once than fit into memory, or if too little memory ends the search. Also fails
-    if timing in several groups loses the fastest model."""
+    """Checks that the loaded models fit into memory, and that the search also ends well with too little memory. Also
+    checks that the search finds the fastest model if it times the models in several groups."""
     names = [f"c{i}" for i in range(5)]
     ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
     timed = Timed({"source": 10.0} | ms | {f"{name}, 1 thread": value / 2 for name, value in ms.items()})
@@ -236,8 +235,8 @@ def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     spent=st.floats(0, 300),
 )
 def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float], spent: float) -> None:
-    """Hypothesis draws the times and the remaining budget. Fails if the search chooses a candidate that wasn't measured
-    or isn't faster than the source, or gives a candidate no reason."""
+    """Hypothesis draws the times and the remaining budget. Checks that the search only chooses a measured candidate
+    that is faster than the source, and gives every other candidate a reason."""
     ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
     clock = Clock()
     timed = Timed(ms, clock=clock)
@@ -262,8 +261,8 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 
 
 def test_no_time_for_options(searching: Any) -> None:
-    """Fails if session options are measured although no time is left, or if the report doesn't list these options as
-    not tried."""
+    """Checks that session options are not measured if no time is left, and that the report lists these options as not
+    tried."""
     clock = Clock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)
@@ -275,7 +274,7 @@ def test_no_time_for_options(searching: Any) -> None:
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
-    """Fails if the search compares the times of two candidates that weren't measured in the same rounds."""
+    """Checks that the search only compares times of candidates that were measured in the same rounds."""
     one, other = row("a"), row("b")
     one.measured = {"round_medians_ms": [1.0] * 9}
     other.measured = {"round_medians_ms": [2.0] * 5}
@@ -291,8 +290,8 @@ BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the 
 def test_a_real_search_ends_with_its_budget(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if the search makes, loads and times real candidates long after the end of the budget. Also fails if the
-    report doesn't list the untried candidates. Without a budget, this search takes a minute."""
+    """Fails if the search makes, loads and times real candidates long after the end of the budget. Also checks that the
+    report lists the untried candidates. Without a budget, this search takes a minute."""
     begun = time.monotonic()
     result = optimize(digits, out=tmp_path / "out", data=digits_data[0], budget_seconds=BUDGET)
     assert time.monotonic() - begun <= BUDGET + MARGIN

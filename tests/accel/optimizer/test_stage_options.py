@@ -37,8 +37,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if an option is parsed as another option, or if the items of a repeated list option aren't joined. Also
-    fails if an option's name with underscores doesn't mean the same as with hyphens."""
+    """Checks that accel parses each option correctly, and joins the items of a repeated list option. Also checks that
+    an option's name may have underscores instead of hyphens."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -56,8 +56,8 @@ def test_every_option_is_read() -> None:
 
 
 def test_every_mode_says_which_options_it_reads() -> None:
-    """Fails if a quantization mode has no row in the table of options, or if a row names a field that QuantizeConfig
-    lacks."""
+    """Checks that every quantization mode has a row in the table of options, and that the rows only name fields of
+    QuantizeConfig."""
     assert set(OPTIONS_BY_MODE) == {mode for form in FORMS.values() for mode in form.runs}
     known = {field.name for field in fields(QuantizeConfig)}
     assert all(known.issuperset(names) for names in OPTIONS_BY_MODE.values())
@@ -71,7 +71,7 @@ def test_every_mode_says_which_options_it_reads() -> None:
     ],
 )  # fmt: skip
 def test_options_that_are_none(text: str) -> None:
-    """Fails if an unreadable option is silently ignored, or if the error doesn't show the right form."""
+    """Checks that an unreadable option gives an error that shows the right form."""
     with pytest.raises(BadInputSpec, match=r"can't read quantize .*; write"):
         parse_quantize_options([text])
     with pytest.raises(BadInputSpec, match=r"can't read cast .*; write"):
@@ -111,8 +111,8 @@ def made(src: Artifact, target: str, precision: str, data: Path, **options: Any)
 
 
 def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
-    """Fails if a stage doesn't get its options, or if a target gets a calibration method that it doesn't support. Also
-    fails if an option that no candidate reads is silently ignored."""
+    """Checks that each stage gets its options, and that a target only gets calibration methods that the target
+    supports. Also checks that accel reports an option that no candidate reads."""
     found = made(src, "ort-cpu", "int8", data, quantize=parse_quantize_options(QUANTIZE))
     static = next(config for name, config, _ in found["ort-cpu int8 static"].stages if name == "quantize")
     assert (static.calibration, static.smooth, static.per_channel, static.keep) == (
@@ -131,8 +131,8 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the command refuses the options, or if the manifest or the report's command leaves out the options. Also
-    fails if accel doesn't say how many samples it used instead of the requested number, or that the option smooth has
+    """Checks that the command accepts the options, and that the manifest and the report's command record the options.
+    Also checks that accel says how many samples it used instead of the requested number, and that the option smooth has
     no effect."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
@@ -153,7 +153,7 @@ def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path:
 
 
 def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if an unknown node name is silently ignored, or if the error doesn't say how to list the node names."""
+    """Checks that an unknown node name gives an error that says how to list the node names."""
     words = ["--target", "ort-cpu", "--precision", "int8", "--data", data]
     done = cli("optimize", src.path, "-o", tmp_path / "out", *words, "--quantize", "keep=nowhere")
     assert done.code == 2
@@ -182,8 +182,8 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a candidate is left out for lack of calibration data, but the reason doesn't name the option for data.
-    Also fails if a candidate is left out although there is data."""
+    """Checks that the reason of a candidate without calibration data names the option for data. Also fails if accel
+    leaves out a candidate that has calibration data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

@@ -16,8 +16,8 @@ SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
 
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command line or the keys of its JSON change. Also fails if the model states of 7.5 B
-    parameters at ZeRO 3 don't take 1.9 GB on each of 64 ranks."""
+    """Fails if the documented command line or the keys of its JSON change. Also checks that the model states of 7.5 B
+    parameters at ZeRO 3 take 1.9 GB on each of 64 ranks."""
     line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
     assert run(group, line.split()) == 0
     body = json.loads(capsys.readouterr().out)
@@ -27,7 +27,7 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the written config can't run on the given number of ranks, or doesn't have the chosen layout."""
+    """Checks that the written config runs on the given number of ranks, and has the chosen layout."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     assert run(group, ["plan", str(config), "--world", "64", "--hbm", "80G", "-o", str(out), "--json"]) == 0
@@ -48,9 +48,9 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
 def test_the_documented_line_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the documented command line doesn't print a table with one line for each layout, the fastest layout
-    first. The table must mark the chosen layout. Also fails if the figures differ from those of --json, or if the table
-    doesn't state its assumptions."""
+    """Checks that the documented command line prints a table with one line for each layout, the fastest layout first.
+    The table must mark the chosen layout. The figures must equal the figures of --json, and the table must state its
+    assumptions."""
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     line = "plan config.toml --world 64 --hbm 80G"
@@ -94,7 +94,7 @@ def test_the_documented_line_prints_a_table(
 def test_the_search_keeps_to_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, axis: str, value: object, from_file: bool
 ) -> None:
-    """Fails if the list or the written config silently ignores an option that is given together with --hbm."""
+    """Fails if the list or the written config silently ignores an option next to --hbm."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     shape = "--layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --global-batch 512"
@@ -120,8 +120,8 @@ def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.C
 
 
 def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan doesn't use context parallel for a sequence that no other layout can hold. Also fails if the
-    written config can't run, or if a plan of the written config gives other byte counts."""
+    """Checks that the plan uses context parallel for a sequence that no other layout can hold. Also checks that the
+    written config can run, and that a plan of the written config gives the same byte counts."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     shape = SHAPE.replace("seq = 2048", "seq = 131072").replace("vocab = 32000", "vocab = 32003")
     config.write_text(f"global_batch = 8\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{shape}")
@@ -144,7 +144,7 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config names a model factory and no shape. Fails if the plan doesn't count the model's parameters and measure
+    """The config names a model factory and no shape. Checks that the plan counts the model's parameters and measures
     its activations."""
     source = tmp_path / "made.py"
     source.write_text(
@@ -190,8 +190,8 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 
 
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the KV cache doesn't have one key and one value for each layer, channel, position and sequence, in 2
-    bytes each."""
+    """Checks that the KV cache has one key and one value for each layer, channel, position and sequence, in 2 bytes
+    each."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2

@@ -49,8 +49,8 @@ def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
 
 @pytest.mark.parametrize(("params", "gigabytes"), [(1.5e9, 24), (7e9, 112)])
 def test_sixteen_bytes_a_parameter(params: float, gigabytes: float) -> None:
-    """Fails if mixed-precision Adam on one rank doesn't take 16 bytes per parameter (2 for the weight, 2 for the
-    gradient and 12 for the optimizer)."""
+    """Checks that mixed-precision Adam on one rank takes 16 bytes per parameter: 2 for the weight, 2 for the gradient
+    and 12 for the optimizer."""
     memory = training_memory(ModelSpec(params=int(params)), Layout(world=1, precision="fp16", optimizer="adam"))
     assert memory.model_states / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
@@ -130,7 +130,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_seven_billion_on_64_ranks_simulated() -> None:
-    """Fails if the simulated model states of a 7.5 B model at ZeRO 3 on 64 ranks don't take 1.9 GB per rank, within 2
+    """Checks that the simulated model states of a 7.5 B model at ZeRO 3 take 1.9 GB per rank on 64 ranks, within 2
     %."""
     shape = GPTConfig(vocab=50304, layers=36, hidden=4096, heads=32, seq=64)
     ids = torch.zeros(1, 64, dtype=torch.long)
@@ -142,7 +142,7 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 
 def test_traffic_of_one_micro_batch() -> None:
-    """Fails if the planned traffic isn't 2 Psi up to ZeRO 2 and 3 Psi for ZeRO 3 (table 1 of ZeRO++). Psi is the
+    """Checks that the planned traffic is 2 Psi up to ZeRO 2, and 3 Psi for ZeRO 3 (table 1 of ZeRO++). Psi is the
     traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the engine's encoded
     bytes, including the scales of the blocks."""
     spec = ModelSpec(params=10**9)
@@ -161,8 +161,8 @@ def test_traffic_of_one_micro_batch() -> None:
 
 
 def test_tensor_parallel_traffic_and_bubble() -> None:
-    """Fails if the plan miscounts Megatron's four all-reduces per layer. Also fails if the pipeline bubble of p stages
-    and m micro-batches isn't (p - 1) / (m + p - 1)."""
+    """Fails if the plan miscounts Megatron's four all-reduces per layer. Also checks that the pipeline bubble of p
+    stages and m micro-batches is (p - 1) / (m + p - 1)."""
     spec = ModelSpec(params=10**9, layers=4, hidden=64, heads=4, seq=16)
     layout = Layout(world=4, tp=4, micro_batch=2, accumulation=3)
     assert tensor_parallel_bytes(spec, layout) == 3 * 4 * 4 * 2 * (16 * 2 * 64 * 2) * 3 / 4
@@ -173,8 +173,8 @@ def test_tensor_parallel_traffic_and_bubble() -> None:
 
 
 def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
-    """Fails if the estimated time of a step isn't the sum of three parts: a rank's FLOPs divided by its sustained rate,
-    the pipeline's idle time, and the traffic that no computation hides."""
+    """Checks that the estimated time of a step is the sum of three parts. The parts are a rank's FLOPs divided by its
+    sustained rate, the pipeline's idle time, and the traffic that no computation hides."""
     spec = ModelSpec(params=0, layers=8, hidden=512, heads=8, vocab=1000, seq=128)
     fast = Machine(flops=1e12, node_bandwidth=1e30, bandwidth=1e30)
     plain = Layout(world=8, micro_batch=2, accumulation=12)
@@ -199,7 +199,7 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     ],
 )
 def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) -> None:
-    """Fails if the planned traffic of a pipeline isn't the traffic of the busiest rank. The stages of the busiest rank
+    """Checks that the planned traffic of a pipeline is the traffic of the busiest rank. The stages of the busiest rank
     have the most neighbors on other ranks. The stages are placed as in training."""
     spec = ModelSpec(params=10**9, layers=16, hidden=64, heads=4, seq=16)
     for pipeline, most in sends.items():
@@ -212,9 +212,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if c context-parallel ranks hold other model states than c data-parallel ranks. Also fails if each rank
-    doesn't hold 1 / c of a sequence's activations. A rank's traffic per layer and pass must be (c - 1) / c times 4 s b
-    h / c, as in Ulysses (Jacobs 2023, section 3.2)."""
+    """Fails if c context-parallel ranks hold other model states than c data-parallel ranks. Also checks that each rank
+    holds 1 / c of a sequence's activations. A rank's traffic per layer and pass must be (c - 1) / c times 4 s b h / c,
+    as in Ulysses (Jacobs 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -266,7 +266,7 @@ def test_pipeline_stage_is_the_fullest() -> None:
 
 
 def test_search_lists_what_fits_fastest_first() -> None:
-    """Fails if a listed layout doesn't fit, the list isn't sorted by time, or a layout that fits isn't listed."""
+    """Checks that the list holds every layout that fits, and no other layout, and that the list is sorted by time."""
     spec = ModelSpec(params=0, layers=32, hidden=4096, heads=32, vocab=32000, seq=2048)
     machine = Machine(hbm=80e9)
     found = search(spec, machine, world=64, global_batch=512)
@@ -307,6 +307,6 @@ def test_bad_quantities_are_refused(text: str) -> None:
     ],
 )
 def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:
-    """Fails if the plan accepts an impossible layout, or if the error doesn't name the fix."""
+    """Checks that the plan refuses an impossible layout, and that the error names the fix."""
     with pytest.raises(BadConfig, match=says):
         Layout(**kind)  # type: ignore[arg-type]

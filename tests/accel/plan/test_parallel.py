@@ -91,9 +91,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The plan also counts the first shards. The first shards take 2 bytes per parameter, a sixth of the optimizer's 12
-    # bytes. The plan counts all parameters as sharded. Ranks hold all of the parameters outside the blocks, so the test
-    # adds the difference.
+    # The plan also counts ZeRO's first shards of the parameters. The first shards take 2 bytes per parameter, a sixth
+    # of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all of the parameters
+    # outside the blocks. Therefore the test adds the difference.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -104,9 +104,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the formula by more than padding and the scales
-    of short last blocks. Also fails if the ranks don't send in the precision that the config sets. The bytes are
-    counted per collective, with the codes and scales of every parameter."""
+    """Checks the bytes that qwZ gathers and qgZ exchanges against the formula. The bytes may differ by padding and by
+    the scales of short last blocks. Also checks that the ranks send in the precision that the config sets. The bytes
+    are counted per collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -129,9 +129,9 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
     ],
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
-    """Fails if the planned activations of the fullest pipeline rank are off by more than half a percent. The expected
-    value is the bytes that autograd saves for all micro-batches in flight in torch's schedule. The fullest rank is the
-    first rank, or the last rank if the logits take more memory."""
+    """Fails if the planned activations of the fullest pipeline rank differ by more than half a percent from the
+    expected value. The expected value is the bytes that autograd saves for all micro-batches in flight in torch's
+    schedule. The fullest rank is the first rank, or the last rank if the logits take more memory."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]

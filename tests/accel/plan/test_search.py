@@ -37,7 +37,7 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_everything_that_is_listed_can_be_trained() -> None:
-    """Fails if the search leaves out a layout that training supports, or lists a layout that training refuses."""
+    """Checks that the search lists every layout that training supports, and no layout that training refuses."""
     found = search(SEVEN, Machine(hbm=80e9), world=64, global_batch=512)
     kinds = {name: {getattr(plan.layout, name) for plan in found} for name in ("recompute", "replicate", "hpz")}
     assert kinds["recompute"] == {"none", "selective", "full"}
@@ -50,8 +50,8 @@ def test_everything_that_is_listed_can_be_trained() -> None:
 
 
 def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan counts offloaded states on the device, or if the written config doesn't offload. Also fails if
-    the search doesn't offload when nothing else fits, or offloads although memory suffices."""
+    """Checks that the plan doesn't count offloaded states on the device, and that the written config offloads. Also
+    checks that the search offloads if no other layout fits, and only then."""
     plain = Layout(world=4, zero=3)
     memory, usual = training_memory(SEVEN, replace(plain, offload=True)), training_memory(SEVEN, plain)
     assert memory.model_states == 0
@@ -86,8 +86,8 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
-    """Fails if tensor parallel isn't planned for a vocabulary that training cuts unevenly, or if the plan doesn't count
-    the extra rows of the first ranks."""
+    """Training cuts the vocabulary unevenly. Checks that the plan uses tensor parallel, and counts the extra rows of
+    the first ranks."""
     odd = replace(SEVEN, vocab=32003, params=0)
     assert 2 in {plan.layout.tp for plan in search(odd, Machine(hbm=80e9), world=8, global_batch=64)}
     assert stage_params(odd, Layout(world=2, tp=2)) == (odd.params - 32003 * 4096) / 2 + 16002 * 4096
@@ -123,7 +123,7 @@ def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str
 
 def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
     """Fails if the planned activations under full recomputation are off by more than half a percent. The expected value
-    is the sum of the tensors that autograd keeps and the activations of the layer that is recomputed."""
+    is the sum of the tensors that autograd keeps and the activations of the recomputed layer."""
     spec, layout = replace(spec_of(GPT(SHAPE)), seq=128), Layout(world=1, precision="fp32", micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, replace(layout, recompute="full"))
     planned = activations(spec, replace(layout, recompute="full"))

@@ -1,4 +1,4 @@
-"""Proves that accel bisect names planted faults in few runs, even if a stage in between renamed all tensors."""
+"""Proves that accel bisect names planted faults in few runs, even after a stage that renames all tensors."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def epsilon(model: onnx.ModelProto) -> None:
 
 
 def clamp(model: onnx.ModelProto) -> None:
-    """Raises the lowest value of a mask so far that the mask hides nothing."""
+    """Raises the lowest value of a mask, so that the mask hides nothing."""
     tensor = next(t for t in model.graph.initializer if t.name == "low")
     tensor.CopyFrom(numpy_helper.from_array(np.float32(-1e-1), "low"))
 
 
 def rename(model: onnx.ModelProto) -> None:
-    """Renames every inner tensor and node, as another version of an exporter may do."""
+    """Renames every inner tensor and node, like another version of an exporter."""
     names = {n: f"t_{i}" for i, n in enumerate(x for node in model.graph.node for x in node.output) if n != "out"}
     for index, made in enumerate(model.graph.node):
         made.name = f"node_{index}"
@@ -149,8 +149,8 @@ def test_a_planted_fault_is_found_by_name(
 def test_only_what_crosses_a_cut_is_held(
     encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run returns more than the tensors that cross one cut of the graph. At most five of the 52 tensors
-    cross a cut: a layer's input, query, key and value, and the mask."""
+    """Fails if a run returns tensors that don't cross the chosen cut of the graph. At most five of the 52 tensors cross
+    a cut: a layer's input, query, key and value, and the mask."""
     held: list[int] = []
     plain = RoundedModel.run
 
@@ -187,8 +187,8 @@ def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
 
 
 def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
-    """A Relu removes the first of two differences. Fails if bisect doesn't report the removed difference as harmless,
-    or doesn't name the cause of the second difference."""
+    """A Relu removes the first of two differences. Checks that bisect reports the removed difference as harmless, and
+    names the cause of the second difference."""
 
     def build(path: Path, low: float, factor: float) -> Artifact:
         return artifact(
@@ -199,7 +199,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # removes the first difference after most of the cuts
+                node("Relu", "negative", "nothing"),  # comes after most of the cuts, and removes the first difference
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},
@@ -248,7 +248,7 @@ def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) ->
 
 
 def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the stages lose the exporter's notes about torch modules, or if bisect doesn't name the module."""
+    """Checks that the stages keep the exporter's notes about torch modules, and that bisect names the module."""
 
     def spoil(model: onnx.ModelProto) -> None:
         convolution = [n for n in model.graph.node if n.op_type == "Conv"][2]
@@ -287,7 +287,7 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
 
 
 def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
-    """Fails if bisect doesn't use the ONNX file that an IR was converted from, or doesn't name this file."""
+    """Checks that bisect uses and names the ONNX file that an IR was converted from."""
     pytest.importorskip("openvino")
     graph = tmp_path / "graph.onnx"
     cache = StageCache(tmp_path / "cache")
@@ -329,7 +329,7 @@ def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) ->
 
 
 def test_nodes_of_the_older_exporter() -> None:
-    """Fails if the module path isn't read from a node's name when the node has no metadata."""
+    """Checks that the module path is read from a node's name if the node has no metadata."""
     from accel.proof.tensor_match import module_path
 
     old = helper.make_node("MatMul", ["a", "b"], ["c"], name="/encoder/layer.0/attention/MatMul")

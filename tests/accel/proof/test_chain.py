@@ -111,8 +111,8 @@ def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: 
 
 
 def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if a missing file of an earlier stage counts as changed instead of absent, or if an artifact counts as
-    intact although one of its own files is missing."""
+    """Checks that a missing file of an earlier stage counts as absent, not as changed. Also checks that an artifact
+    isn't intact without all of its own files."""
     out, _ = made
     (tmp_path / "weights.safetensors").unlink()
     found = accel.inspect(out, check=True)
@@ -138,8 +138,7 @@ def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
 
 
 def test_inspect_shows_operators_and_json(digits: Artifact, cli: Any) -> None:
-    """Fails if inspect leaves out the signature, properties, stages or operators, or if --json doesn't print one
-    object."""
+    """Checks that inspect shows the signature, properties, stages and operators, and that --json prints one object."""
     body = json.loads(cli("inspect", digits.path, "--json").stdout)
     assert body["graph"]["operators"]["Conv"] == 3
     assert body["properties"]["opset"] == 20

@@ -24,8 +24,8 @@ vectors = hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 5))
 
 @given(vectors, st.floats(0.1, 10))
 def test_of_vectors(value: np.ndarray, factor: float) -> None:
-    """Fails if equal outputs count as different, or if a wrong scale counts as agreement. Also fails if the result for
-    vectors of equal norm isn't 1 minus their cosine."""
+    """Fails if equal outputs count as different, or if a wrong scale counts as agreement. Also checks that the result
+    for vectors of equal norm is 1 minus their cosine."""
     assert discordance([value], [value]) == 0
     value = value[np.abs(value).max(axis=1) > 1e-3]
     if not len(value):
@@ -64,7 +64,7 @@ def test_one_number_a_sample() -> None:
 
 @given(hnp.arrays(np.float64, 20, elements=st.floats(-10, 10)), st.integers(0, 9))
 def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
-    """Fails if the concordance of all samples together isn't Lin's coefficient, with variances divided by n as in the
+    """Checks that the concordance of all samples together is Lin's coefficient, with variances divided by n as in the
     paper."""
     noise = np.random.default_rng(seed).normal(0, 1e-3 * (1 + np.abs(value).max()), 20)
     if value.std() < 0.1:
@@ -77,7 +77,7 @@ def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
 
 
 def test_what_isnt_float() -> None:
-    """Fails if class numbers are compared as quantities, if strings can't be compared, or if bfloat16 is treated as an
+    """Checks that class numbers are not compared as quantities, that strings are comparable, and that bfloat16 isn't an
     integer dtype."""
     assert discordance([np.array([1, 2, 3, 900])], [np.array([1, 2, 4, 900])]) == 0.25
     assert discordance([np.array(["a", "b"])], [np.array(["a", "c"])]) == 0.5
@@ -89,14 +89,14 @@ def test_errors_of_samples() -> None:
     """Fails if a sample's error depends on the other samples, or if the error divides by a zero in the reference."""
     reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
     candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    # The last sample is smaller than the rounding error of the first.
+    # The last sample is smaller than the rounding error of the first sample.
     assert sample_errors(reference, candidate).tolist() == pytest.approx([1.0, 0.0, 1.0, 2e-4])
     assert sample_errors(np.zeros((1, 2)), np.ones((1, 2))).tolist() == [np.inf]
 
 
 def _rounding(path: Path, step: float) -> Path:
-    """Saves a model that rounds its input to multiples of ``step``, as int8 rounds an output. A sample is one
-    number."""
+    """Saves a model that rounds its input to multiples of ``step``. An int8 model rounds an output in the same way. A
+    sample is one number."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 1] x) => (float[batch, 1] y) '
         f"<float s = {{{step:g}}}> {{ a = Div(x, s) b = Round(a) y = Mul(b, s) }}"
@@ -118,8 +118,8 @@ def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
 
 
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
-    """Fails if a few correct large outputs make `accel verify` or the judge pass a model whose small outputs are all
-    0."""
+    """All small outputs of the model are wrongly 0, and a few large outputs are correct. Fails if `accel verify` or the
+    judge passes this model."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
     prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)

@@ -35,7 +35,7 @@ def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: p
 def test_a_chain_of_five_stages_gives_the_same(
     cli: Any, engine: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if a stage isn't deterministic, or if the recorded options don't give the same result. Also fails if a
+    """Checks that every stage is deterministic, and that the recorded options give the same result. Also fails if a
     result comes from the cache, because a cached result would prove nothing."""
     ran = cli("reproduce", engine.path, "--data", digits_data[0], "-o", tmp_path / "again.engine", "--json")
     assert ran.code == 0, ran.stderr
@@ -44,7 +44,7 @@ def test_a_chain_of_five_stages_gives_the_same(
         "onnx_from_torch", "simplify", "quantize", "cast", "engine_from_onnx",
     ]  # fmt: skip
 
-    # TensorRT-RTX doesn't build the same bytes for every int8 network, but picks the same kernels.
+    # For some int8 networks, TensorRT-RTX builds different bytes each time, but always picks the same kernels.
     assert {row["status"] for row in body["stages"][:4]} == {"identical"}, body["stages"]
     assert body["stages"][4]["status"] in ("identical", "equivalent"), body["stages"]
     assert (tmp_path / "again.engine").stat().st_size > 0
@@ -55,7 +55,7 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """NNCF and OpenVINO are the usual stages for CPUs. Fails if accel can't repeat these stages from the manifest with
+    """NNCF and OpenVINO are the usual stages for CPUs. Checks that accel repeats these stages from the manifest with
     the same bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
@@ -66,8 +66,8 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
 
 
 def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
-    data file."""
+    """Checks that reproduce calibrates on the data of the original run, and that the error names a missing data
+    file."""
     for data in ((), (digits_data[1],)):
         with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*pass it with data="):
             reproduce(engine, data=data)
@@ -84,8 +84,7 @@ def stub(folder: Path, factor: float) -> Path:
 
 
 def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
-    """Fails if reproduce doesn't notice that the source changed, and compares the changed model with the recorded
-    model."""
+    """Checks that reproduce notices a changed source, and doesn't compare the changed model with the recorded model."""
     source = stub(tmp_path, 2.0)
     made = accel.export(f"{source}:make", out=tmp_path / "m.onnx")
     assert reproduce(made).identical
@@ -122,7 +121,7 @@ def test_a_stage_that_gives_other_bytes(
 
 
 def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if accel doesn't refuse a file without a manifest."""
+    """Checks that accel refuses a file without a manifest."""
     plain = tmp_path / "plain.onnx"
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):
@@ -146,8 +145,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel can reproduce a chain only in the folder of the original run. Also fails if accel accepts a file
-    of the same name in the current folder instead of the recorded file."""
+    """Checks that accel can reproduce a chain in another folder than the original run's. Also fails if accel accepts a
+    file of the same name in the current folder instead of the recorded file."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,7 @@ floats = hnp.arrays(
 
 @given(floats, st.floats(1e-3, 10))
 def test_a_difference_is_what_was_added(value: np.ndarray, delta: float) -> None:
-    """Fails if the reported largest difference isn't the planted difference, or if equal outputs aren't reported as
+    """Checks that the reported largest difference is the planted difference, and that equal outputs are reported as
     equal."""
     assert difference("y", value, value).max_abs == 0
     moved = value.astype(np.float64)
@@ -81,9 +81,9 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if verify ignores --input or --weights when the reference or the candidate is a factory. Also fails if
-    verify accepts a net whose weights differ from the file's weights. The error must advise the user to pass the
-    weights that the file was made with. Without recorded weights or without a factory, the error must not advise the
-    user to pass weights."""
+    verify accepts a net although its weights differ from the file's weights. The error must advise the user to pass the
+    weights of the original export. Without recorded weights or without a factory, the error must not advise the user to
+    pass weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,8 +111,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory although the other model declares the inputs, or
-    ignores the declared ranges. The net fails outside the ranges, for example at 12 positions or with token 20."""
+    """Checks that verify and bench use the other model's declared inputs and ranges for a factory without declared
+    inputs. The net fails outside the ranges, for example at 12 positions or with token 20."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -139,7 +139,7 @@ def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> No
 
 
 def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a changed weight passes, or if the report doesn't say which output differs and by how much."""
+    """Checks that verify rejects a changed weight, and that the report says which output differs and by how much."""
     model = onnx.load(str(digits.path))
     tensor = next(t for t in model.graph.initializer if len(t.dims) == 4)
     values = onnx.numpy_helper.to_array(tensor) * np.float32(1.1)
@@ -159,9 +159,9 @@ def scaled(path: Path, factor: float) -> Artifact:
 
 
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify doesn't advise the user to pass data when a quantized model differs on random inputs. Also fails
-    if verify asks for data when a float model differs, or when the comparison already used data. The command's table
-    and help must say when the inputs are random."""
+    """Checks that verify advises the user to pass data when a quantized model differs on random inputs. Also fails if
+    verify asks for data when a float model differs, or when the comparison already used data. The command's table and
+    help must say when the inputs are random."""
     one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
     in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
     data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
@@ -204,7 +204,7 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Fails if a gate invents values for a shape that the data lacks, instead of repeating values from the data."""
+    """Checks that a gate repeats values from the data if the data lacks a shape, and doesn't invent values."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)
@@ -214,7 +214,7 @@ def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_parts(tmp_path: Path) -> None:
-    """Fails if the files of a data folder can't have different lengths, or if the labels of a file are lost."""
+    """Checks that the files of a data folder may have different lengths, and that no file's labels are lost."""
     np.savez(tmp_path / "a.npz", x=np.ones((2, 3), np.float32), ids=np.zeros(2, np.int64), y=np.array([1, 2]))
     np.savez(tmp_path / "b.npz", x=np.ones((1, 9), np.float32), ids=np.zeros(1, np.int64), y=np.array([3]))
     data = Dataset.load(tmp_path, SIGNATURE)
@@ -227,8 +227,8 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify refuses data beyond the default range when the file declares no range, or accepts data beyond a
-    declared range."""
+    """Checks that verify refuses data beyond a declared range, but accepts data beyond the default range if no range is
+    declared."""
     node = onnx.helper.make_node("ReduceMean", ["x"], ["y"], keepdims=1)
     ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["batch", "length"]), ("y", [1, 1]))]
     graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:])
@@ -253,8 +253,7 @@ def words():
 
 
 def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
-    """Fails if an index outside PyTorch's embedding table ends in an internal error, or if the error doesn't name the
-    file and the index."""
+    """Checks that an index outside PyTorch's embedding table gives an error that names the file and the index."""
     (tmp_path / "words.py").write_text(WORDS)
     made, data = tmp_path / "m.onnx", tmp_path / "b.npz"
     words = ["--input", "input:int64[batch,3]{0..49}", "-q"]

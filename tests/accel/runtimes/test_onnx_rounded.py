@@ -17,8 +17,8 @@ from tests.support.onnx_builder import HALF, artifact, node, run, square_root_of
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
-    """Fails if ONNX Runtime optimizes a cast pair away, or if an inner tensor isn't rounded exactly as numpy rounds.
-    For x = 300, sqrt(x*x) overflows in fp16. ONNX Runtime itself hides the overflow and returns 300."""
+    """Checks that ONNX Runtime keeps every cast pair, and that inner tensors are rounded exactly as in numpy. For x =
+    300, sqrt(x*x) overflows in fp16. ONNX Runtime itself hides the overflow and returns 300."""
     dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
     src = artifact(
         tmp_path / "m.onnx",
@@ -39,8 +39,8 @@ def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> N
 
 
 def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
-    """Fails if the rounded session rounds values that aren't 16-bit. The outputs of a float32 graph must have the same
-    bits as ONNX Runtime's."""
+    """Checks that the rounded session only rounds 16-bit values. The outputs of a float32 graph must have the same bits
+    as ONNX Runtime's."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.array([300.0, 1.2345], np.float32)
     plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
@@ -48,8 +48,8 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if the rounded session doesn't round inside subgraphs. Without rounding inside subgraphs, the model doesn't
-    load, or 300 * 300 is finite in fp16."""
+    """Checks that the rounded session also rounds inside subgraphs. Without rounding inside subgraphs, the model
+    doesn't load, or 300 * 300 is finite in fp16."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
         "then",

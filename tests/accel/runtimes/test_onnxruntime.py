@@ -163,7 +163,7 @@ def ended(some: set[str]) -> bool:
 
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
-    """Fails if ``threads`` doesn't reach ONNX Runtime. With ``threads=1``, ONNX Runtime starts no thread. With
+    """Checks that ``threads`` reaches ONNX Runtime. With ``threads=1``, ONNX Runtime starts no thread. With
     ``threads=3``, ONNX Runtime starts two threads, and the caller's thread is the third."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
@@ -232,8 +232,8 @@ def test_strings_go_in_and_out(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
-    """Fails if the session doesn't find external weights, for example because it loads the model from bytes without a
-    path."""
+    """Checks that the session finds external weights. A session that loads the model from bytes has no path to the
+    weights."""
     model = save(
         tmp_path / "m.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -267,7 +267,7 @@ def _damaged(linear: Artifact, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["missing", "empty", "text", "truncated", "flipped", "no graph"])
 def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Fails if the runtime's exception or its log reaches the user, or if the message doesn't name the file."""
+    """Checks that the message names the file, and that the user sees neither the runtime's exception nor its log."""
     path = _damaged(linear, how)
     with pytest.raises(InvalidModel) as caught:
         open_session(unread(path), "onnxruntime")
@@ -288,7 +288,7 @@ def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
-    """Fails if the error about an unknown operator doesn't contain the operator's full name."""
+    """Checks that the error about an unknown operator contains the operator's full name."""
     kind = (FLOAT, [4])
     model = save(tmp_path / "u.onnx", [helper.make_node("Frobnicate", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(InvalidModel, match="Frobnicate"):
@@ -296,9 +296,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if a run of the session takes longer than the runtime's own run plus four times the duration of the input
-    checks. The input checks take most of the time that the session adds. The test compares the shortest of many
-    alternating runs, because other work on the machine can only lengthen a run."""
+    """Fails if the session adds more time to a run than four times the duration of the input checks. The input checks
+    take most of the time that the session adds. The test compares the shortest of many alternating runs, because other
+    work on the machine can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session
@@ -355,7 +355,7 @@ def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
     "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs the extra [cuda]"
 )
 def test_cuda_gives_the_same(linear: Artifact) -> None:
-    """Fails if outputs are read before the GPU is done, or get the wrong names."""
+    """Fails if outputs get the wrong names, or are read before the GPU is done."""
     with OnnxRuntimeSession(linear, SessionOptions()) as plain, open_session(linear, "onnxruntime-cuda") as cuda:
         _same_on_several_shapes(plain, cuda, 1e-3)
 

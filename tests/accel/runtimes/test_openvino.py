@@ -57,8 +57,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def mlp(make: Make) -> Artifact:
-    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's matrix product is so
-    large that its rounding error shows the precision of the computation."""
+    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model has a large matrix
+    product, and the rounding error of the product shows the precision of the computation."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("MatMul", ["z", "w"], ["h"]),
@@ -100,7 +100,7 @@ def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
 
 
 def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
-    """Fails if precision="bf16" has no effect, or silently runs in float32 on a CPU without bfloat16."""
+    """Checks that precision="bf16" has an effect, or gives an error on a CPU without bfloat16."""
     options = SessionOptions(threads=1, precision="bf16")
     if not has_bf16():
         with pytest.raises(UnsupportedHere, match="no bf16"):
@@ -114,7 +114,7 @@ def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
 
 
 def test_a_cpu_without_bf16_refuses_it() -> None:
-    """Fails if the session doesn't check the CPU for bfloat16."""
+    """Checks that the session accepts precision="bf16" only on a CPU with bfloat16."""
     settings = runtime_module._settings
     with pytest.raises(UnsupportedHere, match="precision fp32"):
         settings(SessionOptions(precision="bf16"), ["FP32", "INT8"])
@@ -198,7 +198,7 @@ def test_wrong_feeds(mlp: Artifact) -> None:
 
 
 def test_an_index_beyond_the_table(make: Make) -> None:
-    """Fails if an index beyond the table returns an arbitrary row, as OpenVINO does."""
+    """Fails if an index beyond the table returns an arbitrary row. OpenVINO itself returns an arbitrary row."""
     node = helper.make_node("Gather", ["table", "ids"], ["rows"])
     table = {"table": np.arange(12, dtype=np.float32).reshape(4, 3)}
     made = make([node], [("ids", TensorProto.INT64, ["n"])], [("rows", FLOAT, ["n", 3])], table)
@@ -221,8 +221,8 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if OpenVINO's own error reaches the user when only an inner node refuses a shape. Also fails if the failed
-    run returns the outputs of an earlier run, or if the session can't run again. Without accel's checks, infer() with
+    """Fails if the user sees OpenVINO's own error when only an inner node refuses a shape. Also checks that the failed
+    run returns no outputs of an earlier run, and that the session can run again. Without accel's checks, infer() with
     one thread returns the earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
@@ -239,8 +239,8 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
 
 
 def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
-    """Fails if one bad request among concurrent requests goes unnoticed, or if its error names another request's shape.
-    Also fails if the other requests hang, or if the session never runs again."""
+    """Checks that one bad request among concurrent requests gives an error with the shape of the bad request. Also
+    checks that the other requests end, and that the session can run again."""
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
 
@@ -259,7 +259,7 @@ def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
 
 
 def test_closed_is_closed(mlp: Artifact) -> None:
-    """Fails if a closed session runs, or can't be closed twice."""
+    """Checks that a closed session doesn't run, and can be closed twice."""
     session = OpenVinoSession(mlp, SessionOptions(threads=1))
     feeds = session.example_inputs(batch=1)
     session.close()
@@ -289,7 +289,7 @@ def test_a_damaged_ir_is_not_loaded(part: str, damage: str, mlp: Artifact, tmp_p
 
 
 def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
-    """Fails if a session opens with names that the IR doesn't have."""
+    """Fails if a session opens with names that are not in the IR."""
     other = make([helper.make_node("Relu", ["q"], ["r"])], [("q", FLOAT, [4])], [("r", FLOAT, [4])])
     mixed = Artifact(path=mlp.path, kind="openvino", signature=other.signature)
     with pytest.raises(InvalidModel, match=r"has no 'q' \(it has a, z\); convert the model again"):
@@ -307,7 +307,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # starts and waits as a session with one thread does
+        def own_call() -> None:  # makes the same two calls as a session with one thread
             slot.request.start_async()
             slot.request.wait()
 
@@ -320,4 +320,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # a quiet machine takes about 30 µs
+    assert overhead < 100  # on a quiet machine, the overhead is about 30 µs

@@ -66,8 +66,8 @@ def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the next
-    run. The size of one output is known only after the run."""
+    """Fails if an input or output uses the wrong memory, keeps the size of an earlier run, or shares memory with the
+    next run. The size of one output is known only after the run."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         kept = []
         for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
@@ -83,7 +83,7 @@ def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda
 
 
 def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if an event is recorded at the wrong point of a run, or isn't destroyed. Between the events, the fake
+    """Checks that every event is recorded at the right point of a run, and is destroyed. Between the events, the fake
     clock advances by 10, 100 and 1000."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         found = session.phases(feeds(2, 3))
@@ -92,7 +92,7 @@ def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) 
 
 
 def fixed(artifact: Artifact) -> Artifact:
-    """Returns the artifact without the output whose size depends on the data."""
+    """Returns the artifact without the output of data-dependent size."""
     signature = Signature(SIGNATURE.inputs, SIGNATURE.outputs[:1])
     manifest = artifact.manifest
     assert manifest is not None
@@ -115,7 +115,7 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory, because this graph couldn't be
+    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. Such a graph can't be
     replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
@@ -156,7 +156,8 @@ def test_no_memory_is_allocated_for_sizes_seen_before(artifact: Artifact, cuda: 
 
 
 def test_the_profile_follows_the_feeds(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a shape runs under a profile that doesn't contain it, or if profiles are switched needlessly."""
+    """Checks that each shape runs under a profile that contains the shape, and that profiles are not switched
+    needlessly."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
         for batch in (2, 4, 8, 16, 1):
@@ -171,7 +172,8 @@ def test_sizes_off_every_profile_are_refused(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if a size outside every profile reaches the engine, or if the message doesn't name the engine's sizes."""
+    """Checks that a size outside every profile never reaches the engine, and that the message names the engine's
+    sizes."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         with pytest.raises(BadFeeds, match=rf"x {batch}x{width} is off .*\(x 1x2 to 4x8 or x 8x2 to 16x8\); pad or"):
             session.run(feeds(batch, width))
@@ -186,7 +188,7 @@ def test_the_signature_is_as_wide_as_the_profiles(artifact: Artifact, cuda: Fake
 
 def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda: FakeCuda) -> None:
     """Fails if a run returns outputs although the engine reports a failure, or if the error lacks the reason. Also
-    fails if the session doesn't run afterwards."""
+    checks that the session can run afterwards."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
         context.fails = True
@@ -197,7 +199,7 @@ def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda:
 
 
 def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a closed session keeps memory or a stream, can't be closed twice, or still runs."""
+    """Checks that a closed session frees its memory and stream, doesn't run, and can be closed twice."""
     session = TensorRTSession(artifact, SessionOptions())
     session.run(feeds(2, 4))
     session.close()
@@ -208,7 +210,7 @@ def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
 
 
 def test_a_changed_byte_stops_before_the_engine_is_loaded(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if accel deserializes an engine whose bytes differ from the manifest. Wrong bytes can crash the
+    """Fails if accel deserializes an engine although its bytes differ from the manifest. Wrong bytes can crash the
     deserializer."""
     artifact.path.write_bytes(b"ENGINE wholf")
     loaded = len(FakeToolkit.Runtime.engines)
@@ -234,8 +236,8 @@ def test_engines_without_a_manifest(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if the session doesn't refuse an engine of another toolkit version, a file that is no engine, or an
-    incomplete engine."""
+    """Checks that the session refuses an engine of another toolkit version, a file that is no engine, and an incomplete
+    engine."""
     artifact.path.write_bytes(content)
     with pytest.raises(kind, match=message):
         TensorRTSession(replace(artifact, manifest=None), SessionOptions())
@@ -254,12 +256,12 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
         "accel optimize net.onnx --target tensorrt-rtx --precision fp16 --profile x=1x2,2x4,4x8 "
         f"--compute-capability 12.0 -o {artifact.path.parent}"
     )
-    # An engine that was built without naming a GPU isn't refused, because the toolkit checks the GPU itself.
+    # check_fit accepts an engine that names no GPU, because the toolkit checks the GPU itself.
     check_fit(replace(artifact, properties={**artifact.properties, "compute_capabilities": []}), "1.7.1", "12.0")
 
 
 def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
-    """Fails if the rebuild command names GPUs other than those of the replaced engine."""
+    """Checks that the rebuild command names the same GPUs as the replaced engine."""
     assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
 
 
@@ -271,14 +273,14 @@ PROFILES = [
 
 @given(st.integers(0, 20), st.integers(3, 5), st.integers(0, 20))
 def test_a_chosen_profile_holds_every_input(rows: int, columns: int, length: int) -> None:
-    """Fails if an input doesn't fit the chosen profile, or if no profile is chosen although a profile fits."""
+    """Checks that the chosen profile fits every input, and that a profile is chosen if any profile fits."""
     shapes = {"a": (rows, columns), "b": (length,)}
     fits = [columns == 4 and low <= rows <= high and low <= length <= high for low, high in ((1, 4), (4, 16))]
     assert choose_profile(PROFILES, shapes) == (fits.index(True) if any(fits) else None)
 
 
 def test_engines_without_profiles_take_what_the_signature_takes() -> None:
-    """Fails if an engine of fixed shapes is refused because it has no profile."""
+    """Checks that an engine of fixed shapes is accepted without a profile."""
     assert choose_profile([], {"x": (4, 4)}) == 0
     assert ranged(SIGNATURE, []) == SIGNATURE
     assert "a 9x4, b 1" in off_profile(PROFILES, {"a": (9, 4), "b": (1,)})
@@ -310,7 +312,7 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
 
 
 def test_a_failed_growth_loses_no_memory() -> None:
-    """Fails if a buffer whose growth failed is freed again at the end, or still counts as allocated."""
+    """The growth of a buffer fails. Fails if this buffer is freed again at the end, or still counts as allocated."""
     cuda = FakeCuda(limit=4096)
     memory = DeviceMemory(cuda)
     memory.device("x", 1000)
@@ -323,8 +325,8 @@ def test_a_failed_growth_loses_no_memory() -> None:
 
 
 def test_without_a_gpu_cuda_says_so() -> None:
-    """Fails if accel uses CUDA functions or enums that cuda-bindings doesn't have. Also fails if the error on a machine
-    without a GPU lacks the reason."""
+    """Checks that cuda-bindings has all CUDA functions and enums that accel uses. Also checks that the error on a
+    machine without a GPU gives the reason."""
     pytest.importorskip("cuda.bindings.runtime")
     from accel.runtimes.base import has_nvidia_gpu
 
@@ -338,7 +340,7 @@ def test_without_a_gpu_cuda_says_so() -> None:
 
 
 def test_missing_toolkit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error about a missing toolkit doesn't name the extra to install."""
+    """Checks that the error about a missing toolkit names the extra to install."""
     monkeypatch.setitem(RUNTIMES, "tensorrt", replace(RUNTIMES["tensorrt"], module="not_installed_anywhere"))
     with pytest.raises(MissingExtra, match=r'pip install "accel-toolchain\[tensorrt\]"'):
         load_toolkit("tensorrt")

@@ -1,4 +1,4 @@
-"""Proves that torch.compile sessions give eager's outputs, and never run silently in eager mode."""
+"""Proves that torch.compile sessions give the same outputs as eager mode, and never run silently in eager mode."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
 
 
 def test_graph_breaks_are_counted_and_told(source: Any) -> None:
-    """Fails if graph breaks aren't counted and reported. After a graph break, code runs uncompiled."""
+    """Checks that graph breaks are counted and reported. After a graph break, code runs uncompiled."""
     said: list[str] = []
     with open_session(source("breaks"), "torch-compile") as session:
         with watched_by(lambda message, _fraction: said.append(message)):
@@ -86,7 +86,7 @@ def test_graph_breaks_are_counted_and_told(source: Any) -> None:
 
 
 def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing C++ compiler ends in torch's traceback, or is noticed only at the first run."""
+    """Checks that a missing C++ compiler gives an error before the first run, without torch's traceback."""
     model = source("mlp")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -116,7 +116,7 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_does_not_compile_is_an_error(source: Any) -> None:
-    """Fails if bench reports eager's time as torch.compile's time when torch doesn't compile the model at all."""
+    """Torch doesn't compile this model at all. Fails if bench reports eager's time as torch.compile's time."""
     with open_session(source("skipped"), "torch-compile") as session, pytest.raises(UnsupportedHere, match="nothing"):
         session.run(session.example_inputs())
 

@@ -21,7 +21,8 @@ NET = "import torch\n\ndef make():\n    torch.manual_seed(0)\n    return torch.n
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_takes_the_same(name: str) -> None:
-    """Fails if a public function accepts other keywords about a source than the fields of ``Source``."""
+    """Checks that every public function accepts the fields of ``Source`` as keywords, and no other keywords about a
+    source."""
     from accel.api.bisect import bisect
     from accel.api.preflight import preflight
 
@@ -37,8 +38,8 @@ def test_every_function_takes_the_same(name: str) -> None:
 
 
 def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
-    """Fails if a Source can't be exported, loaded or compared, or if keywords of the call override the fields of the
-    Source."""
+    """Checks that a Source can be exported, loaded and compared, and that keywords of the call don't override its
+    fields."""
     (tmp_path / "net.py").write_text(NET)
     net = accel.Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,3]"])
     made = accel.export(net, out=tmp_path / "net.onnx", inputs=["other:float32[batch,9]"])
@@ -59,8 +60,8 @@ def test_of(digits: Artifact) -> None:
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
     """In a call with an ONNX file and its source, some options apply only to the source. Fails if the ONNX file gets
-    options that apply only to the source. Also fails if an option that applies to neither the file nor the source is
-    silently ignored."""
+    options that apply only to the source. Also checks that accel refuses an option that fits neither the file nor the
+    source."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

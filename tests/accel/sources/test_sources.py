@@ -47,7 +47,7 @@ def factory(tmp_path: Path) -> str:
 
 
 def test_a_factory_in_a_file(my_model: Path) -> None:
-    """Fails if accel doesn't find the outputs, their dtypes and their batch dims by running the factory's model."""
+    """Checks that accel runs the factory's model to find the outputs, their dtypes and their batch dims."""
     found = Source(f"{my_model}:make", inputs=IMAGE).open()
     assert found.signature.inputs == (TensorSpec.parse(IMAGE[0]),)
     assert found.signature.outputs == (TensorSpec("output", "float32", ("batch", 5)),)
@@ -65,7 +65,7 @@ def test_a_factory_in_a_module_declares_itself() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
 def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
-    """Fails if accel can't load a common file layout of a state dict, or doesn't record the weights file as part of the
+    """Checks that accel loads the common file layouts of a state dict, and records the weights file as part of the
     source."""
     state = {k: v.clone() for k, v in net().state_dict().items()}
     path = tmp_path / "w.pt"
@@ -92,8 +92,8 @@ def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
 
 
 def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
-    """Fails if code in a pickle runs, or if the error for wrong, truncated, empty or missing weights doesn't name the
-    problem."""
+    """Checks that code in a pickle doesn't run, and that the error for wrong, truncated, empty or missing weights names
+    the problem."""
     state = net().state_dict()
     mark = tmp_path / "ran"
 
@@ -151,7 +151,8 @@ def test_an_exported_program(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path: Path) -> None:
-    """Fails if a TorchScript file can't be opened, or if a file of weights without code counts as TorchScript."""
+    """Checks that accel opens a TorchScript file, and that a file of weights without code doesn't count as
+    TorchScript."""
     path = tmp_path / "net.pt"
     torch.jit.trace(net(), torch.ones(2, 6)).save(str(path))
     found = Source(path, inputs=["input:float32[batch,6]"]).open()
@@ -164,8 +165,8 @@ def test_torchscript(tmp_path: Path) -> None:
 
 
 def test_a_transformers_folder(tmp_path: Path) -> None:
-    """Fails if accel doesn't read the inputs of a transformers model from its config, or if the vocabulary size doesn't
-    limit the token ids."""
+    """Checks that accel reads the inputs of a transformers model from its config, and that the vocabulary size limits
+    the token ids."""
     import transformers
 
     config = transformers.BertConfig(
@@ -203,7 +204,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
     ],
 )
 def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> None:
-    """Fails if a source that can't be opened ends in a traceback, or in a message without the reason."""
+    """Checks that an invalid source gives a message with the reason, and no traceback."""
     (tmp_path / "boom.py").write_text("def make():\n    x = 1\n    return x / 0\n")
     (tmp_path / "syntax.py").write_text("def make(:\n")
     (tmp_path / "number.py").write_text("def make():\n    return 3\n")
@@ -215,7 +216,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
-    """Fails if accel doesn't notice a wrong shape or an unknown dim before the export."""
+    """Checks that accel notices a wrong shape or an unknown dim before the export."""
     with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
@@ -270,7 +271,7 @@ def test_what_an_onnx_file_declares(tmp_path: Path) -> None:
 
 
 def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
-    """Fails if a damaged ONNX file crashes the process or raises anything but an accel error."""
+    """Checks that a damaged ONNX file raises an accel error, and doesn't crash the process."""
     good = _gather().SerializeToString()
     path = tmp_path / "flipped.onnx"
     rng = np.random.default_rng(0)
@@ -309,7 +310,7 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Fails if stderr and the manifest have no note that --input renames the model's only input. Also fails if the note
+    """Checks that stderr and the manifest say so if --input renames the model's only input. Also fails if the note
     appears although --input uses forward's own name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
@@ -414,8 +415,8 @@ def gray():
     ],
 )
 def test_the_suggested_input_fits_the_model(name: str, example: str, tmp_path: Path) -> None:
-    """Checks that the error about missing inputs suggests an input that the model takes, for sound, token ids, rows of
-    features and images. The test follows the advice."""
+    """Checks that the error about missing inputs suggests a valid input for sound, token ids, rows of features and
+    images. The test follows the advice."""
     (tmp_path / "nets.py").write_text(NETS)
     with pytest.raises(BadInputSpec, match=re.escape(example)):
         accel.Source(f"{tmp_path / 'nets.py'}:{name}").open()

@@ -55,7 +55,8 @@ def same(one: Any, other: Any) -> bool:
 
 @given(NESTED)
 def test_a_structure_is_put_together_again(value: Any) -> None:
-    """Fails if a template loses the type, the order or a constant of a structure, or can't be written as JSON."""
+    """Checks that a template keeps the types, the order and the constants of a structure, and can be written as
+    JSON."""
     template, tensors = describe(value)
     count = json.dumps(template).count('"tensor"')
     assert count >= len(tensors)
@@ -91,7 +92,7 @@ def test_a_class_of_a_stranger_is_not_imported() -> None:
     ],
 )
 def test_arguments_that_differ(given_value: dict[str, Any], message: str) -> None:
-    """Fails if accel silently accepts a call whose structure or constants differ from the call at export."""
+    """Fails if accel silently accepts a call with another structure or other constants than the call at export."""
     templates = {"x": describe(np.ones(1), "x")[0], "mode": describe("fast")[0]}
     with pytest.raises(BadFeeds, match=message):
         tensors_in(templates, given_value)

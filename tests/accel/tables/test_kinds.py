@@ -35,7 +35,7 @@ STAGE = Stage(
     packages=("onnx",),
 )
 MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
-# If this list holds a name, the toy converter gives the model's output this wrong name.
+# If LOSES holds a name, the toy converter gives the model's output this wrong name.
 LOSES: list[str] = []
 
 
@@ -69,8 +69,8 @@ def source(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> None:
-    """Fails if accel can't export to a format that has a converter and table rows, or can't find, check or run the
-    exported file."""
+    """Checks that accel exports to a format that has a converter and table rows, and that accel finds, checks and runs
+    the exported file."""
     made = accel.export(source, to="toy", out=tmp_path / "out")
     assert made.path == tmp_path / "out" / "model.toy" == main_file(tmp_path / "out")
     assert kind_of(made.path) == made.kind == "toy"
@@ -85,7 +85,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel reads the signature of a file of the new format without the reader that the table names."""
+    """Checks that accel uses the reader in the table to read the signature of a file of the new format."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; remaining: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")
@@ -93,7 +93,7 @@ def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch
 
 
 def test_routes() -> None:
-    """Fails if accel doesn't choose the shortest chain of stages to a format, or accepts a format that no chain
+    """Checks that accel chooses the shortest chain of stages to a format, and refuses a format that no chain
     reaches."""
     assert [stage.name for stage in route("onnx", "tflite")] == ["saved_model_from_onnx", "tflite_from_saved_model"]
     assert [stage.name for stage in route("onnx", "torch")] == ["torch_from_onnx"]

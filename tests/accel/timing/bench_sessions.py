@@ -30,7 +30,7 @@ class Scripted(BaseSession):
         self.runs = 0
         if "fail_to_open" in self.script:
             raise RuntimeError("no such kernel")
-        if "spins" in self.script:  # busy-waits, as the thread pools of inference runtimes do
+        if "spins" in self.script:  # busy-waits like the thread pools of inference runtimes
             threading.Thread(target=_spin_forever, daemon=True).start()
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -62,13 +62,13 @@ def scripted(candidate: Candidate) -> Scripted:
 
 
 def on_thread_time(candidate: Candidate) -> Scripted:
-    """Opens a session that is timed by its thread's CPU time, which other load on the machine doesn't affect."""
+    """Opens a session that is timed by its thread's CPU time. Other load on the machine doesn't affect this time."""
     blocks.time.perf_counter_ns = time.thread_time_ns
     return Scripted(candidate)
 
 
 class Clock:
-    """A clock that only the simulated sessions of this process advance."""
+    """Simulates a clock. Only the simulated sessions of this process advance the clock."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -142,12 +142,12 @@ def delayed(candidate: Candidate) -> Delayed:
 def _spin_forever() -> None:
     data = bytes(1 << 22)
     while True:
-        hashlib.sha256(data)  # releases the GIL, as busy-waiting native threads do
+        hashlib.sha256(data)  # releases the GIL like a busy-waiting native thread
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Logs the state of the parent's other children, which the benchmark must have paused. The children in ``others``
-    don't belong to the benchmark and aren't logged."""
+    """Logs the state of the parent's other children. The benchmark must have paused these children. Skips the children
+    in ``others``, which don't belong to the benchmark."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:
@@ -163,8 +163,8 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """A session whose run ends only when all sessions of this process are in a run at the same time. Logs the number of
-    threads of each session."""
+    """Ends a run only when all sessions of this process are in a run at the same time. Logs the number of threads of
+    each session."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

@@ -99,7 +99,7 @@ def test_json_and_table_hold_the_report() -> None:
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # None because the baseline's outputs are zeros
+    assert body["results"][1]["max_rel_diff"] is None  # undefined, because the baseline's outputs are zeros
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -126,8 +126,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order, or if the order can't be reproduced. In a fixed order, a candidate that
-    always follows a CPU-heating candidate would seem slower."""
+    """Checks that the rounds have different orders, and that the orders can be reproduced. In a fixed order, a
+    candidate that always follows a CPU-heating candidate would seem slower."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -148,8 +148,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if the benchmark times a candidate that fails or isn't comparable, or doesn't time the other candidates.
-    The candidate fails in the first round or in a later round."""
+    """Checks that the benchmark doesn't time a candidate that fails or can't be compared, and times the other
+    candidates. The candidate fails in the first round or in a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -158,27 +158,27 @@ def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, 
 
 
 def test_the_worst_output_counts() -> None:
-    """Fails if only the first output is compared, or if the reported difference isn't the largest."""
+    """Checks that every output is compared, and that the largest difference is reported."""
     report = quick([scripted("base", second_off=0), scripted("a", second_off=3), scripted("b", second_off=0, off=2)])
     assert [row.max_abs_diff for row in report.rows] == [0, 3, 2]
 
 
 def test_other_input_names_are_not_comparable() -> None:
-    """Fails if a candidate whose inputs have other names than the baseline's is compared."""
+    """Fails if the benchmark compares a candidate although its inputs have other names than the baseline's inputs."""
     signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
     row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
     assert row.error.startswith("not comparable: the inputs are pixels, but the baseline's are x")
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
-    """Fails if a float16 model can't be timed against the same model in float32."""
+    """Checks that a float16 model can be timed against the same model in float32."""
     half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
     row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
     assert (row.error, row.max_abs_diff) == (None, 0.0)
 
 
 def test_a_candidate_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the benchmark doesn't end because a candidate hangs."""
+    """Checks that the benchmark ends even if a candidate hangs."""
     monkeypatch.setattr(paired, "_PATIENCE_SECONDS", 5.0)
     report = quick([scripted("base", ms=1), scripted("bad", ms=1, hang_at=20)])
     assert "took longer" in report.row("bad").error
@@ -204,7 +204,7 @@ def test_a_baseline_that_fails_is_an_error() -> None:
 def test_wrong_arguments_say_what_to_change(
     call: Callable[[], BenchReport], error: type[AccelError], words: str
 ) -> None:
-    """Fails if a wrong argument starts processes, or raises no error that names the fix."""
+    """Checks that a wrong argument raises an error that names the fix, and starts no processes."""
     with pytest.raises(error, match=words):
         call()
 
@@ -222,15 +222,14 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # The relative difference is largest for the input of ones, where it is norm(1) / norm(2).
+    # The input of ones has the largest relative difference, norm(1) / norm(2).
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
-    budget."""
+    """Checks that a wide interval gets further rounds within the budget, and that no rounds run beyond the budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # For every target width, an interval that is narrower than a quarter of the effect counts as narrow. The test
+    # An interval that is narrower than a quarter of the effect counts as narrow for every target width. The test
     # replaces ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
@@ -262,9 +261,9 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if one of two identical candidates on a real runtime is more than 25% faster because of the processes, the
-    order or the warm-up. Runs are timed by the thread's CPU time. The bound is loose because the machine may be busy.
-    Simulated benchmarks test the statistics."""
+    """Fails if one of two identical candidates on a real runtime seems more than 25% faster. The processes, the order
+    or the warm-up could cause a difference. Runs are timed by the thread's CPU time. The bound is loose because the
+    machine may be busy. Simulated benchmarks test the statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -297,7 +296,7 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if the benchmark doesn't find the delay of a real runtime. The delayed runs take ten times as long, so the
+    """Checks that the benchmark finds the delay of a real runtime. The delayed runs take ten times as long, so the
     delay is visible on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
@@ -316,7 +315,8 @@ def test_first_run_and_peak_memory_are_of_the_candidate_alone() -> None:
 
 
 def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
-    """Fails if warm-up ends while runs still get faster, or never ends if the runs never become steady."""
+    """Checks that warm-up continues while runs get faster, but ends at its limit even if the runs never become
+    steady."""
     now = 0
     durations = iter([900, 700, 500, 300, 200, 150, *[100] * 100])
 
@@ -371,8 +371,8 @@ def test_a_block_is_cut_between_passes() -> None:
 
 
 def test_streams_share_the_runs_of_a_block() -> None:
-    """Fails if two threads advance a block's generator at the same time, which raises an error. Also fails if a run is
-    made twice or not at all."""
+    """Fails if two threads advance a block's generator at the same time, because Python then raises an error. Also
+    checks that every run is made exactly once."""
 
     def clock() -> int:
         time.sleep(0)  # lets another thread run here

@@ -68,7 +68,7 @@ def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_
 
 
 def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if bench doesn't adapt the user's data to each requested batch and length."""
+    """Checks that bench adapts the user's data to each requested batch and length."""
     np.savez(tmp_path / "d.npz", x=np.full((4, 8), 7, np.float32))
     words = ["--data", tmp_path / "d.npz", "--batch", "2", "--length", "4,16"]
     ran = cli("bench", model, *words, *QUICK, "--json")
@@ -80,8 +80,8 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if bench refuses a size outside the declared range only after timing began. Also fails if the error doesn't
-    name the range and the option that widens the range, or if accel's default range of 1 to 8 samples counts as
+    """Fails if bench refuses a size outside the declared range only after timing began. Also checks that the error
+    names the range and the option that widens the range. Accel's default range of 1 to 8 samples must not count as
     declared."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
@@ -148,8 +148,8 @@ def test_a_range_that_a_source_has_from_an_artifact(
 def test_what_makes_no_sense(
     cli: Callable[..., Any], tmp_path: Path, shape: tuple[str | int, ...], words: tuple[str, ...], says: str
 ) -> None:
-    """Fails if options that contradict the model are refused only after timing began, or if the message doesn't name
-    the fix."""
+    """Checks that bench refuses options that contradict the model before timing begins, and that the message names the
+    fix."""
     path = save(tmp_path / "m.onnx", *shape)
     ran = cli("bench", path, *words, *QUICK)
     assert ran.code == 2
@@ -158,8 +158,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Uses sessions that accept one run at a time. Fails if the streams don't run at the same time, or if each stream
-    gets all the threads. Each run of this test waits until all streams are in a run."""
+    """Uses sessions that accept one run at a time. Checks that the streams run at the same time, and share the threads.
+    Each run in this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -178,8 +178,8 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
 
 
 def test_a_row_says_what_it_ran_with() -> None:
-    """Fails if the rows of the report don't show the session options that differ between candidates. Also fails if the
-    text above the table doesn't show the session options that all candidates share."""
+    """Checks that the rows of the report show the session options that differ between candidates. Also checks that the
+    text above the table shows the session options that all candidates share."""
     point = body(name="other", options={"threads": 1, "streams": 1, "spinning": False, "graph_level": "extended"})
     point["results"][0]["options"] = {"threads": 2, "streams": 2, "precision": "fp32"}
     titles, first, other = page.cells(point)
@@ -194,8 +194,8 @@ def test_a_row_says_what_it_ran_with() -> None:
 
 
 def test_throughput_is_of_the_time_that_passed() -> None:
-    """Fails if the throughput of several streams is computed from the sum of the runs' latencies instead of the elapsed
-    time."""
+    """Checks that the throughput of several streams is computed from the elapsed time, not from the sum of the runs'
+    latencies."""
     block = Block(times=np.full(10, 4_000_000), seconds=0.02)
     assert block.ms_a_run == pytest.approx(2.0)
 
@@ -235,7 +235,7 @@ def body(**row: Any) -> dict[str, Any]:
 
 def test_the_terminal_has_the_same_columns() -> None:
     """Fails if the table in a wide terminal lacks a column of the HTML report, shows another value, or renders a name
-    as markup. Also fails if the table in a narrow terminal wraps a cell, or doesn't list the columns that it leaves
+    as markup. Also checks that the table in a narrow terminal wraps no cell, and lists the columns that it leaves
     out."""
     row = {"median_ms": 26.123, "p90_ms": 30.0, "p99_ms": 123.4, "speedup": 4.0, "ci95": (3.0, 5.0), "cosine": 0.99999}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
@@ -278,7 +278,7 @@ def test_the_terminal_has_the_same_columns() -> None:
 
 
 def test_columns_without_values_are_left_out() -> None:
-    """Fails if the report shows a column without values, or leaves out a column with values."""
+    """Checks that the report shows every column with values, and no empty column."""
     titles = page.cells(body(name="other", error="crashed"))[0]
     assert "J a run" not in titles
     assert "median ms" in titles
@@ -304,8 +304,8 @@ def test_a_ratio_below_the_noise_is_not_shown() -> None:
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a shape or a candidate isn't drawn, or if a bar has the color of a wrong verdict. Also fails if the page
-    isn't dark in a system with a dark color scheme."""
+    """Checks that every shape and candidate is drawn, and that each bar has the color of its verdict. Also checks that
+    the page is dark in a system with a dark color scheme."""
     from PIL import Image
 
     row = {"median_ms": 1.0, "p99_ms": 1.5, "speedup": 2.0, "ci95": [1.5, 2.5], "verdict": "faster"}
@@ -365,7 +365,7 @@ def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
 
 
 def test_the_axis_holds_all_intervals() -> None:
-    """Fails if an interval's bar leaves the plot, or if the bar of a faster candidate isn't farther to the right."""
+    """Checks that no interval's bar leaves the plot, and that the bar of a faster candidate is farther to the right."""
     found = page.bars(body(name="other", speedup=4.0, ci95=[3.0, 5.0], verdict="faster"))
     assert all(0 <= bar[key] <= page.WIDTH for bar in found for key in ("low", "value", "high", "one"))
     assert found[1]["low"] < found[1]["value"] < found[1]["high"]

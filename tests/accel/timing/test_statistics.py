@@ -22,11 +22,11 @@ from accel.timing.statistics import (
 )
 
 ROUNDS = 9
-RUNS = 200  # simulated benchmarks per test
+RUNS = 200  # the number of simulated benchmarks per test
 
 
 class Machine:
-    """Simulates a machine whose speed drifts, falls for whole rounds, has spikes, and differs between processes."""
+    """Simulates a machine. Its speed drifts, falls for whole rounds, has spikes, and differs between processes."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -67,8 +67,8 @@ def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(round
 
 
 def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
-    """Fails if the 95% interval doesn't contain the true ratio in more than 6% of the benchmarks. Intervals of plain
-    percentiles of 7 rounds don't contain the true ratio in 12% of the benchmarks."""
+    """Checks that the 95% interval contains the true ratio in at least 94% of the benchmarks. Intervals of plain
+    percentiles of 7 rounds contain the true ratio in only 88% of the benchmarks."""
     outside = 0
     for seed in range(600):
         machine = Machine(seed, 7, process_luck=0.0)
@@ -78,7 +78,7 @@ def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_
 
 
 def test_an_injected_ten_percent_delay_is_found() -> None:
-    """Fails if a delay of 10% isn't found in 95% of the benchmarks. The delay is missed if rounds aren't compared as
+    """Checks that a delay of 10% is found in 95% of the benchmarks. The delay is missed if rounds aren't compared as
     pairs, or if the noise floor is too high. Also fails if the slower candidate is called faster."""
     verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
     assert verdicts["slower"] >= 0.95 * RUNS, verdicts
@@ -94,7 +94,7 @@ def test_a_faster_candidate_is_found_and_its_speedup_is_right() -> None:
 
 
 def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> None:
-    """Fails if the noise floor doesn't rise with the difference between two processes of the baseline."""
+    """Checks that the noise floor rises with the difference between two processes of the baseline."""
     quiet, noisy = ([], [])
     for seed in range(40):
         for found, luck, noise in ((quiet, 0.0, 0.002), (noisy, 0.03, 0.08)):
@@ -139,7 +139,7 @@ def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
 
 
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
-    """Fails if two bootstraps with the same seed differ, or if the interval doesn't contain the measured ratio."""
+    """Checks that two bootstraps with the same seed are equal, and that the interval contains the measured ratio."""
     for seed in range(10):
         machine = Machine(seed, 30)
         a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
@@ -149,8 +149,7 @@ def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> Non
 
 
 def test_summary_is_over_all_iterations_in_milliseconds() -> None:
-    """Fails if percentiles are computed from the medians of rounds instead of all runs, or if the unit isn't
-    milliseconds."""
+    """Checks that percentiles are in milliseconds, and are computed from all runs instead of the medians of rounds."""
     rounds = [np.arange(1, 51) * 1_000_000, np.arange(51, 101) * 1_000_000]
     found = summarize(rounds)
     assert found.iterations == 100
@@ -168,7 +167,7 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Fails if the tail probability isn't below 2.5% for few rounds, or isn't close to 2.5% for many rounds."""
+    """Checks that the tail probability is below 2.5% for few rounds, and close to 2.5% for many rounds."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 

@@ -32,6 +32,6 @@ def _forked(_server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_interpreters(_forked: None) -> Iterator[None]:
-    """Makes the test start its processes as a user does, including all imports."""
+    """Makes the test start its processes like a user, including all imports."""
     with fresh():
         yield

@@ -52,8 +52,8 @@ _whole = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks a process for each request until the caller closes the socket. Never returns, because the server and the
-    forked processes exit."""
+    """Forks a process for each request until the caller closes the socket. This function never returns, because the
+    server and the forked processes exit."""
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 4)
         if not message:
@@ -77,7 +77,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def _become(files: Sequence[int]) -> None:
-    """Runs the module of a request in this process, and ends the process as the interpreter would."""
+    """Runs the module of a request in this process, and ends the process like the interpreter."""
     with os.fdopen(files[3]) as stream:
         stream.seek(0)
         request = json.load(stream)
@@ -218,7 +218,7 @@ class Server:
             subprocess.Popen._execute_child = _whole  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Ends the server. The processes that the server forked continue."""
+        """Ends the server. The processes that the server has forked continue."""
         if self._asked is not None and self._process is not None:
             self._asked.shutdown(socket.SHUT_RDWR)  # ends the server even if another process has a copy of the socket
             self._asked.close()

@@ -49,8 +49,8 @@ def scaled(y):
 
 @pytest.mark.parametrize("part", ["inside", "level", "helper"])
 def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
-    """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that
-    the metric uses has changed. A reused judgement would compare a candidate's old metric with the source's new
+    """Fails if the judge reuses a cached judgement after the metric's code has changed. The change is in a function, a
+    module constant or an imported file. A reused judgement would compare a candidate's old metric with the source's new
     metric."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
     keys, values = [], []
@@ -91,8 +91,8 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Fails if a metric without a value, such as a correlation of constant outputs, ends the run instead of rejecting
-    the candidate. Also fails if accel accepts a source although the metric has no value for the source."""
+    """Checks that a metric without a value rejects the candidate and doesn't end the run. For example, a correlation of
+    constant outputs has no value. Also checks that accel refuses a source without a value of the metric."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 
@@ -108,9 +108,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """The metric reads an array that the data lacks. Fails if the error doesn't list the arrays in the data, or doesn't
-    name the option for other data. Also fails if the error lists the arrays when the metric failed for another
-    reason."""
+    """The metric reads an array that the data lacks. Checks that the error lists the arrays in the data, and names the
+    option for other data. Also fails if the error lists the arrays when the metric failed for another reason."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:
@@ -149,8 +148,8 @@ def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
 
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
-    """Fails if no warning says that int8 was calibrated and judged on the same single sample. Also fails if the warning
-    appears when the judge has other samples or when no candidate is quantized."""
+    """Checks that a warning says that int8 was calibrated and judged on the same single sample. Also fails if the
+    warning appears when the judge has other samples or when no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
@@ -163,7 +162,7 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
-    """Fails if the report doesn't count the samples for which the source's outputs are NaN, or claims NaN for a source
+    """Checks that the report counts the samples with NaN in the source's outputs, and doesn't claim NaN for a source
     without NaN."""
     source = twice(tmp_path)
     judge = Judge(source, samples(tmp_path, 20, negative=5), None)

@@ -37,8 +37,7 @@ def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_top_k(tmp_path: Path) -> None:
-    """Fails if top-k accuracy doesn't count a label among the k largest scores as right, or counts any other label
-    as right."""
+    """Checks that top-k accuracy counts a label as right if the label is among the k largest scores, and only then."""
     scores = np.array([[3, 2, 1, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 2]))
     assert read_labels(labels)({"logits": scores}, {}) == 0.0
@@ -48,8 +47,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if
-    unlabeled pixels are counted."""
+    """Checks that IoU equals the mean of scikit-learn's Jaccard indices over the occurring classes, without unlabeled
+    pixels."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)
@@ -62,8 +61,8 @@ def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
 
 
 def test_iou_of_a_segmentation(tmp_path: Path) -> None:
-    """Fails if the default metric for labels per pixel isn't IoU, or if the labels are compared with an output of a
-    different shape."""
+    """Checks that IoU is the default metric for labels per pixel, and that accel compares the labels with an output of
+    the same shape."""
     labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
     scores = np.full((2, 3, 2, 2), -1.0, np.float32)
     for (sample, y, x), label in np.ndenumerate(labels):
@@ -112,7 +111,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
 
 
 def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
-    """Fails if labels of shape [samples, 1], as in Keras' datasets, aren't read as one integer or float per sample."""
+    """Checks that labels of shape [samples, 1], as in Keras' datasets, are read as one integer or float per sample."""
     scores = np.eye(5, dtype=np.float32)
     column = read_labels(save(tmp_path / "y.npz", label=np.array([[0], [1], [2], [3], [0]], np.uint8)))
     assert (column.kind, column({"logits": scores}, {})) == ("top1", 0.8)
@@ -121,7 +120,7 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Fails if the error for one-hot labels, float class numbers or class numbers that start at 1 doesn't say what to
+    """Checks that the error for one-hot labels, float class numbers, and class numbers that start at 1 says what to
     save instead. The error for other invalid labels must not say what to save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
@@ -152,8 +151,7 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
 
 
 def test_any_top_k(tmp_path: Path) -> None:
-    """Fails if top-k accuracy doesn't use the requested k, or if accel accepts a k as large as the number of
-    classes."""
+    """Checks that top-k accuracy uses the requested k, and that accel refuses a k as large as the number of classes."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
     assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5
@@ -165,8 +163,8 @@ def test_any_top_k(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:
-    """Fails if a label outside the range of classes counts as a wrong answer instead of an error. Also fails if the
-    error doesn't name the label, its sample and the number of classes."""
+    """Fails if a label outside the range of classes counts as a wrong answer instead of an error. Also checks that the
+    error names the label, its sample and the number of classes."""
     scores = {"logits": np.zeros((4, 10), np.float32), "pooled": np.zeros((4, 3, 2), np.float32)}
     for wrong, kind in ((10, "top1"), (-1, "top1"), (10, "top5")):
         path = save(tmp_path / "y.npz", label=np.array([0, 9, wrong, wrong]))
@@ -186,7 +184,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_labels_judge_a_real_net(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if the judgement isn't the accuracy on the given labels, or if other labels get the same cached
+    """Checks that the judgement is the accuracy on the given labels, and that other labels don't get the same cached
     judgement."""
     test = np.load(digits_data[1])
     inputs = save(tmp_path / "x.npz", image=test["image"])

@@ -1,5 +1,5 @@
-"""Proves that accel optimize reports when noise decided whether a candidate is faster. A candidate whose verdict noise
-decided is measured again in the next run. Also proves that a run ends when its time budget is spent."""
+"""Proves that accel optimize reports when noise decided whether a candidate is faster. If noise decided a candidate's
+verdict, the next run measures the candidate again. Also proves that a run ends when its time budget is spent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
-    """Fails if a candidate with the verdict "too noisy" has a speedup in its reason, or isn't measured again."""
+    """Checks that a candidate with the verdict "too noisy" is measured again, and has no speedup in its reason."""
     source = row("source", 10.0, verdict="baseline")
     measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
     noisy = row("int8", 0.05, **measured_row)
@@ -77,7 +77,7 @@ def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
 
 
 def test_noise_below_the_choice_is_no_news() -> None:
-    """Fails if a note advises the user to measure a candidate again that is clearly slower than the chosen
+    """Fails if a note advises to measure a candidate again although the candidate is clearly slower than the chosen
     candidate."""
     source, best = row("source", 10.0, verdict="baseline"), row("a", 3.0, verdict="faster", speedup=3.3)
     hidden = row("b", 6.7, **HIDDEN)
@@ -89,7 +89,7 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """Fails if session options whose speedup is within the noise are dropped without a note."""
+    """Checks that a note names dropped session options if their speedup is within the noise."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -144,7 +144,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """A clock that shows the seconds in ``now``, which the test sets."""
+    """Simulates a clock that shows the seconds in ``now``. The test sets ``now``."""
 
     now = 0.0
 
@@ -153,8 +153,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Fails if work that reports progress continues beyond its share of the time budget, or if the progress messages
-    don't reach the watcher."""
+    """Checks that work that reports progress ends after its share of the time budget, and that the progress messages
+    reach the watcher."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -199,8 +199,9 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage continues into the time reserved for measuring, or if the candidate's row doesn't say that time
-    ran out. Also fails if the note about the budget leaves out the slow steps, the untried candidates or the advice."""
+    """Checks that a stage ends before the time that is reserved for measuring, and that the candidate's row says that
+    time ran out. Also fails if the note about the budget leaves out the slow steps, the untried candidates or the
+    advice."""
     clock = Clock()
     budget = Budget(100.0, clock)
 
@@ -231,7 +232,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
 
 
 def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
-    """Fails if neither the result nor stderr says that the budget left no time for any candidate."""
+    """Checks that the result and stderr say that the budget left no time for any candidate."""
     build.artifact(
         tmp_path / "m.onnx",
         [build.node("Tanh", "x", "y")],
@@ -248,7 +249,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Replaces a candidate's process with one whose runs take no time."""
+    """Replaces a candidate's process with a simulated process that needs no time for a run."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None
@@ -267,8 +268,8 @@ def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_the_source_cannot_run_are_found_first(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    """Fails if accel makes candidates before it notices a token id beyond the vocabulary. Also fails if the error
-    doesn't name the sample and the input."""
+    """Fails if accel makes candidates before it notices a token id beyond the vocabulary. Also checks that the error
+    names the sample and the input."""
     import accel
 
     build.artifact(

@@ -70,7 +70,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.slow
 def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -> None:
     """Fails if accel refuses the options of the throughput objective, or loads the folder without the chosen session
-    options. Also fails if the reported samples per second aren't the batch size divided by the mean time."""
+    options. Also checks that the reported samples per second are the batch size divided by the mean time."""
     words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
     words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
     ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
@@ -96,8 +96,8 @@ def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -
 def test_what_is_recorded_is_what_is_loaded(
     text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel.load or accel bench doesn't use the session options that accel optimize chose. Also fails if accel
-    bench ignores the threads or streams that the caller passes."""
+    """Checks that accel.load and accel bench use the session options that accel optimize chose. Also checks that accel
+    bench uses the threads and streams that the caller passes."""
 
     def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
         for row in (source, *rows):
@@ -133,8 +133,8 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session. Like accel
-    bench, accel optimize and accel serve use concurrent runs in one session. Also fails if accel bench uses the two
+    """Checks that accel bench times an artifact with two streams by two concurrent runs in one session. The commands
+    accel optimize and accel serve use concurrent runs in the same way. Also checks that accel bench ignores the two
     recorded streams when the caller asks for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
@@ -188,8 +188,8 @@ def test_streams_are_one_session_wherever_it_runs(
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path) -> None:
-    """Fails if concurrent requests get each other's outputs, come back in another order, or can't be sent from several
-    threads."""
+    """Checks that several threads can send concurrent requests, and that each request gets its own outputs in the right
+    order."""
     artifact = text_model
     if runtime == "openvino":
         words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
@@ -223,8 +223,8 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """A timed pass repeats a list with one request of each length. Fails if the pass leaves out a length, or doesn't
-    return every request's outputs."""
+    """A timed pass repeats a list with one request of each length. Checks that the pass runs every length, and returns
+    every request's outputs."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -312,9 +312,9 @@ def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300))
 def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
-    """Fails if accel chooses more than eight lengths or a length that the data doesn't have. Also fails if the mean of
-    the chosen lengths differs from the mean of the data's lengths by more than an eighth of their range. The mean
-    matters because the cost of a request grows with its length."""
+    """Checks that accel chooses at most eight lengths, and only lengths in the data. Also checks that the mean of the
+    chosen lengths is close to the mean of the data's lengths. The two means may differ by an eighth of the range of
+    lengths. The mean matters because the cost of a request grows with its length."""
     found = _few(lengths)
     assert len(found) == min(8, len(lengths))
     assert set(found) <= set(lengths)
@@ -380,8 +380,8 @@ def test_session_options_that_are_none() -> None:
 
 
 def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
-    """Fails if the note about the measured sizes leaves out the batch when there are several lengths. Also fails if the
-    note doesn't say that the measured lengths are quantiles of a longer list."""
+    """Fails if the note about the measured sizes leaves out the batch when there are several lengths. Also checks that
+    the note calls the measured lengths quantiles of a longer list."""
 
     def note(lengths: list[int], batch: int | None) -> str:
         return workload(

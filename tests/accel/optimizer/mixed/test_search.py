@@ -1,4 +1,4 @@
-"""Proves that the mixed-precision search keeps in float exactly the layers that int8 would break."""
+"""Proves that the mixed-precision search keeps a layer in float if int8 would break the layer, and only then."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def data(folder: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["ort-cpu", "tensorrt"])
 def test_outlier_layers_are_the_most_sensitive(form: str, src: Artifact, data: Path) -> None:
-    """Fails if the measured error of a layer includes another layer's error, or if a layer isn't measured."""
+    """Checks that the search measures the error of every layer, without the errors of other layers."""
     found = sensitivities(src, QuantizeConfig(form=form, data=data, samples=32))
     assert {row.node for row in found[:2]} == PLANTED
     assert {row.node for row in found} == {f"layer_{i}" for i in range(LAYERS)}
@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, or doesn't publish the model that
-    it chose. Also fails if the report lacks a layer's error or the list of float layers."""
+    """Checks that the search rejects pure int8, keeps only the needed layers in float, and publishes the model that it
+    chose. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -138,7 +138,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
 
 @pytest.mark.slow
 def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search doesn't work for OpenVINO, or if OpenVINO runs other layers in int8 than the search chose."""
+    """Checks that the search works for OpenVINO, and that OpenVINO runs exactly the chosen layers in int8."""
     result = optimize(
         src, out=tmp_path / "out", target="openvino", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -151,8 +151,8 @@ def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tm
 
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if the command doesn't accept `--precision mixed`, or if the manifest doesn't record how the layers were
-    chosen and which precision the float layers have."""
+    """Checks that the command accepts `--precision mixed`. The manifest must record the choice of layers and the
+    precision of the float layers."""
     pytest.importorskip("tensorrt_rtx_bindings")
     done = cli(
         "optimize", src.path, "-o", tmp_path / "out", "--target", "tensorrt-rtx", "--precision", "mixed",
@@ -275,9 +275,9 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
-    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast stage doesn't
-    get the list of layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel each other.
-    The outputs of layer_2 depend on the tiny sum of two weights, which fp16 can't represent."""
+    """Checks that float layers may differ in precision, that the error in fp16 is measured, and that the cast stage
+    gets the list of fp32 layers. In layer_2, the weights of two constant channels almost cancel each other. The outputs
+    of layer_2 depend on the tiny sum of two weights, which fp16 can't represent."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -314,9 +314,9 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Each step raises one layer to a higher precision. Fails if the order of the steps ignores their costs or
-    mishandles an infinite error. Also fails if fp16 isn't tried for a layer whose error fp16 lowers, or if fp16 is
-    tried for any other layer."""
+    """Each step raises one layer to a higher precision. Checks that the order of the steps follows their costs and
+    handles an infinite error. Also checks that fp16 is tried for a layer if fp16 lowers the layer's error, and only
+    then."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -343,7 +343,7 @@ def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
 
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8. Also fails if no
+    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8. Also checks that a
     note says that the metric can't be computed on half of the data."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
@@ -357,8 +357,8 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
-    """Fails if accel adds a mixed search for a candidate that isn't calibrated, or although the user has already
-    requested a mixed search."""
+    """Fails if accel adds a mixed search for an uncalibrated candidate, or adds a second mixed search to the user's
+    own."""
     target = Target.get("ort-cpu")
     request = RecipeRequest(targets=(target,), precisions=None, data=data, samples=32, threads=1)
     made, _ = recipes(src, request)

@@ -53,7 +53,7 @@ def candidate(name: str, ms: float | None, drop: float | None, status: str = "pa
 
 
 def artifact(name: str = "model") -> Artifact:
-    """Makes an artifact ``name`` whose only stage records everything that a report shows."""
+    """Makes an artifact ``name`` with a single stage that records everything that a report shows."""
     gate = {
         "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
         "passed": True, "note": "",
@@ -100,8 +100,8 @@ def written(path: Path, name: str = "model", notes: tuple[str, ...] = ("measured
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a part of the page is missing, or if a point lies outside the plot. Also fails if a more accurate
-    candidate isn't drawn higher, or if a faster candidate isn't drawn farther left."""
+    """Fails if a part of the page is missing, or if a point lies outside the plot. Also checks that the page draws a
+    more accurate candidate higher, and a faster candidate farther left."""
     text = written(tmp_path / "report.html")
     # The page loads no files and runs no code.
     assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)
@@ -148,7 +148,7 @@ def test_names_in_the_plot_are_apart() -> None:
 
 @browser
 def test_light_and_dark(tmp_path: Path) -> None:
-    """Fails if the page is empty, or if the background isn't dark when the system's theme is dark."""
+    """Checks that the page isn't empty, and that the background is dark when the system's theme is dark."""
     page = tmp_path / "report.html"
     look = """
     <script>
@@ -185,7 +185,7 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 def test_the_frontier() -> None:
     """Fails if the frontier includes a candidate that another candidate beats in both speed and quality. Also fails if
-    the frontier leaves out a candidate that no other candidate beats."""
+    the frontier leaves out any other candidate."""
     rows = [candidate("source", 10, None), candidate("a", 5, 1e-3), candidate("b", 6, 1e-2), candidate("c", 2, 0.1)]
     drawn = pareto(rows, 0.01)
     assert drawn is not None
@@ -201,8 +201,8 @@ def test_the_frontier() -> None:
 
 
 def test_what_stays_float_and_why() -> None:
-    """Fails if a candidate of a mixed search doesn't have exactly one sensitivity table. Also fails if a layer shows
-    the wrong precision, or if the page doesn't list the nodes that a cast kept in float32."""
+    """Checks that a candidate of a mixed search has exactly one sensitivity table. Also checks that each layer shows
+    the right precision, and that the page lists the nodes that a cast kept in float32."""
     layers = [
         Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
         Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
@@ -228,8 +228,8 @@ def test_what_stays_float_and_why() -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a run without the extra ``report`` ends in an error, or if the warning doesn't name the extra. Also
-    fails if the page of an earlier run stays in the folder."""
+    """Checks that a run without the extra ``report`` succeeds, and that a warning names the extra. Also fails if the
+    page of an earlier run stays in the folder."""
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "optimize.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -257,7 +257,7 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Rounded labels at
+    """Checks that tick labels are round numbers, and that each tick is at the position of its number. Rounded labels at
     inexact positions would be unevenly spaced."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()

@@ -1,4 +1,4 @@
-"""Proves that the table of candidates fits into 100 columns, and says why each rejected candidate was rejected."""
+"""Proves that the table of candidates fits into 100 columns, and gives a reason for each rejected candidate."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def printed(*, wide: bool) -> list[str]:
 
 
 def test_a_narrow_table() -> None:
-    """Fails if a line is longer than 100 columns, if a reason or a name is lost, or if the table has a row for an
-    untried candidate."""
+    """Checks that no line is longer than 100 columns, that no reason or name is lost, and that untried candidates have
+    no row."""
     lines = printed(wide=False)
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())

@@ -1,5 +1,5 @@
-"""The tests start this script with torchrun. Two ranks shard the net with FSDP2, train it for a step, and save it as
-torchtitan does."""
+"""The tests start this script with torchrun. Two ranks shard the net with FSDP2, train it for a step, and save it like
+torchtitan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run this
-script, which needs megatron-core 0.16.1 and torch, but no GPU.
+script. The script needs megatron-core 0.16.1 and torch, but no GPU.
 
 Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice.
 ``dist_checkpointing`` (torch_dist) writes the first copy. The second copy is in the older layout, with a folder for

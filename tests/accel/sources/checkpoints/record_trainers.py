@@ -1,7 +1,7 @@
 """Records ``recorded/lightning`` and ``recorded/accelerate`` with the real libraries. The suite doesn't run this
-script, which needs lightning 2.6.6, accelerate 1.15.0 and torch, but no GPU.
+script. The script needs lightning 2.6.6, accelerate 1.15.0 and torch, but no GPU.
 
-Writes the weights that the library had in memory to ``expected.safetensors`` beside each recording.
+Beside each recording, ``expected.safetensors`` holds the weights that the library had in memory.
 """
 
 from __future__ import annotations

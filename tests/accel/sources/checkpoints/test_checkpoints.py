@@ -53,8 +53,8 @@ def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if accel doesn't join shards as DeepSpeed does. The cases include odd sizes, padding, tied weights, buffers
-    and master weights."""
+    """Checks that accel joins shards in the same way as DeepSpeed. The cases include odd sizes, padding, tied weights,
+    buffers and master weights."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
@@ -72,7 +72,7 @@ def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
 
 
 def test_the_master_weights_are_not_the_rounded_ones() -> None:
-    """Fails if the recorded float32 master weights equal the bfloat16 parameters, so that tests can't tell them
+    """Checks that the recorded float32 master weights differ from the bfloat16 parameters, so that tests can tell them
     apart."""
     folder = RECORDED / "deepspeed" / "zero1_bf16"
     expected = load_file(folder / "expected.safetensors")["up.weight"]
@@ -80,7 +80,7 @@ def test_the_master_weights_are_not_the_rounded_ones() -> None:
 
 
 def test_deepspeed_without_zero() -> None:
-    """Fails if a DeepSpeed folder without ZeRO shards is refused, or if its module isn't read as saved."""
+    """Checks that accel reads a DeepSpeed folder without ZeRO shards, and gets the module as saved."""
     folder = RECORDED / "deepspeed" / "zero0_fp32"
     module = net()
     assert load_weights(module, folder).format == "DeepSpeed"
@@ -115,9 +115,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if accel doesn't join the parts of a tensor in the same way as Megatron. The split tensors are grouped
-    query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also fails
-    if accel doesn't find a norm under both of its names."""
+    """Checks that accel joins the parts of a tensor in the same way as Megatron. The split tensors are grouped
+    query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also
+    checks that accel finds a norm under both of its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -140,9 +140,9 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Layers of later pipeline stages, and of the chunks of an interleaved schedule, are numbered within their stage or
-    chunk. Fails if accel doesn't number these layers through the whole model, or if the last stage's copy of the
-    embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's layout."""
+    """Megatron numbers layers within a pipeline stage, or within a chunk of an interleaved schedule. Checks that accel
+    numbers the layers through the whole model. The last stage's copy of the embedding must not count as unexpected. The
+    test writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -170,8 +170,8 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if accel doesn't reorder the rows of query, key and value from Megatron's old order to today's order. The
-    test writes the checkpoint by hand."""
+    """Checks that accel changes the rows of query, key and value from Megatron's old order to today's order. The test
+    writes the checkpoint by hand."""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)
@@ -197,9 +197,8 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Fails if hyperparameters such as a Namespace or a Path make accel refuse a checkpoint, or if accel doesn't find
-    the module's prefix. Also fails if a tied weight counts as missing because it was saved only once, or if a shard
-    isn't read."""
+    """Checks that accel accepts hyperparameters such as a Namespace or a Path, and finds the module's prefix. Also
+    checks that accel reads every shard, and that a tied weight that was saved once doesn't count as missing."""
     module = net()
     found = load_weights(module, RECORDED / path)
     # Fabric and Accelerate saved the same untrained net.
@@ -262,8 +261,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if a model can't load its weights because a wrapper put prefixes before the names. Also fails if tensors of
-    other modules in the file prevent the loading."""
+    """Checks that a model loads its weights even if a wrapper has put prefixes before the names. Also fails if tensors
+    of other modules in the file prevent the loading."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}
@@ -275,7 +274,7 @@ def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
 
 
 def test_names_that_do_not_fit() -> None:
-    """Fails if the error doesn't name the first wrong name, the closest name in the checkpoint, and the fix."""
+    """Checks that the error gives the first wrong name, the closest name in the checkpoint, and the fix."""
     state = dict(net().state_dict())
     renamed = {name.replace("up.", "upp."): value for name, value in state.items()}
     with pytest.raises(

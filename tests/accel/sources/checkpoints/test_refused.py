@@ -59,8 +59,8 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """An object whose pickle makes the file ``mark`` when the pickle is loaded. ``way`` selects the function that the
-    pickle calls."""
+    """Makes the file ``mark`` when an object of this class is unpickled. ``way`` selects the function that the pickle
+    calls."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
@@ -78,7 +78,7 @@ class Payload:
 
 
 class Own:
-    """A class of the user's own code."""
+    """Stands for a class in the user's own code."""
 
 
 WAYS = ["system", "touch", "exec", "eval", "getattr", "load"]
@@ -86,7 +86,7 @@ WAYS = ["system", "touch", "exec", "eval", "getattr", "load"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: Path, way: str) -> None:
-    """Fails if accel runs a planted payload, or doesn't refuse the file with the payload."""
+    """Checks that accel refuses a file with a planted payload, and doesn't run the payload."""
     mark = tmp_path / "ran"
     payload = Payload(way, mark)
 
@@ -254,7 +254,7 @@ def read_all(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
-    """Fails if an empty or truncated file doesn't raise an accel error."""
+    """Checks that an empty or truncated file raises an accel error."""
     checkpoint = recorded / Path(*file.parts[:2])
     data = (RECORDED / file).read_bytes()
     unread = ("common.pt", "latest_checkpointed_iteration.txt", "latest")
@@ -319,7 +319,7 @@ def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFa
 
 def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
     """Fails if a checkpoint with a defaultdict is refused, or if a checkpoint with a class of the user is accepted.
-    Also fails if the error doesn't name the user's class."""
+    Also checks that the error names the user's class."""
     file = tmp_path / "a.ckpt"
     state = {"state_dict": dict(net().state_dict())}
     torch.save({**state, "hyper_parameters": collections.defaultdict(dict, {"a": {"b": 1}})}, file)
@@ -335,7 +335,7 @@ def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
-    """Fails if accel loads weights of another model, or if the error doesn't name the difference."""
+    """Checks that accel refuses the weights of another model, and that the error names the difference."""
     other = torch.nn.Sequential(torch.nn.Linear(3, 2))
     for folder in ("deepspeed/zero3_bf16", "megatron/legacy", "lightning/trainer.ckpt", "accelerate/state"):
         with pytest.raises(BadSource, match=r"lacks '0\.weight' \(2 missing, \d+ unexpected"):

@@ -29,8 +29,8 @@ from tests.support.hub.fake_hub import COMMIT, files_of, into_cache
 def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if the first command in hub.md fails, or if the manifest lacks the commit. Also fails if reproduce or
-    inspect doesn't find the manifest's source in the cache. The test uses a tiny model under the name of MiniLM."""
+    """Fails if the first command in hub.md fails, or if the manifest lacks the commit. Also checks that reproduce and
+    inspect find the manifest's source in the cache. The test uses a tiny model under the name of MiniLM."""
     page = (ROOT / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     words = shlex.split(page.partition("$ accel ")[2].partition("\n")[0])
     into_cache(cache, words[1], bert)
@@ -55,7 +55,7 @@ def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
 
 
 def test_weights_of_other_formats_are_not_read(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if cached files that accel doesn't read change the hash of the source."""
+    """Fails if unused files in the cache change the hash of the source."""
     into_cache(cache, "org/bert", bert)
     into_cache(cache, "org/more", {**bert, "model.onnx": b"", "x.safetensors": b"", "pytorch_model.bin": b""})
     assert Source("org/more").open().source["sha256"] == Source("org/bert").open().source["sha256"]
@@ -74,7 +74,7 @@ class Hostile:
 
 
 def test_pickled_weights(cache: Path, bert: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if accel can't read a model that has only pickled weights, or if code in the pickle runs."""
+    """Checks that accel reads a model that has only pickled weights, and doesn't run code in the pickle."""
     from safetensors.torch import load
 
     config = {"config.json": bert["config.json"]}
@@ -142,8 +142,8 @@ TIMM = """
 
 
 def test_a_model_of_timm(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a timm model isn't opened by timm, or doesn't get the image size of its config. Also fails if the error
-    about a missing timm doesn't name the package. The test replaces timm with a short module, because timm needs
+    """Checks that timm opens a timm model, and that the model gets the image size of its config. Also checks that the
+    error about a missing timm names the package. The test replaces timm with a short module, because timm needs
     torchvision."""
     config = {"architecture": "net", "num_classes": 2, "pretrained_cfg": {"input_size": [3, 8, 8]}}
     into_cache(cache, "timm/net.a1", {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"})
@@ -175,8 +175,8 @@ def net(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callable[..., Any]) -> None:
-    """Fails if an ONNX model with external data can't be read through the links in the cache. Also fails if accel can't
-    choose the model because the repository has copies in other precisions."""
+    """Checks that accel reads an ONNX model with external data through the links in the cache. Also checks that accel
+    chooses the right model if the repository has copies in other precisions."""
     files = {f"onnx/{name}": body for name, body in net(tmp_path / "net").items()}
     into_cache(cache, "org/net", {**files, "config.json": b"{}", "onnx/model_quantized.onnx": b""})
     found = Source("org/net").open()
@@ -204,8 +204,8 @@ def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callab
     ],
 )  # fmt: skip
 def test_what_is_not_read(cache: Path, names: list[str], spec: str, words: str) -> None:
-    """Fails if accel doesn't refuse a repository without a readable model, or if the error doesn't say what the
-    repository holds."""
+    """Checks that accel refuses a repository without a readable model, and that the error lists the repository's
+    contents."""
     into_cache(cache, "org/x", {name: name.encode() for name in names})
     with pytest.raises(BadSource, match=words):
         Source(spec).open()

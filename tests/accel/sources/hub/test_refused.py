@@ -25,8 +25,8 @@ def forget() -> None:
 
 
 def test_only_the_files_that_are_read(hub: FakeHub, cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if accel downloads weight files that it doesn't read. Also fails if a second run downloads the model again,
-    or asks the hub for a commit that is in the cache."""
+    """Checks that accel downloads only the weight files that it reads. Also fails if a second run downloads the model
+    again, or asks the hub for a commit that is in the cache."""
     hub.files["org/bert"] = {**bert, "model.onnx": LARGE, "pytorch_model.bin": LARGE, "x.gguf": LARGE, "a.py": b""}
     reports: list[tuple[str, float | None]] = []
     with watched_by(lambda message, done: reports.append((message, done))):
@@ -57,8 +57,8 @@ def test_an_interrupted_download_goes_on(hub: FakeHub, cache: Path, monkeypatch:
 def test_a_download_that_breaks_off(
     hub: FakeHub, cache: Path, bert: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error about an interrupted download names no fix, or if an incomplete model in the cache counts as
-    complete."""
+    """Checks that the error about an interrupted download names a fix, and that accel notices an incomplete model in
+    the cache."""
     hub.files["org/bert"] = bert
     get = "huggingface_hub.file_download.http_get"
 
@@ -136,8 +136,8 @@ def test_what_the_hub_refuses(
 
 
 def test_files_that_the_hub_refuses(hub: FakeHub, bert: dict[str, bytes]) -> None:
-    """Fails if the error doesn't call a repository gated when the hub lists it but refuses its files. Also fails if the
-    error doesn't name an unknown revision."""
+    """Checks that the error calls a repository gated if the hub lists the repository but refuses its files. Also checks
+    that the error names an unknown revision."""
     hub.files["org/bert"] = bert
     hub.gated.add("org/bert")
     with pytest.raises(BadSource, match="org/bert is gated"):
@@ -154,8 +154,8 @@ def test_a_model_in_the_cache_needs_no_access(hub: FakeHub, cache: Path, bert: d
 
 
 def test_no_network(hub: FakeHub) -> None:
-    """Fails if the error doesn't say that the hub is unreachable. Also fails if the error doesn't ask the user to check
-    the path or the network."""
+    """Checks that the error says that the hub is unreachable. Also checks that the error asks the user to check the
+    path or the network."""
     hub.server_close()
     words = r"'models/net' is no file or folder here, and the .* can't be asked .*Connection.*check the path, or"
     with pytest.raises(BadSource, match=words):
@@ -163,7 +163,7 @@ def test_no_network(hub: FakeHub) -> None:
 
 
 def test_offline(cache: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Fails if the error about a model that isn't in the cache doesn't name offline mode, or if a mistyped path counts
+    """Checks that the error about a model outside the cache names offline mode, and that a mistyped path doesn't count
     as an id."""
     words = (
         r"'models/net' is no file or folder here, and the local cache .* no such model; check the path, or unset HF_HUB"
@@ -180,14 +180,14 @@ def test_offline(cache: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_a_path_is_no_id(cache: Path, tmp_path: Path) -> None:
-    """Fails if accel asks the hub for a ``pathlib.Path`` that doesn't exist."""
+    """Fails if accel asks the hub for a missing ``pathlib.Path``."""
     with pytest.raises(BadSource, match="no file, folder or importable module"):
         Source(Path("models/net")).open()
 
 
 def test_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a mistyped path ends in a traceback when huggingface_hub isn't installed, or if the error doesn't name
-    the package."""
+    """huggingface_hub isn't installed. Checks that the error for a mistyped path names this package, without a
+    traceback."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     words = (
         r"'models/net' is no file or folder here, and huggingface_hub has to be installed .*; .*toolchain\[examples\]"

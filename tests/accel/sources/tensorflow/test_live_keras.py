@@ -1,4 +1,4 @@
-"""Proves that sessions of live Keras and TensorFlow models take and return values as the models do, in the same
+"""Proves that sessions of live Keras and TensorFlow models take and return the same values as the models, in the same
 order."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ else:
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_live_models(tmp_path: Path) -> None:
-    """Fails if a model can't be exported, if its inputs or outputs are mixed up, or if the outputs aren't tensors of
-    the inputs' framework."""
+    """Checks that each model can be exported, keeps the order of inputs and outputs, and returns tensors of the inputs'
+    framework."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

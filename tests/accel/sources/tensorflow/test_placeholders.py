@@ -1,6 +1,6 @@
-"""Proves that accel sets the placeholders of a frozen graph that only training needs. Also proves that accel asks the
-user for the values of other placeholders. Keep probabilities, training switches and standard deviations of noise are
-placeholders that only training needs."""
+"""Proves that accel sets a frozen graph's training placeholders, which inference doesn't need. Also proves that accel
+asks the user for the values of other placeholders. Training placeholders are keep probabilities, training switches and
+standard deviations of noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel.errors import BadInputSpec, BadSource, RandomOps, UsageError
 
 ENDS: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 WORDS = ["--inputs", "x:0", "--outputs", "y:0", "-q"]
-# The outputs of these graphs depend on a placeholder whose right value only the user knows.
+# The outputs of these graphs depend on a placeholder, and only the user knows the right value of this placeholder.
 UNKNOWN = {"scale", "scale_and_dropout", "branches", "labels"}
 DEFAULTS = {"keep_prob_default_of_inference", "learning_phase"}
 
@@ -58,8 +58,8 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
-    """Fails if accel doesn't set a training placeholder to its value at inference, or sets a placeholder whose right
-    value is unknown. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
+    """Checks that accel sets every training placeholder to its value at inference, and sets no placeholder with an
+    unknown right value. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -70,7 +70,7 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel sets neither a keep probability in a branch that never runs, nor a placeholder whose default is right.
+        # Accel doesn't set a keep probability in a branch that never runs, or a placeholder with the right default.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
@@ -87,8 +87,8 @@ def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't name each placeholder, or if one of the error's two fixes doesn't work. Also fails if
-    export doesn't print the values that it set, or if a second ``--outputs`` replaces the first."""
+    """Checks that the error names each placeholder, and that both fixes in the error work. Also checks that export
+    prints the values that it set, and that a second ``--outputs`` adds outputs."""
     words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "--outputs", "MatMul:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert ran.code == RandomOps.exit_code
@@ -106,8 +106,8 @@ def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
 
 
 def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't name the placeholder. Also fails if the user can't make the placeholder an input, or
-    can't set its value."""
+    """Checks that the error names the placeholder. Also checks that the user can make the placeholder an input, or set
+    its value."""
     words = ["export", graphs / "scale_and_dropout.pb", "--outputs", "y:0", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "--inputs", "x:0")
     assert ran.code == BadSource.exit_code
@@ -131,8 +131,8 @@ def test_defaults(graphs: Path) -> None:
 
 
 def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """Fails if accel accepts a value of the wrong type, an unknown placeholder or the name of an input, or if the error
-    names no fix."""
+    """Checks that accel refuses a value of the wrong type, an unknown placeholder and the name of an input. The errors
+    must name a fix."""
     for given, words in (
         ({"keep_prob": "much"}, r"is float32 and can't be 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
         ({"is_training": 2}, "is bool and can't be '2'"),
@@ -158,8 +158,8 @@ def test_inspect(graphs: Path) -> None:
 
 
 def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """The signature of a TF1 SavedModel leaves out a keep probability. Fails if the error's advice doesn't make the
-    export succeed."""
+    """The signature of a TF1 SavedModel leaves out a keep probability. Checks that the export succeeds with the error's
+    advice."""
     words = ["export", graphs / "omits", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert "placeholder keep_prob, left out of the signature; pass --placeholder keep_prob=1.0 for" in ran.stderr
@@ -170,8 +170,8 @@ def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_p
 
 
 def test_a_branch_that_assigns_to_a_variable(graphs: Path, tmp_path: Path) -> None:
-    """Fails if the training branch of a batch normalization in a SavedModel can't be converted, or if placeholders are
-    silently ignored."""
+    """Checks that accel converts a batch normalization with its training branch in a SavedModel, and doesn't silently
+    ignore placeholders."""
     made = accel.export(graphs / "assigns", out=tmp_path / "m.onnx")
     x = np.float32([[1, 2, 3, 4]])
     with accel.load(made) as session:
@@ -182,7 +182,7 @@ def test_a_branch_that_assigns_to_a_variable(graphs: Path, tmp_path: Path) -> No
 
 
 def test_a_cut_at_a_tensor_that_is_no_placeholder(graphs: Path) -> None:
-    """Fails if a graph can't be cut at the output of an operator."""
+    """Checks that a graph can be cut at the output of an operator."""
     ends = {"graph_inputs": ["MatMul"], "graph_outputs": ["y"]}
     found = accel.Source(graphs / "norm_and_dropout.pb", **ends, strip_training_ops=True).open()
     assert [str(spec) for spec in found.signature.inputs] == ["MatMul:float32[batch,4]"]

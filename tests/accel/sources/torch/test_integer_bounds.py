@@ -1,4 +1,4 @@
-"""Proves that integers bounded by a dim, such as lengths of sequences, stay within their bounds in every step."""
+"""Proves that integers with a dim as their bound, such as lengths of sequences, stay within the bound in every step."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def classes():
 
 
 def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that inputs that select rows of an embedding are declared up to the last row, also after a cast or a view.
-    A column of an input only limits the random integers, because other columns may hold larger integers. An input
-    that selects no rows is named in a note."""
+    """Checks that accel declares the last row of an embedding as the bound of the input that selects rows, even after a
+    cast or a view. A column of an input only limits the random integers, because other columns may hold larger
+    integers. A note names every input that selects no rows."""
     (tmp_path / "tables.py").write_text(TABLES)
     inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
     source = f"{tmp_path / 'tables.py'}:make"
@@ -150,7 +150,7 @@ def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
-    """Checks that a model isn't refused because it fails on a row of its embedding. This model has fewer classes than
+    """Checks that accel accepts a model that fails on some rows of its embedding. This model has fewer classes than
     rows."""
     (tmp_path / "tables.py").write_text(TABLES)
     opened = accel.Source(f"{tmp_path / 'tables.py'}:classes", inputs=["ids:int64[batch]"]).open()
@@ -158,9 +158,9 @@ def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
 
 
 def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
-    """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts sequences to other
-    lengths, so that integers without a declared bound become too large. Also fails if a gate passes without any
-    comparison."""
+    """Fails if a gate blames a candidate for a sample although the source can't run the sample either. A gate cuts
+    sequences to other lengths, so that integers without a declared bound become too large. Also fails if a gate passes
+    without any comparison."""
     made = accel.export(net, inputs=INPUTS, out=tmp_path / "net.onnx")
     bare = accel.Source(made.path, inputs=["lengths:int64[batch]{1..20}"]).open()
     np.savez(tmp_path / "long.npz", ids=np.ones((8, 20), np.int64), lengths=np.arange(13, 21))
@@ -190,7 +190,7 @@ def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if accel accepts a bound that can't be read or that names an unknown dim."""
+    """Checks that accel refuses an unreadable bound, and a bound with an unknown dim."""
 
     words = ["export", net, "--input", INPUTS[0], "--input", spec, "-o", str(tmp_path / "x.onnx")]
     assert run(group, words) == 2
@@ -198,7 +198,7 @@ def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pyte
 
 
 def test_no_valid_integer_at_a_size() -> None:
-    """Fails if a range that holds no integer at the requested sizes raises no error, or if the error doesn't name the
+    """Checks that a range without an integer at the requested sizes raises an error, and that the error names the
     size."""
     spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
     signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})

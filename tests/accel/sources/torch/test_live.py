@@ -60,7 +60,7 @@ class Star(nn.Module):
 
 
 class Features(nn.Module):
-    """A module that takes one dict, as the models of sentence-transformers do."""
+    """Takes one dict, like the models of sentence-transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """A module that returns its result together with one of its inputs under the input's name."""
+    """Returns its result and one of its inputs. The returned input keeps its name."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
@@ -87,7 +87,7 @@ class Fixed(nn.Module):
 
 
 class Act(nn.Module):
-    """A module with an attribute that is a function from this file."""
+    """Calls a function of this file that is an attribute of the module."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def flat(value: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_is_called_like_the_module(name: str) -> None:
-    """Fails if a live module can't be opened. Also fails if the module's session takes or returns another structure or
-    other values than the module."""
+    """Checks that accel opens a live module. Also checks that the module's session takes and returns the same
+    structures and values as the module."""
     module, args, kwargs = CASES[name]
     with torch.no_grad():
         wanted = module(*args, **kwargs)
@@ -188,15 +188,15 @@ def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: lis
 
 
 def test_the_range_of_ids_is_that_of_the_table() -> None:
-    """Fails if the declared range of ids isn't the range of the embedding table."""
+    """Checks that the declared range of ids is the range of the embedding table."""
     ids = {"ids": torch.tensor([[7, 2], [3, 4]]), "weight": torch.rand(2, 2)}
     artifact = accel.Source(Features(), example=(ids,)).open()
     assert artifact.signature.input("ids").values == (0, 49)
 
 
 def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Path) -> None:
-    """Fails if another process can't open a model whose class is in ``__main__``, or if two runs of a script give the
-    model two paths."""
+    """Checks that another process can open a model with a class in ``__main__``, and that two runs of a script give the
+    model the same path."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -241,7 +241,7 @@ def test_what_counts_as_another_model() -> None:
 
 
 def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if another process runs the code that is now on disk instead of the live module's code."""
+    """Fails if another process runs the changed code on disk instead of the live module's code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     code = tmp_path / "net_that_changes.py"
     code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 2\n")
@@ -275,7 +275,7 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
-    """Fails if accel accepts a module or an example that can't be used, or if the message doesn't name the reason."""
+    """Checks that accel refuses an unusable module or example, and that the message names the reason."""
     with pytest.raises(error, match=message):
         make()
 
@@ -290,14 +290,14 @@ def test_a_parametrized_module_still_runs() -> None:
 
 
 class Pairs(nn.Module):
-    """A module that uses classes of Python's standard library."""
+    """Uses classes of Python's standard library."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(list(chain((x,), repeat(x, 2))))
 
 
 def test_a_class_without_a_file() -> None:
-    """Fails if the code of a module can't be hashed because it uses a class that has no file."""
+    """Checks that accel can hash the code of a module that uses a class without a file."""
     assert accel.Source(Pairs(), example=(X,)).open().signature.outputs[0].shape[0] == 3
 
 
@@ -309,20 +309,20 @@ def test_scalars_keep_their_shape(tmp_path: Path) -> None:
 
 
 def test_random_numbers_are_the_reason() -> None:
-    """Fails if the error for a model that draws random numbers doesn't name the random numbers as the reason."""
+    """Checks that the error for a model that draws random numbers names the random numbers as the reason."""
     with pytest.raises(BadSource, match="draws random numbers"):
         accel.Source(lambda x: x + torch.rand_like(x), example=(X,)).open()
 
 
 class Best(nn.Module):
-    """A module that fails with fewer than three rows."""
+    """Fails for inputs with fewer than three rows."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.sum(1).topk(3).values
 
 
 def test_a_first_dim_gets_the_sizes_that_run() -> None:
-    """Fails if a dynamic first dim that isn't called batch gets a range with sizes at which the module fails."""
+    """The first dim is dynamic, and isn't called batch. Fails if its range contains sizes at which the module fails."""
     source = accel.Source(Best(), example=(torch.randn(5, 2),), dynamic={"rows": {0: "rows"}})
     assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 
@@ -339,8 +339,8 @@ def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
-    """Fails if a user can't pass an ONNX ModelProto or an exported program. Also fails if accel accepts an example that
-    these models don't need."""
+    """Checks that a user can pass an ONNX ModelProto or an exported program. Also checks that accel refuses an example
+    for these models, which don't need it."""
     program = torch.export.export(nn.Linear(4, 3).eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     made = accel.export(program, out=tmp_path / "a.onnx")
     proto = onnx.load(made.path)

@@ -132,8 +132,8 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
 def test_what_it_takes(
     tmp_path: Path, kind: str, config: dict[str, Any], inputs: list[str], dims: dict[str, list[int]]
 ) -> None:
-    """Fails if the signature lacks an input that the config describes, or has an input that forward doesn't take. Also
-    fails if the range of a dim contains sizes that PyTorch can't run."""
+    """Checks that the signature has all inputs that the config describes, and only inputs that forward takes. Also
+    checks that PyTorch can run at every size in the range of a dim."""
     signature = Source(save(tmp_path, kind, **config)).open().signature
     assert [str(spec) for spec in signature.inputs] == inputs
     assert {dim: signature.dims[dim].to_json() for dim in dims} == dims
@@ -148,8 +148,8 @@ def test_what_it_takes(
     ],
 )
 def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """The net in this test takes images of any size. Fails if accel doesn't use the image size in the folder's
-    preprocessor config. Without a preprocessor config, the message must say how to declare the input."""
+    """The net in this test takes images of any size. Checks that accel uses the image size in the folder's preprocessor
+    config. Without a preprocessor config, the message must say how to declare the input."""
     folder = save(tmp_path, "ResNetModel", **RESNET)
     with pytest.raises(BadInputSpec, match=r"inputs=\['pixel_values:float32\[batch,3,224,224\]'\]$"):
         Source(folder).open()
@@ -195,7 +195,7 @@ def test_a_range_that_is_given_stays(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Fails if the exported model sorts tokens by expert, or weights the experts differently than transformers does."""
+    """Fails if the exported model sorts tokens by expert, or weights the experts in another way than transformers."""
     folder = save(
         tmp_path / "model", "MixtralForCausalLM", **TEXT, num_key_value_heads=2, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=None,

@@ -44,8 +44,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """Fails if ``accel export`` can't export a moved run folder after the factory's file and its imports were deleted.
-    Also fails if the exported model isn't the trained model."""
+    """Checks that ``accel export`` exports a moved run folder after the factory's file and its imports were deleted.
+    Also checks that the exported model is the trained model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)
@@ -66,7 +66,7 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if export uses a factory that was edited after the training, or doesn't warn that the factory's file
+    """Checks that export doesn't use a factory that was edited after the training, and warns that the factory's file
     changed. Also fails if export uses an edited copy of the factory in the run folder."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
@@ -84,8 +84,8 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """The run has micro-batches of one sample, and the samples have different lengths. Fails if ``final/`` is missing
-    or doesn't name the model's inputs."""
+    """The run has micro-batches of one sample, and the samples have different lengths. Checks that ``final/`` exists
+    and names the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"
@@ -111,7 +111,7 @@ def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch:
 
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
-    """Fails if accel exports a file in ``final/`` that training didn't write, or can't open an unchanged folder."""
+    """Checks that accel opens an unchanged folder, and refuses a file in ``final/`` that training didn't write."""
     train(config_of(steps=1), tmp_path)
     artifact = Source(tmp_path).open()
     assert artifact.signature.inputs == (TensorSpec("ids", "int64", ("batch", 16), (0, 60)),)

@@ -32,8 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
     """A run has no valid best checkpoint if it was killed before writing the checkpoint, if the checkpoint is damaged,
-    or if the config now names another metric. Fails if a run without a valid best checkpoint never marks a new one, or
-    still names the invalid checkpoint."""
+    or if the config now names another metric. Checks that the run then marks a new best checkpoint, and no longer names
+    the invalid checkpoint."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -53,7 +53,7 @@ def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None
 
 
 def test_a_best_that_is_no_number_is_said(tmp_path: Path) -> None:
-    """Fails if a run whose metric is NaN saves no best checkpoint and doesn't say why."""
+    """Checks that a run says why it saves no best checkpoint if the metric is NaN."""
     source = tmp_path / "source.py"
     source.write_text("def evaluate(model):\n    return {'top1': float('nan')}\n")
     trainer_of(tmp_path, steps=1, evaluate=f"{source}:evaluate", checkpoint={"best": "top1"}).run()
@@ -62,7 +62,7 @@ def test_a_best_that_is_no_number_is_said(tmp_path: Path) -> None:
 
 
 def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
-    """Fails if a run with a mistyped metric in ``checkpoint.best`` raises no error."""
+    """Checks that a run with a mistyped metric in ``checkpoint.best`` raises an error."""
     source = tmp_path / "scores.py"
     source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
@@ -104,9 +104,9 @@ def scores(module):
 def test_an_evaluation_that_fails_costs_no_step(
     tmp_path: Path, name: str, tables: dict[str, object], says: str
 ) -> None:
-    """Fails if the trained weights are lost when the evaluation raises an error, or when a metric isn't a number or is
-    missing. Also fails if the error doesn't name the evaluation function. With a corrected function, the same command
-    must resume at the step whose evaluation failed."""
+    """Fails if the trained weights are lost when the evaluation raises an error, or when a metric is missing or not a
+    number. Also checks that the error names the evaluation function. With a corrected function, the same command must
+    resume at the step of the failed evaluation."""
     source = tmp_path / "failing.py"
     source.write_text(_FAILING)
     (tmp_path / "run").mkdir()
@@ -149,10 +149,10 @@ def evaluate(module):
 
 
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the log lacks the evaluations, or if the output doesn't separate the loss of ``evaluate`` from the
-    training loss. Also fails if the output doesn't say that the best checkpoint isn't the last. The printed command
-    must export the best checkpoint. The command quotes paths for the shell, and declares the inputs that the factory
-    doesn't declare."""
+    """Checks that the log has the evaluations, and that the output separates the loss of ``evaluate`` from the training
+    loss. Also checks that the output names the best checkpoint if it isn't the last checkpoint. The printed command
+    must export the best checkpoint. The command quotes paths for the shell, and declares inputs for a factory without
+    declared inputs."""
     source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
     source.write_text(_SCORED)
     config = tmp_path / "run.toml"
@@ -176,8 +176,8 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a run loads a damaged shard, or doesn't name the shard. Also fails if the run stops instead of using the
-    previous checkpoint. The damaged shard is truncated, missing, or changed in one bit."""
+    """Checks that a run names a damaged shard, and doesn't load the shard. Also fails if the run stops instead of using
+    the previous checkpoint. The damaged shard is truncated, missing, or changed in one bit."""
     trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     batches = trainer.batches()
     losses = []
@@ -224,8 +224,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Fails if a run that resumes with another batch, seed or number of samples doesn't note that the order of samples
-    changes. Also fails if a run with the same batch, seed and number of samples logs this note."""
+    """Checks that a run that resumes with another batch, seed or number of samples notes the new order of samples. Also
+    fails if a run with the same batch, seed and number of samples logs this note."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """After a change of the model's shape, fails if a run loads some of the old weights, or silently starts over."""
+    """Fails if a run loads some of the old weights, or silently starts over, after a change of the model's shape."""
     source = tmp_path / "source.py"
     source.write_text(SMALL.read_text())
     trainer = trainer_of(tmp_path, model=f"{source}:model")
@@ -292,8 +292,8 @@ def overflows(outputs, targets):
 
 @pytest.mark.parametrize(("mode", "overflows"), [("fp32", False), ("bf16", False), ("fp16", True)])
 def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mode: str, overflows: bool) -> None:
-    """Fails if a checkpoint is refused because some parameters had no gradient yet, or because all steps were skipped.
-    Also fails if the losses after the resume differ from the losses of a run that never stopped."""
+    """Checks that a run resumes from a checkpoint even if some parameters had no gradient yet, or if all steps were
+    skipped. Also fails if the losses after the resume differ from the losses of a run that never stopped."""
     source = tmp_path / "source.py"
     first = "from pathlib import Path\n\nfrom accel.train.loss import cross_entropy\n"
     source.write_text(SMALL.read_text().replace("import os\n", f"import os\n{first}", 1) + _LATE)

@@ -26,7 +26,7 @@ def _config(**tables: object) -> TrainConfig:
 
 
 def test_toml_and_overrides(tmp_path: Path) -> None:
-    """Fails if an override is lost or read as another type, or if a config that was written and read again differs."""
+    """Fails if an override is lost or read as another type, or if writing and reading a config changes the config."""
     file = tmp_path / "run.toml"
     file.write_text(
         "model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n"
@@ -57,7 +57,7 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: str) -> None:
-    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name the mistake."""
+    """Checks that an unknown key, a wrong type and a broken file are refused, and that the error names the mistake."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(BadConfig, match=says):
@@ -107,7 +107,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
     ],
 )
 def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
-    """Fails if a config that can't run is accepted, or if the one-sentence error lacks the fix."""
+    """Checks that a config that can't run is refused, and that the one-sentence error names the fix."""
     with pytest.raises(BadConfig) as caught:
         check(_config(**tables), world)
     assert says in str(caught.value)
@@ -133,7 +133,7 @@ def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, ha
 
 
 def test_apex_names() -> None:
-    """Fails if one of the precision names O0 to O3 means another mode than in apex."""
+    """Checks that the precision names O0 to O3 mean the same modes as in apex."""
     modes = [_config(precision={"mode": f"O{n}"}).precision.resolved for n in range(4)]
     assert modes == ["fp32", "autocast-fp16", "fp16", "fp16-only"]
 
@@ -239,7 +239,7 @@ def test_schedules() -> None:
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if the default loss raises torch's own error instead of ``BadConfig`` for outputs or targets that it
-    doesn't support."""
+    """Checks that the default loss raises ``BadConfig`` for unsupported outputs or targets, instead of torch's own
+    error."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

@@ -50,8 +50,8 @@ def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
 
 
 def test_a_sequence_says_where_each_token_stands() -> None:
-    """Fails if positions don't restart with each document, or if padding counts as targets. Also fails if a token and
-    its target have different positions."""
+    """Checks that positions restart with each document, and that padding doesn't count as targets. Also checks that a
+    token and its target have the same position."""
     documents = _documents(3, 2)
     (tokens, positions, numbers), targets = Packed(documents, 8)[0]
     assert tokens.tolist() == [*documents[0][0].tolist(), *documents[1][0].tolist(), 0, 0, 0]
@@ -69,7 +69,7 @@ def test_a_sequence_says_where_each_token_stands() -> None:
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: list[Document], says: str) -> None:
-    """Fails if a document that is longer than the sequence is cut, or if a sample that isn't a document is packed."""
+    """Checks that packing refuses a document that is longer than the sequence, and a sample that isn't a document."""
     with pytest.raises(BadData, match=says):
         Packed(documents, 8)[0]
 
@@ -82,8 +82,8 @@ def _gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
-    """Fails if a packed document attends to another document or to padding, or if its positions don't start at 0. The
-    loss and the gradient must equal the sums over separately trained documents."""
+    """Checks that a packed document attends only to itself, and that its positions start at 0. The loss and the
+    gradient must equal the sums over separately trained documents."""
     from accel.train.recompute import recompute as again
 
     torch.manual_seed(0)
@@ -150,8 +150,8 @@ def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> N
 
 
 def test_a_packed_run_resumes_and_exports(tmp_path: Path) -> None:
-    """Fails if a resumed run on packed documents doesn't continue with the next samples. Also fails if the trained
-    model takes inputs other than tokens."""
+    """Checks that a resumed run on packed documents continues with the next samples. Also checks that the trained model
+    takes only tokens as inputs."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:documents", "pack": 16, "global_batch": 8, "micro_batch": 4}
     config = TrainConfig.from_dict({**body, "steps": 4, "drop_last": False})
     assert len(make_data(config)) < 400

@@ -1,4 +1,4 @@
-"""Launches the ranks whose results ``test_distributed.py`` and ``test_planned_bytes.py`` check.
+"""Launches the ranks for ``test_distributed.py`` and ``test_planned_bytes.py``, which check the results.
 
 One launch per world size runs only the configs that the collected tests need. ``make test`` collects the configs of
 ``rows.FAST``, and ``make proof`` collects all other configs. An option such as ``-k "TP and 2"`` collects a few

@@ -18,7 +18,7 @@ from tests.accel.train.parallel import rows
 
 # Maps a launch and a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
-# Maps each test to the key in suite.PARTS whose results the test reads.
+# Maps each test to a key in suite.PARTS. The test reads the results of this key.
 NEEDS = {
     "test_parity": "parity",
     "test_what_a_row_names_is_on": "parity",
@@ -41,7 +41,7 @@ NEEDS = {
 
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
-    """Returns the names of the checks that the collected tests in ``folder`` need, as a dict from each launch and key.
+    """Returns a dict from each launch and key to the names of the checks that the collected tests in ``folder`` need.
     The launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after
     "world4"."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
@@ -141,7 +141,7 @@ def marked(cases: Iterable[tuple[Any, ...]], fast: Iterable[tuple[Any, ...]]) ->
 
 
 def marked_one(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """Returns the same as ``marked`` for cases that have only one parameter each."""
+    """Returns the result of ``marked`` for cases with only one parameter each."""
     return marked(((case,) for case in cases), ((case,) for case in fast))
 
 

@@ -1,8 +1,8 @@
 """Computes the rounding of ZeRO++ on one process, independently of accel's implementation. The tests of qwZ and qgZ
 compare accel's results with this rounding.
 
-Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the values of each block of
-256 are rounded to multiples of 1/127 of the block's largest absolute value.
+Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the rank rounds the values in
+blocks of 256. A rounded value is a multiple of 1/127 of the block's largest absolute value.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Makes one process round the values as ``ranks`` ranks would. ``weights`` turns on the rounding of qwZ, and
-    ``gradients`` turns on the rounding of qgZ. A replica is sharded over ``shards`` ranks. Each micro-batch simulates
-    the micro-batch of one rank."""
+    """Makes one process round the values in the same way as ``ranks`` ranks. ``weights`` turns on the rounding of qwZ,
+    and ``gradients`` turns on the rounding of qgZ. A replica is sharded over ``shards`` ranks. Each micro-batch
+    simulates the micro-batch of one rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

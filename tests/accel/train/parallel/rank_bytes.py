@@ -68,9 +68,10 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four properties of a run that its losses don't show.
 
-    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists over how many ranks
-    FSDP2 shards the parameters between the forward and the backward pass. ``compiled`` has one entry per block, which
-    is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
+    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists the numbers of ranks
+    over which FSDP2 shards parameters between the forward and the backward pass. ``compiled`` has one entry per block.
+    The entry is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of this
+    function.
     """
     groups = [
         group
@@ -91,7 +92,7 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns this rank's bytes for each config of ``names``. The function counts the bytes held between steps, the
+    """Returns this rank's bytes for each config of ``names``. There are four counts: the bytes held between steps, the
     maximum held after a micro-batch, the maximum held between the passes, and the bytes sent in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
@@ -134,7 +135,7 @@ def _of_a_step(trainer: Trainer) -> dict[str, float]:
 
 def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, float]:
     """Returns the bytes that this rank sends to other stages in its second step. The first step doesn't count, because
-    torch also sends shapes then."""
+    torch also sends shapes in this step."""
     found = {}
     for name in names:
         trainer = start(STAGES[world][name], folder / "none")

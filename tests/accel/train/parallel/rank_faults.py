@@ -66,8 +66,8 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """Returns the losses of three steps, and the step at which this rank resumes after one bit in a shard of the last
-    rank was flipped. The run saves checkpoints after its first two steps, and the damaged shard belongs to the second
+    """Flips one bit in a shard of the last rank. Returns the losses of three steps, and the step at which this rank
+    resumes. The run saves checkpoints after its first two steps, and the damaged shard belongs to the second
     checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)

@@ -50,7 +50,7 @@ OWN_PLAN = {
 
 
 def config(overrides: list[str]) -> TrainConfig:
-    """Returns a config that trains with SGD with momentum, because Adam would hide an error in a gradient's scale. A
+    """Returns a config that uses SGD with momentum, because Adam would hide an error in a gradient's scale. A
     micro-batch holds two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all
     samples of a step to save time. An override of ``micro_batch`` has priority."""
     body: dict[str, Any] = {
@@ -128,7 +128,7 @@ def main(order: dict[str, Any]) -> None:
 
 def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
     """Returns the losses of the second half of a run. Two ranks save the optimizer state after the first half, and four
-    ranks load this state. The four ranks also return whether the loaded state equals the saved state bit for bit."""
+    ranks load this state. The four ranks also return True if the loaded state equals the saved state bit for bit."""
     folder = (folder if world == 2 else others[0]) / "adamw"
     file = folder / "state.pt"
     trainer = start([f"parallel.zero={1 if world == 2 else 3}", *rows.ADAMW], folder)
@@ -161,8 +161,8 @@ def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
-    """Returns two numbers of bytes for context parallel: the bytes kept for the backward pass of a micro-batch, and the
-    bytes sent in the forward pass."""
+    """Returns two byte counts of context parallel: the bytes kept for a micro-batch's backward pass, and the bytes sent
+    in the forward pass."""
     from accel.plan.measure import SavedBytes
     from accel.train.parallel.context import Ulysses
 
@@ -185,8 +185,8 @@ def _context_parallel(names: Sequence[str], world: int, folder: Path, others: li
 
 
 def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, int]:
-    """Returns the bytes that tensor-parallel layers keep for the backward pass of a micro-batch, with and without
-    sequence parallel and recomputation."""
+    """Returns the bytes that tensor-parallel layers keep for the backward pass of a micro-batch. The layers run with
+    and without sequence parallel and recomputation."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     from accel.plan.measure import SavedBytes
@@ -211,7 +211,7 @@ def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: lis
 
 def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
     """Trains the first half of a run with each layout of ``rows.SAVED`` and saves a checkpoint. For each layout,
-    returns whether the weights in ``final/`` equal the weights of this rank."""
+    returns True if the weights in ``final/`` equal the weights of this rank."""
     found = {}
     for name, overrides in SAVED[world].items():
         asynchronous = "true" if name == "zero1" else "false"
@@ -229,7 +229,7 @@ def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns a dict from a name such as "world4 hsdp -> 2 ddp" to the losses of the resumed second half of the run."""
+    """Resumes the second half of each run. Returns a dict from a name such as "world4 hsdp -> 2 ddp" to the losses."""
     found = {}
     for name in names:
         source, _, target = name.partition(" -> ")
@@ -255,7 +255,7 @@ def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
-    """Returns the losses of the second half of a run that resumes from the PowerSGD state saved by two ranks."""
+    """Resumes a run from the PowerSGD state that two ranks saved. Returns the losses of the second half."""
     trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
     trainer.resume()
     return losses(trainer)
@@ -285,7 +285,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# Maps each key of an order to the check that runs for it. The checks run in this order.
+# Maps each key of an order to the function that runs the checks of this key. The checks run in this order.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),

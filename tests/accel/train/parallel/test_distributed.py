@@ -35,8 +35,8 @@ EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
-    """Returns the name of the one-process run whose losses a config must reproduce. For ZeRO++, the one-process run
-    rounds exactly as the ranks do."""
+    """Returns the name of the one-process run with the losses that a config must reproduce. For ZeRO++, the one-process
+    run rounds exactly like the ranks."""
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
@@ -45,7 +45,7 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """Returns the largest allowed difference of a loss. The difference is 2e-5 in float32, and the rounding error in
+    """Returns the largest allowed difference of a loss. The limit is 2e-5 in float32, and is the rounding error in
     16-bit modes. With ZeRO++, noise in the last bit of a value can change its rounding and all later losses. In 12 runs
     of one process, this noise changed the losses by at most 8e-3. In bf16, ZeRO++ also has the rounding error of
     bf16."""
@@ -102,10 +102,10 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
-    """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from one process's losses by more
-    than the bound. For example, the losses change if a gradient is averaged wrongly, reduced twice or not reduced.
-    ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with ZeRO++
-    may differ by at most a quarter of the effect of the rounding."""
+    """Trains ten steps of SGD with momentum on ``world`` ranks. Fails if the losses differ from one process's losses by
+    more than the bound. For example, the losses change if a gradient is averaged wrongly, or isn't reduced exactly
+    once. ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with
+    ZeRO++ may differ by at most a quarter of the effect of the rounding."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -114,8 +114,8 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
-    """Fails if the reference runs don't learn. Also fails if clipping, rounding, an uneven last batch or packing
-    doesn't change the reference losses. In these cases, ``test_parity`` would prove nothing."""
+    """Checks that the reference runs learn, and that clipping, rounding, an uneven last batch and packing each change
+    the reference losses. Otherwise, ``test_parity`` would prove nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
@@ -126,7 +126,7 @@ def test_the_losses_fall_and_differ(alone: _Alone) -> None:
 
 @pytest.fixture(scope="module")
 def one_plain_step() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the weights of one process before and after a plain SGD step at rate 1, which subtracts exactly the
+    """Returns the weights of one process before and after a plain SGD step. At rate 1, the step subtracts exactly the
     gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
@@ -146,8 +146,8 @@ def test_gradients_equal_under_uneven_targets(
     world: int,
     name: str,
 ) -> None:
-    """Fails if the gradient of a rank with few counted targets has the same weight as the gradient of a rank with many.
-    The weights after one plain SGD step at rate 1 must equal the weights of one process within 1e-6."""
+    """Fails if the gradient of a rank with few counted targets has the same weight as the gradient of a rank with many
+    targets. The weights after one plain SGD step at rate 1 must equal the weights of one process within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
@@ -158,7 +158,8 @@ def test_gradients_equal_under_uneven_targets(
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [(w, n) for w in rows.SAVED for n in rows.SAVED[w]])
 def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if ``final/`` differs in a bit from the weights of any rank, or lacks the weights of a pipeline stage."""
+    """Checks that ``final/`` equals the weights of every rank bit for bit, and has the weights of every pipeline
+    stage."""
     seen = [rank["final"][name] for rank in results[world]["ranks"]]
     assert all(one["equal"] for one in seen)
     assert all(set().union(*(one["names"] for one in seen)) == set(one["written"]) for one in seen)
@@ -181,8 +182,8 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     ],
 )
 def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, says: str) -> None:
-    """Fails if a wrong layout raises no error. The ranks would then silently train different weights, or a pipeline
-    would compute other outputs than the model."""
+    """Checks that a wrong layout raises an error. Without an error, the ranks would silently train different weights,
+    or a pipeline would compute wrong outputs."""
     for rank in results[2]["ranks"]:
         assert re.search(says, rank["refused"][name])
 
@@ -190,8 +191,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if a run doesn't use exactly the techniques that its config names. The techniques are CPU offload, hpZ's
-    second shards and compiled blocks. The losses would not show that a technique is missing."""
+    """Checks that a run uses exactly the techniques in its config. The techniques are CPU offload, hpZ's second shards
+    and compiled blocks. The losses would not show that a technique is missing."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -209,8 +210,7 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
-    """Fails if a rank makes the optimizer step although another rank overflowed, or if a rank doesn't halve its loss
-    scale."""
+    """Checks that every rank skips the optimizer step and halves its loss scale if one rank overflows."""
     for rank in results[world]["ranks"]:
         assert rank["spiky"][name] == [[1.0, 512.0], [0.0, 512.0]]
 
@@ -223,8 +223,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 def test_a_weight_that_is_no_number_is_named_by_all_ranks(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
-    """Fails if a rank whose own weights are finite doesn't name the NaN weight of another rank. Also fails if a rank
-    with a loss scale skips the step and continues although the other ranks stopped."""
+    """Checks that every rank names the NaN weight, even if the rank's own weights are finite. Also fails if a rank with
+    a loss scale skips the step and continues although the other ranks stopped."""
     rank = f"on rank {world - 1};"
     for one in results[world]["ranks"]:
         assert f"at step 1; the first that isn't finite is {rank_faults.BAD} {rank}" in one["not a number"][name]
@@ -233,8 +233,8 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if one rank's damaged shard makes the ranks resume from different checkpoints, or if a rank doesn't name
-    the damaged file. Also fails if the losses after the resume differ from the losses of the first run."""
+    """Checks that all ranks resume from the same checkpoint and name the damaged file if one rank's shard is damaged.
+    Also fails if the losses after the resume differ from the losses of the first run."""
     for rank in results[world]["ranks"]:
         seen = rank["damaged"]
         assert seen["step"] == 1
@@ -246,8 +246,8 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
     """In this test, two ranks save AdamW's moments and the float32 copies of the weights, and four ranks load them.
-    Fails if a loaded value isn't bit-identical. Also fails if the next losses differ from a run that never stopped by
-    more than bfloat16's rounding error."""
+    Checks that the loaded values are bit-identical. Also fails if the next losses differ from a run that never stopped
+    by more than bfloat16's rounding error."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -278,8 +278,7 @@ def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "saved"), [(w, n) for w in rows.SAVED for n in rows.SAVED[w]])
 def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alone, world: int, saved: str) -> None:
-    """Fails if one process can't resume from a checkpoint of several ranks, or if its losses after the resume
-    differ."""
+    """Checks that one process can resume from a checkpoint of several ranks, and gets the same losses afterwards."""
     trainer = suite.start([], results[world]["folder"] / saved)
     trainer.resume()
     got = suite.losses(trainer)
@@ -298,8 +297,8 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices. Also fails if another number of
-    ranks can't resume from the checkpoint. The losses of steps 6 to 10 must equal the losses of a run that never
+    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices. Also checks that another number
+    of ranks can resume from the checkpoint. The losses of steps 6 to 10 must equal the losses of a run that never
     stopped. If PowerSGD's state is removed, the losses of the resumed run must differ."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
@@ -319,8 +318,8 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
     """Fails if docs/parity.md lacks a row or has an extra row. Also fails if a loss difference in this run is more than
-    ten times smaller or larger than the difference in the page. Differences below a tenth of the bound are noise and
-    count as a tenth of the bound."""
+    ten times smaller or larger than in the page. Differences below a tenth of the bound are noise and count as a tenth
+    of the bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",

@@ -84,7 +84,7 @@ dist.destroy_process_group()
 
 
 def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
-    """Fails if, under CPU offload, a parameter, a gradient or an optimizer state stays on the GPU between steps. Also
+    """Fails if a parameter, a gradient or an optimizer state stays on the GPU between steps under CPU offload. Also
     fails if the passes run on the CPU, or if the losses differ from the losses without offload."""
     command = [sys.executable, "-c", OFFLOADED, str(tmp_path / "store"), "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -92,7 +92,8 @@ def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
 
 
 def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
-    """Fails if NCCL can't start with the installed torch and driver, or if FSDP2 changes the gradients of a layer."""
+    """Checks that NCCL starts with the installed torch and driver, and that FSDP2 doesn't change the gradients of a
+    layer."""
     command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,8 +25,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Fails if a ``*`` in a pattern matches a dot, if a pattern misses a block, or if a module that no pattern names
-    gets a style."""
+    """Checks that a ``*`` in a pattern never matches a dot, that a pattern finds every block, and that other modules
+    get no style."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")
@@ -47,7 +47,7 @@ def test_a_plan_names_modules_by_pattern() -> None:
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
-    """Fails if a plan for another model is accepted, or if a plan may split a module that can't be split."""
+    """Checks that accel refuses a plan for another model, and a plan that splits an unsuitable module."""
     with pytest.raises(BadConfig) as caught:
         match(_gpt(), plan)
     assert says in str(caught.value)
@@ -55,8 +55,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
     """A plan with only column and row styles has no module that splits the sequence. With sequence parallel, accel must
-    refuse this plan before torch raises an error about shapes. Also fails if a plan whose embedding splits the sequence
-    is refused."""
+    refuse this plan before torch raises an error about shapes. Accel must accept a plan if its embedding splits the
+    sequence."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -70,8 +70,8 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
     """If a plan splits an attention head between ranks, accel must refuse the plan before torch raises an error about
-    shapes. Also fails if a plan that gives each rank whole heads is refused. The check must not leave hooks in the
-    model or change the model's mode."""
+    shapes. Accel must accept a plan that gives each rank whole heads. The check must not leave hooks in the model or
+    change the model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [
@@ -127,14 +127,14 @@ def test_stages_are_balanced(weights: list[int], stages: int) -> None:
 
 
 def test_every_stage_has_one_place() -> None:
-    """Fails if a schedule leaves out a stage, or if the zero-bubble schedule doesn't place its stages in a V shape."""
+    """Checks that every schedule has all stages, and that the zero-bubble schedule places its stages in a V shape."""
     for schedule, each in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)):
         assert sorted(i for rank in places(3, schedule) for i in rank) == list(range(3 * each))
     assert places(3, "zero-bubble") == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_a_chain_is_the_model() -> None:
-    """Fails if the modules of the chain don't cover the whole model, or if equal blocks have different costs."""
+    """Checks that the modules of the chain cover the whole model, and that equal blocks have equal costs."""
     model = _gpt()
     names = chain(model)
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -147,8 +147,7 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if accel accepts a pipeline whose outputs differ from the model's, or a pipeline that leaves out
-    parameters."""
+    """Checks that accel refuses a pipeline that gives other outputs than the model, or leaves out parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),
@@ -168,7 +167,8 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), st.integers(1, 7))
 @settings(max_examples=50, deadline=None)
 def test_parts_of_gradients_add_up(shapes: list[list[int]], ranks: int) -> None:
-    """Fails if ranks that hold the same gradients count an element twice in the norm, or don't count it at all."""
+    """Several ranks hold the same gradients. Checks that the ranks together count every element exactly once in the
+    norm."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters[1:]:

@@ -33,8 +33,8 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 
 def test_what_is_no_number_stays_none() -> None:
-    """Fails if quantization turns a NaN or an infinity into a finite number. After an overflow on one rank, the other
-    ranks would then not skip the step."""
+    """Fails if quantization turns a NaN or an infinity into a finite number. The other ranks would then not skip the
+    step after an overflow on one rank."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))
@@ -49,8 +49,8 @@ def test_zeros_stay_zeros() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * BLOCK + 3), min_size=1, max_size=5), st.integers(0, 100))
 def test_a_parameter_is_rounded_as_if_it_were_alone(sizes: list[int], seed: int) -> None:
-    """Fails if a block holds values of two parameters, because large values of one parameter would make the rounding of
-    the other parameter coarser. Also fails if a value is decoded into another parameter."""
+    """Fails if a block holds values of two parameters. Large values of one parameter would make the rounding of the
+    other parameter coarser. Also fails if a value is decoded into another parameter."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(size, generator=generator) * 10.0 ** (index - 2) for index, size in enumerate(sizes)]
     codes, scales = encode(torch.cat(parts), sizes)

@@ -86,9 +86,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 
 # Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
-# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, when all
-# shards are written but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all shards are
-# written. The code for "in the consolidation" kills a rank after half of final/ is written.
+# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint. At this
+# time, all shards are written, but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all
+# shards are written. The code for "in the consolidation" kills a rank after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -157,8 +157,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a full disk isn't named as the error when a run can't write its log. Also fails if a rank that can't
-    write its error to the full disk is reported as "ended without an error message"."""
+    """Checks that the error names the full disk if a run can't write its log. A rank that can't write its error to the
+    full disk must not be reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
@@ -178,8 +178,7 @@ def _unreadable(index: int) -> int:
 
 
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
-    """Fails if the message shows the truncated traceback of a data loader's process instead of the error of the
-    sample."""
+    """Checks that the message shows the error of the sample, not the truncated traceback of a data loader's process."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
@@ -191,8 +190,9 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run, or if the run repeats steps before the last checkpoint on the disk. Also fails
-    if the following losses or the final weights differ from a run without faults, or if a half-written file remains."""
+    """Checks that the run survives a SIGKILL, and doesn't repeat steps before the last checkpoint on the disk. Also
+    fails if the following losses or the final weights differ from a run without faults, or if a half-written file
+    remains."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -226,8 +226,8 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped blocks the run forever. Also fails if the error names a rank that only
-    waits for the hung rank."""
+    """Fails if a sleeping or stopped rank blocks the run forever. Also fails if the error names a rank that only waits
+    for the hung rank."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal, time\n\n"
@@ -250,8 +250,8 @@ def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step. Also fails if a run that never reaches its first step
-    isn't reported."""
+    """Fails if slow imports or a restart count as a hung step. Also checks that accel reports a run that never reaches
+    its first step."""
 
     def made_before(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds,) * 2)
@@ -266,7 +266,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # as a restarted rank does after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # like a restarted rank after a crash
     assert watchdog.overdue(tmp_path, 15) == ""
 
 
