@@ -200,7 +200,7 @@ def _few(folder: Path) -> Path:
         (("{d}/a.onnx", "--sizes", "batch"), "can't read --sizes 'batch'"),
         (("{d}/a.onnx", "--sizes", "batch=0"), "sizes start at 1"),
         (("{d}/a.onnx", "--sizes", "length=3"), "no input has a dim called 'length'"),
-        (("{d}/a.onnx", "--also", "torch-compile"), "name one with --against"),
+        (("{d}/a.onnx", "--also", "torch-compile"), "name a source with --against"),
         (("{d}/a.onnx", "--also", "openvino"), "doesn't run PyTorch sources"),
         (("{d}/a.onnx", "--also", "nonsense"), "unknown runtime"),
         (("{d}/a.onnx", "--rounds", "2"), "5"),

@@ -6,7 +6,9 @@ import json
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -404,7 +406,7 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
+def test_the_log_says_how_busy_the_machine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
     TensorBoard file contains every step. The progress must show the loss, the speed, the MFU, the memory and the
     remaining time. The remaining time is computed from the speed of the last steps."""
@@ -428,6 +430,8 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
+    # With this module, TensorBoard doesn't import TensorFlow, which other tests don't want in their process.
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     (file,) = (tmp_path / "tensorboard").iterdir()
