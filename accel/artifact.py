@@ -145,7 +145,8 @@ class Manifest:
         # sequences.
         if body.get("format") != FORMAT:
             raise ChainBroken(
-                f"{path} has manifest format {body.get('format')}, but this accel reads {FORMAT}; export again"
+                f"{path} has manifest format {body.get('format')}, but this version of accel reads format {FORMAT}; "
+                "export the model again"
             )
         if manifest.to_text() != text:
             raise broken
@@ -242,12 +243,16 @@ class Artifact:
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():
-            raise InvalidModel(f"{path} has no {sidecar.name} beside it; make it with accel export or accel optimize")
+            raise InvalidModel(
+                f"{path} has no manifest {sidecar.name}; make the model with accel export or accel optimize"
+            )
         manifest = Manifest.read(sidecar)
         names = _names_beside(path, list(manifest.files), manifest.kind)
         manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
         if (kind_of(path) or manifest.kind) != manifest.kind:
-            raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, but {path.name} is not; make the artifact again")
+            raise ChainBroken(
+                f"{sidecar} is for kind {manifest.kind}, but {path.name} is another kind; make the artifact again"
+            )
         return cls(
             path=path,
             kind=manifest.kind,

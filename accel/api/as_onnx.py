@@ -71,7 +71,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
         raise UsageError(
-            f"{src.path} is of kind {src.kind} already; give the ONNX file or the source that it was made from"
+            f"the model {src.path} is already of kind {src.kind}; give the ONNX file or the source of this model"
         )
     if not src.history:
         check_runs(src)

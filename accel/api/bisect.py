@@ -112,15 +112,15 @@ def bisect(
     ):
         if {s.name for s in ours} != {s.name for s in theirs}:
             raise UsageError(
-                f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
-                "give two versions of one model"
+                f"the two models have different {role}: {', '.join(s.name for s in ours)} and "
+                f"{', '.join(s.name for s in theirs)}; give two versions of one model"
             )
         shapes = {spec.name: spec.shape for spec in theirs}
         for spec in ours:
             if len(spec.shape) != len(shapes[spec.name]):
                 raise UsageError(
-                    f"{spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the other; "
-                    "give two versions of one model"
+                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the "
+                    "other; give two versions of one model"
                 )
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
@@ -170,8 +170,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that it "
-            "was made from"
+            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that this "
+            "model was made from"
         )
     notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from
@@ -197,7 +197,8 @@ def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str
         feeds = list(Dataset.load(data, artifact.signature).batches(_BATCH, samples))
         if not feeds:
             raise BadData(
-                f"{data} gives less than one batch of the model's fixed size; raise {option('samples')} or add samples"
+                f"too few samples of {data} for one batch of the model's fixed size; raise {option('samples')} or add "
+                "samples"
             )
         return feeds
     batch = artifact.signature.batch_dim

@@ -95,7 +95,7 @@ class _Part:
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
-            with torch.inference_mode(False), torch.no_grad():  # an inference tensor doesn't count writes
+            with torch.inference_mode(False), torch.no_grad():  # PyTorch counts no writes to inference tensors
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)

@@ -236,7 +236,7 @@ def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[s
         return {}
     if sizes.get(dim, batch) != batch:
         both = f"{option('batch', batch)} and {option('sizes', {dim: sizes[dim]})}"
-        raise UsageError(f"{both} contradict each other; leave one out")
+        raise UsageError(f"the options {both} contradict each other; leave one out")
     return {dim: batch}
 
 
@@ -245,7 +245,7 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, the range in which the model was checked; pass "
+                f"size {size} of dim {dim} is outside the checked range {known.min}..{known.max} of the model; pass "
                 f"{option('dims', {dim: known.to_hold(size)})}"
             )
 
