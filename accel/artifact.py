@@ -79,8 +79,8 @@ class Manifest:
     ``files`` maps the name of each file to its sha256. The main file comes first. ``source`` holds the spec of the
     source and the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest
     first. A record has the stage's name, options, versions, sha256 of the input and output, seconds, gates and notes.
-    ``Artifact`` describes ``properties``. ``session`` holds the runtime and the options that ``accel optimize`` chose,
-    and the figures measured with these options.
+    The class ``Artifact`` explains ``properties``. ``session`` holds the runtime and the options that ``accel
+    optimize`` chose, and the figures measured with these options.
     """
 
     kind: str
@@ -170,8 +170,8 @@ class Artifact:
     ``path`` is the main file. For a source, ``path`` is the path or name that the source was opened with.
     ``properties`` holds facts about the file, such as its opset, ir, precision or compute capability. ``notes`` holds
     facts for the record of the stage that made the model, such as the exporter or the kernels. ``companions`` lists the
-    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder.
-    ``Manifest`` describes ``source``.
+    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder. The
+    class ``Manifest`` explains ``source``.
     """
 
     path: Path

@@ -168,8 +168,8 @@ class _Part:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because inference tensors don't
-    count writes."""
+    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because PyTorch counts no writes
+    to inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -90,8 +90,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"{option(stage)} is given, but no candidate has a stage {stage}; "
-                f"leave it out or name a {option('precision')}"
+                f"{option(stage)} is for the stage {stage}, but no candidate has this stage; "
+                f"leave out {option(stage)} or choose another {option('precision')}"
             )
     return made, left_out
 
