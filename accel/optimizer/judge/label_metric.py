@@ -64,7 +64,8 @@ class LabelMetric:
         """Returns the only output whose shape fits, transposed to have its classes on axis 1. Also returns the labels
         in a matching shape.
 
-        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` unless exactly one output fits.
+        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` if no output fits or several
+        outputs fit.
         """
         labels = self.labels
         if self.kind == "spearman":

@@ -64,7 +64,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class PassCandidate(Candidate):
-    """A candidate whose run is a whole pass of a workload."""
+    """A candidate for timing with several requests. Each timed run is one pass over the workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
     streams: int = 1  # Passes run one at a time, and each pass uses all of the session's streams.
@@ -73,8 +73,8 @@ class PassCandidate(Candidate):
 
 
 class PassSession:
-    """A session whose run is one pass over the workload. A pass runs as many requests concurrently as the wrapped
-    session allows."""
+    """A session in which one call of ``run`` is one pass over the workload. A pass runs as many requests concurrently
+    as the wrapped session allows."""
 
     def __init__(self, candidate: PassCandidate) -> None:
         self._session: BaseSession = open_session(candidate.artifact, candidate.runtime, candidate.options)
@@ -122,7 +122,8 @@ def workload(
     cores: int,
 ) -> Workload:
     """Returns the workload for the user's options. The default workload is one sample of the data, or random inputs of
-    the dims' usual sizes. ``read_lengths`` describes ``lengths``. ``cores`` is the number of threads of the session.
+    the dims' usual sizes. The function ``read_lengths`` explains ``lengths``. ``cores`` is the number of threads of the
+    session.
 
     Raises ``UsageError`` if two options contradict each other. Raises ``BadInputSpec`` for sizes outside the model's
     ranges.

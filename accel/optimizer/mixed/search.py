@@ -222,7 +222,7 @@ class _Search:
 
 
 def base_precision(recipe: Recipe) -> str:
-    """Returns the precision of the layers that aren't int8. The cast sets this precision. If there is no
-    cast, the session sets this precision."""
+    """Returns the precision of the layers that aren't int8. The precision comes from the recipe's cast stage, or from
+    the session if the recipe has no cast."""
     cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
     return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

@@ -98,8 +98,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the recipe of a mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a
-    search is impossible, or if the user names precisions. If the user names precisions, ``mixed`` is a candidate only
-    if the user names ``mixed``.
+    search is impossible, or if the user lists the precisions to try. A user who lists precisions gets the search by
+    listing ``mixed``.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None
