@@ -24,7 +24,7 @@ COMMANDS = [
     ("export net.py:make -o net.onnx", "--input", EXPORT),
     ("export net.py:maker --input x:float32[batch,4] -o net.onnx", "make", EXPORT),
     ("export nett.py:make --input x:float32[batch,4] -o net.onnx", "nett.py", EXPORT),
-    ("export net.py:make --input x:float32[batch,4] -o net.bin", "has to end in .onnx; rename it", EXPORT),
+    ("export net.py:make --input x:float32[batch,4] -o net.bin", "has to end in .onnx; rename the file", EXPORT),
     ("export net.py:make --input x:float33[batch,4] -o net.onnx", "float32", EXPORT),
     (f"{EXPORT} --opset 99", "pass --opset 13 to 23", f"{EXPORT} --opset 23"),
     (f"{EXPORT} --to tflight", "--to takes onnx", f"{EXPORT} --to onnx"),

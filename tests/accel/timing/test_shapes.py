@@ -97,7 +97,7 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
     for words in (("--length", "8,33"), ("--sizes", "length=33"), ("--sizes", "batch=2,length=33")):
         ran = cli("bench", model, *words, *QUICK)
         assert (ran.code, len(ran.stderr.splitlines()), timed) == (2, 1, []), ran.stderr
-        assert "length 33 is outside 8..32" in ran.stderr
+        assert "size 33 of dim length is outside the range 8..32" in ran.stderr
         assert "--dim length=8:16:33" in ran.stderr
     assert "it would be timed" in cli("bench", model, "--sizes", "batch=64,length=32", *QUICK).stderr
     assert len(timed) == 1
@@ -122,12 +122,12 @@ def test_a_range_that_a_source_has_from_an_artifact(
     words = ("bench", model, "--against", f"{tmp_path / 'net.py'}:make", "--length", "33", *QUICK)
     declare(32)
     said = cli(*words).stderr
-    assert f"length 33 is outside 8..32, which is the range of length in {model}; " in said
+    assert f"size 33 of dim length is outside the range 8..32 of the model {model}; " in said
     assert said.endswith("or export or optimize the model again with --dim length=8:16:33\n")
     declare(33)
     assert "timed now" in cli(*words).stderr
     said = cli(*words, "--dim", "length=8:16:30").stderr
-    assert "length 33 is outside 8..30, which is the range of length in net.py; " in said
+    assert "size 33 of dim length is outside the range 8..30 of the model net.py; " in said
     assert said.endswith("or pass --dim length=8:16:33\n")
 
 

@@ -51,7 +51,10 @@ def source(tmp_path: Path) -> Path:
         ("", ""),
         ("name", "stage torch_from_onnx lost the output 'z'; remaining: y"),
         ("batch", "stage torch_from_onnx turned the dim 'batch' of the input 'x' into 2"),
-        ("dtype", "stage torch_from_onnx made the output 'z' float64, but it has to stay float32"),
+        (
+            "dtype",
+            "stage torch_from_onnx changed the dtype of the output 'z' to float64; the dtype has to stay float32",
+        ),
         ("added", "stage torch_from_onnx added the output 'output_2'"),
     ],
 )

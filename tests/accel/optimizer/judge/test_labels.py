@@ -208,11 +208,12 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     beyond = save(tmp_path / "beyond.npz", label=np.where(np.arange(128) == 7, 10, 0))
     for extra, message in (
         (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
-        (["--labels", one_hot], "outputs fit (there are logits [128, 10]); they look one-hot: save y.argmax(1)"),
+        (["--labels", one_hot], "outputs fit (the outputs are logits [128, 10]); they look one-hot: save y.argmax(1)"),
         (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
-            "flat.npz: 'label': labels for top1 are one finite number a sample, but the array is int64[128, 2]",
+            "flat.npz: 'label': the metric top1 needs one finite number a sample as labels, but the array is "
+            "int64[128, 2]",
         ),
         (["--labels", tmp_path / "none.npz"], "does not exist; check --labels"),
         (["--labels", short, "--metric", "accel.examples.digits:top1"], "either --metric or --labels"),

@@ -334,7 +334,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
     assert read_lengths("data", TEXT, SampleStream(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, error, words in (
-        ("8,x", BadData, "is not a file"),
+        ("8,x", BadData, "neither numbers nor a file"),
         (str(tmp_path / "binary"), BadData, "whole numbers, one per line"),
         ("0", BadInputSpec, "from 1 on"),
         ("data", UsageError, "pass data="),
