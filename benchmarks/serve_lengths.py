@@ -94,7 +94,7 @@ class Asked:
         self._started: dict[int, float] = {}
         self._answers: dict[int, int] = {}
         self._numbers = itertools.count()
-        self.latencies: list[tuple[float, float]] = []  # the time of the answer, and the seconds that the request took
+        self.latencies: list[tuple[float, float]] = []  # the time of each answer, and the request's latency in seconds
         self.wrong = 0
 
     def send(self) -> None:

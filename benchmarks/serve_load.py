@@ -68,7 +68,7 @@ SCENARIOS = (
         ("accel", "floor", "floor-model", "mlserver", "mlserver-workers", "litserve"),
         40,
     ),
-    # The input has 1 x 4 x 16 x 16 floats (4,096 bytes), so the server itself takes nearly all the time.
+    # The input has only 4,096 bytes (1 x 4 x 16 x 16 floats), so the server itself takes nearly all of the time.
     Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor", "floor-model"), 16),
     # The input has 1 x 3 x 224 x 224 floats (602,112 bytes).
     Scenario(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The largest relative error that counts as rounding. In the zoo's small nets, the rounding of float32 causes smaller
-# errors.
+# The largest relative error that counts as rounding. The rounding of float32 causes smaller errors than this limit in
+# the zoo's small nets.
 LIMIT = 1e-3
 
 

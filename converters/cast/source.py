@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32, because
-# random operators, for example, would generate different numbers in 16 bits.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. For example,
+# random operators would generate different numbers in 16 bits.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -124,7 +124,7 @@ class Source:
 
         variables = {i: formal(list(schema.inputs), i) for i in floats_in}
         low = {v for v in variables.values() if allowed.get(v)}
-        # The output of DequantizeLinear has the dtype of its scale, unless an attribute sets the dtype.
+        # Without the attribute output_dtype, the output of DequantizeLinear has the dtype of its scale.
         follows = node.op_type == "DequantizeLinear" and not any(a.name == "output_dtype" for a in node.attribute)
         inputs = {i: self.low if v in low else FLOAT for i, v in variables.items()}
         outputs = {}

@@ -127,7 +127,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     fault = own_fault(src, named(src), off)
     if read and not fault:
         fault = f"; keep the values of the inputs in tensors: {_fixes(read)}"
-    raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){fault or _advice(src)}")
+    raise ExportFailed(f"no exporter gave a correct model of {spec} ({reasons}){fault or _advice(src)}")
 
 
 def _name(src: Artifact) -> str:
@@ -274,7 +274,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"the file's outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
+            f"the file's outputs are off: the error of {failed[0].output} at {failed[0].case} is {failed[0].value:.2g} "
             f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )

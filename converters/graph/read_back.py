@@ -150,7 +150,8 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # An output size computed from dynamic sizes may be dynamic in the file, although its value is constant.
+            # The file may declare a dynamic output size although the size is constant, if the size is computed from
+            # dynamic sizes.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)

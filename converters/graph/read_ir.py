@@ -75,8 +75,8 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # A size that is fixed in the ONNX file may be dynamic in OpenVINO. The recorded size is used if it is within
-        # OpenVINO's bounds.
+        # A size that is fixed in the ONNX file may be dynamic in OpenVINO. accel uses the size from the ONNX file if
+        # this size is within OpenVINO's bounds.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))

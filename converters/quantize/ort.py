@@ -28,7 +28,7 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 
 _BATCH = 4
 
-# These operators between two convolutions are quantized, too, so that values stay int8 from one convolution to the
+# Between two convolutions, these operators are quantized as well, so that values stay int8 from one convolution to the
 # next. Softmax, normalizations and Where stay float. In int8, the mask of a Where would take up the whole range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",

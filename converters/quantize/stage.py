@@ -54,12 +54,12 @@ class Form:
 # Maps each kind of target to its quantization. A model quantized for the wrong kind of target was up to four times
 # slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Operators between two convolutions are
-#     quantized, too. Mode dynamic quantizes activations at run time, without calibration.
+#     quantized as well. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides which tensors to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
 #     because TensorRT refuses some quantized biases and outputs, and can't fuse the others. The products of attention
-#     stay float, because TensorRT fuses these products only in float. Cast to fp16 after this stage, not before,
-#     because the cast gives the scales the dtype of the engine's layers.
+#     stay float, because TensorRT fuses these products only in float. Cast a model to fp16 after its quantization,
+#     because the cast also gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -119,7 +119,7 @@ class QuantizeConfig(StageConfig):
     block_size: int = 32
     smallest: int = 1 << 16
     # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
-    # None, this machine's CPU decides.
+    # reduce_range is None, it depends on this machine's CPU.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Task:
     excluded: tuple[str, ...]
     transformer: bool
     unfinished: Path | None = None  # A killed calibration leaves its state in this folder. See ``collect``.
-    base: str = "fp32"  # The precision of layers that aren't int8, for ``sensitivity.measure``.
+    base: str = "fp32"  # The precision of the layers that don't become int8, used by ``sensitivity.measure``.
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
@@ -190,9 +190,9 @@ def _form(config: QuantizeConfig) -> Form:
         ("calibration", config.calibration, FORMS[config.form].calibrations if config.form in FORMS else ()),
     ):
         if name not in known:
-            raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
+            raise UnknownName(f"unknown quantization {kind} {name!r}; use {' or '.join(known)}")
     if config.mode == "fp8" and config.calibration not in FP8_CALIBRATIONS:
-        raise UnknownName(f"fp8 has no calibration {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
+        raise UnknownName(f"fp8 has no calibration method {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
     form = FORMS[config.form]
     if form.extra and importlib.util.find_spec(form.module) is None:
         raise MissingExtra(form.module, form.extra)
@@ -231,7 +231,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
         raise UnsupportedHere(f"{src.path} is quantized already; start from the float32 model")
     if precision != "fp32":
         raise UnsupportedHere(
-            f"{src.path} is {precision}; quantize the float32 model, then cast the result to {precision}"
+            f"{src.path} has the precision {precision}; quantize the float32 model, then cast the result to {precision}"
         )
     least = least_opset(config)
     if opset_of(model) < least:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# These operators give finite numbers for finite inputs, unless the numbers overflow.
+# These operators give finite numbers for finite inputs if no number overflows.
 _ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
 _MOVEMENT = frozenset(
     {

@@ -120,6 +120,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     # Skips the destructors of the process groups, because a failed rank would wait for other ranks in these
-    # destructors. If a mesh holds a group, the threads of gloo also outlive the interpreter's teardown and can crash
-    # the process.
+    # destructors. If a device mesh holds a process group, gloo's threads also outlive the interpreter's teardown and
+    # can crash the process.
     os._exit(code)
