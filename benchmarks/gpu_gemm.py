@@ -126,7 +126,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
-    """Returns the same computation compiled by torch.compile with max-autotune."""
+    """Returns a function that runs the operation of ``spec``, compiled by torch.compile with max-autotune."""
     # Without a reset, torch.compile would compile only the lambdas of the first eight calls of this function.
     torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]

@@ -37,9 +37,9 @@ class Typing:
     """The dtypes of a node after the cast. ``inputs`` and ``outputs`` map the position of each float32 input or output
     to float32 or to the 16-bit format.
 
-    An input or output has no entry if it isn't float32 before the cast, or if it may have any dtype. ``reason`` tells
-    why the node can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that
-    allows 16 bits.
+    An input or output that isn't float32 before the cast has no entry. An input or output that takes any dtype has no
+    entry either. ``reason`` tells why the node can't be 16-bit. If the model's opset is too low for 16 bits,
+    ``least_opset`` is the first opset that allows 16 bits.
     """
 
     inputs: Mapping[int, int]
@@ -79,7 +79,7 @@ class Source:
         return self.nodes[index].op_type == "Constant" and self.nodes[index].output[0] in self.constants
 
     def typing(self, index: int) -> Typing:
-        """Returns the dtypes that node ``index`` gets from the cast unless a rule keeps the node in float32."""
+        """Returns the dtypes of node ``index`` after the cast, if no rule keeps the node in float32."""
         return self._typings[index]
 
     def castable(self, index: int) -> bool:

@@ -82,8 +82,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs of the search: random inputs for every case of the signature with a batch of at most two, and
-    then samples from ``config.data``."""
+    """Yields the inputs of the search. The first inputs are random, one for each case of the signature with a batch of
+    at most two. The other inputs are samples from ``config.data``."""
     from accel.proof.stream import SampleStream
 
     signature = src.signature

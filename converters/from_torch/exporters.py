@@ -253,8 +253,9 @@ def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]
     """Yields ``module`` with an added output for each RNN that returns a packed sequence. The added output is the
     padded sequence.
 
-    Without the added outputs, the exporter fails if the model never reads the lengths of a packed sequence. An example
-    is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
+    A model that uses only the last hidden state never reads the lengths of a packed sequence. Without the added
+    outputs, the exporter fails for a model that never reads the lengths. ``_finish_graph`` removes the added outputs
+    from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

@@ -177,8 +177,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a clause about a dim if the model can't run at the smallest or largest declared size. The clause gives
-    the real bound.
+    """Returns a part of an error message about a dim whose declared range is too wide for the model. The text gives the
+    bound up to which the model runs.
 
     Returns an empty string if PyTorch runs the model at the smallest and largest size of each dim.
     """

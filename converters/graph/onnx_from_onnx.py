@@ -226,7 +226,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
 
     Removes an attribute only if it has its default value. Also removes a Reshape's ``allowzero`` if none of the sizes
-    is 0. The checker later refuses any other newer attribute.
+    is 0. The checker later refuses the model if other newer attributes remain.
     """
     import onnx
 

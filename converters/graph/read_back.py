@@ -170,7 +170,7 @@ def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
 def _dim_of(symbol: str | None, dim: str, own: str, symbols: dict[str, str]) -> str:
     """Returns the name of the dim for ``symbol``, by default ``dim``.
 
-    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``symbols`` maps another symbol to ``dim``,
+    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``dim`` is already the name of another symbol,
     returns ``own``.
     """
     if symbol is None:

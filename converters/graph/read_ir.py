@@ -48,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the dims of each tensor that accel recorded in the IR. Without a record, the dicts are empty."""
+    """Returns the dims that accel recorded in the IR for each tensor. Without a record, the dicts are empty."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -89,8 +89,8 @@ def _bounds(size: Any) -> range:
 
 def _precision(model: Any) -> str:
     """Returns the precision of ``model``. The precision is ``int8`` if the model has a FakeQuantize. If the model has
-    quantized weights, the precision is their dtype (``int4`` or ``int8``). Otherwise, the precision is the dtype of
-    most weights."""
+    quantized weights, the precision is the dtype of the quantized weights (``int4`` or ``int8``). Otherwise, the
+    precision is the dtype of most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

@@ -79,8 +79,8 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
     """Simplifies the model ``path``, restores its header, and writes it to ``out``. Runs in a child process.
 
-    With ``light``, the large weights stay in their file. In this case, onnxsim treats the large weights as inputs and
-    can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
+    If ``light`` is true, the large weights stay in their file. With ``light``, onnxsim treats the large weights as
+    inputs and can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
     """
     import onnxsim
 

@@ -153,7 +153,7 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """Makes all nodes except quantized products read the original tensors again.
+    """Makes only quantized products read quantized tensors, and all other nodes the original tensors.
 
     Otherwise, a residual connection beside a product would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.

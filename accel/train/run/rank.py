@@ -90,7 +90,7 @@ def disk_full(where: Path | str) -> CannotWrite:
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:
-    """Raises ``BadConfig`` if a rank can't see the folder of rank 0. Every rank writes its shards into this folder.
+    """Raises ``BadConfig`` if a rank can't see rank 0's folder ``out``. Every rank writes its shards into ``out``.
 
     Every rank has to call this function.
     """
