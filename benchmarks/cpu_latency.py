@@ -142,8 +142,8 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
     """Quantizes per channel with onnxruntime.quantization.quantize_static and its defaults, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, repeats the pre-processing without this inference, as ONNX
-    Runtime's documentation advises for transformers."""
+    pre-processing. If symbolic shape inference fails, repeats the pre-processing without symbolic shape inference. ONNX
+    Runtime's documentation gives this advice for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -257,7 +257,7 @@ def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
 
 
 def goal(rows: dict[str, Any]) -> str:
-    """Returns a sentence that tells whether these rows meet the goals, and names the rows that miss a goal."""
+    """Returns a sentence that tells whether ``rows`` meet the goals, and names the rows that miss a goal."""
     short: list[str] = []
     ratios: list[float] = []
     for name, found in rows.items():

@@ -420,7 +420,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """Returns lines of Markdown with the results of the bare servers in the same run."""
+    """Returns lines of Markdown with the results of the bare gRPC servers in the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:

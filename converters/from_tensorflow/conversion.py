@@ -150,7 +150,8 @@ def _operators_noted(file: Path) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Collects the log lines of tf2onnx. If tf2onnx can't convert an operator, it logs the operator and continues."""
+    """Collects the log lines of tf2onnx. The converter tf2onnx logs an operator that it can't convert, and
+    continues."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

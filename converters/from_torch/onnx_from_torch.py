@@ -78,7 +78,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # True if torch.export found branches that depend on values.
-    read: list[Place] | None = None  # The lines that read values of the inputs, if already known.
+    read: list[Place] | None = None  # The lines that read values of the inputs, or None if not known yet.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -283,7 +283,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences the prints and logs of exporters, and yields the list of their warnings."""
+    """Silences the prints and logs of exporters, and yields the list of the exporters' warnings."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

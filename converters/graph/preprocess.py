@@ -56,8 +56,9 @@ class NotPreprocessed(StageFailed):
 def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
     """Adds the preprocessing and postprocessing of ``config`` to ``src``, and writes the result to ``out``.
 
-    The input and the output keep their names, except that ``topk`` gives ``<output>_values`` and ``<output>_indices``.
-    Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly one output of scores.
+    The input and the output keep their names. With ``topk``, the outputs are ``<output>_values`` and
+    ``<output>_indices``. Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly
+    one output of scores.
     """
     model = read_proto(src.path, weights=True)
     if config.on_the_input:

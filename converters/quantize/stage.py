@@ -120,7 +120,7 @@ class QuantizeConfig(StageConfig):
     block_size: int = 32
     smallest: int = 1 << 16
     # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
-    # reduce_range is None, it depends on this machine's CPU.
+    # reduce_range is None, this machine's CPU decides whether the weights have 7 bits.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
