@@ -366,7 +366,7 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(UnknownName, match=message):
             quantize(src, config, out)
     half = cast(src, CastConfig(), tmp_path / "h.onnx")
-    with pytest.raises(UnsupportedHere, match="is fp16; quantize the float32 model, then cast"):
+    with pytest.raises(UnsupportedHere, match="has the precision fp16; quantize the float32 model, then cast"):
         quantize(half, QuantizeConfig(form="tensorrt"), out)
     made = quantize(src, QuantizeConfig(), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match="quantized already"):
