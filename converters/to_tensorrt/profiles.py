@@ -33,7 +33,8 @@ class InputShapes:
         for axis, (low, opt, high) in enumerate(zip(self.min, self.opt, self.max, strict=True)):
             if not 1 <= low <= opt <= high:
                 raise BadInputSpec(
-                    f"profile {self} has {low}, {opt}, {high} at dim {axis}; a profile needs 1 <= min <= opt <= max"
+                    f"profile {self} has the sizes {low}, {opt}, {high} at dim {axis}; "
+                    "a profile needs 1 <= min <= opt <= max"
                 )
 
     def __str__(self) -> str:
@@ -108,20 +109,22 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
         spec = specs[shapes.name]
         if len(shapes.min) != len(spec.shape):
             raise BadInputSpec(
-                f"profile {shapes} has rank {len(shapes.min)}, but the model takes {spec}; give {len(spec.shape)} sizes"
+                f"profile {shapes} has shapes of rank {len(shapes.min)}, but the model's input is {spec}; "
+                f"give shapes of {len(spec.shape)} sizes"
             )
         for axis, dim in enumerate(spec.shape):
             found = shapes.range(axis, signature.dims[dim].step if isinstance(dim, str) else 1)
             if isinstance(dim, int):
                 if not found.min == found.max == dim:
                     raise BadInputSpec(
-                        f"profile {shapes} has {_text(found)} at dim {axis}, which is fixed to {dim} in {spec}; "
-                        f"write {dim} there"
+                        f"profile {shapes} has the sizes {_text(found)} at dim {axis}, which is fixed to {dim} in the "
+                        f"model's input {spec}; write {dim} for min, opt and max"
                     )
             elif dims.setdefault(dim, found) != found:
                 raise BadInputSpec(
-                    f"the profile gives the dim {dim!r} {_text(dims[dim])} in {given_by[dim]!r} and {_text(found)} in "
-                    f"{shapes.name!r}; give both the same min, opt and max"
+                    f"the profile gives the dim {dim!r} the sizes {_text(dims[dim])} in the input {given_by[dim]!r} "
+                    f"and the sizes {_text(found)} in the input {shapes.name!r}; "
+                    "give the dim the same min, opt and max everywhere"
                 )
             else:
                 given_by.setdefault(dim, shapes.name)

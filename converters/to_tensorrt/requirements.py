@@ -34,6 +34,6 @@ def check_onnx(
         if not is_unknown_operator(error):
             raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
     if not model.graph.node or not model.graph.output:
-        raise InvalidModel(f"{path} has no nodes or no outputs; export it again")
+        raise InvalidModel(f"the graph in {path} has no nodes or no outputs; export the model again")
     if refusals := preflight(path, capabilities, supported, model):
         raise EngineNotBuilt(refused(refusals, path.name))
