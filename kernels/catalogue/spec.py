@@ -73,7 +73,9 @@ class GemmSpec:
         _one_of("input dtype", self.in_dtype, IN_DTYPES)
         for name in ("m", "n", "k"):
             if getattr(self, name) < 1:
-                raise BadFeeds(f"{name.upper()} is {getattr(self, name)}; a product needs M, N and K of at least 1")
+                raise BadFeeds(
+                    f"the size {name.upper()} is {getattr(self, name)}; a product needs M, N and K of at least 1"
+                )
         if self.in_dtype == "int8" and self.k > MAX_INT8_K:
             raise UnsupportedHere(
                 f"an int32 sum of K = {self.k} int8 products can overflow; split K into parts of at most {MAX_INT8_K}"

@@ -43,9 +43,12 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # larger than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # Python's overhead may take most of the time of a shorter call.
-MOST_SETS = 256  # The smallest layer of BERT-base has operands of 1 MiB, so 256 sets fill ROTATED_BYTES.
-RECORDED_CALLS = MOST_SETS  # A CUDA graph of short calls has a call for each set, so a replay takes milliseconds.
+# In calls that take less than LAUNCH_MICROSECONDS, most of the time may be Python's overhead.
+LAUNCH_MICROSECONDS = 500.0
+# The operands of the smallest layer of BERT-base take 1 MiB, so 256 sets of operands fill ROTATED_BYTES.
+MOST_SETS = 256
+# Short calls are recorded in a CUDA graph, one call for each set of operands, so that a replay takes milliseconds.
+RECORDED_CALLS = MOST_SETS
 BLOCKS = 5
 
 
@@ -121,7 +124,7 @@ def specs(
     """
     for words in added:
         if words not in ADDED:
-            raise UnknownName(f"{words!r} can't be added to a product; use one of {', '.join(ADDED)}")
+            raise UnknownName(f"the term {words!r} can't be added to a product; use one of {', '.join(ADDED)}")
     sizes = list(shapes) if shapes else [(m, n, k) for n, k in LAYERS for m in ROWS]
     return [
         GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue_for(dtype, act, words, out))
@@ -308,7 +311,7 @@ def microseconds(run: Run) -> float:
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
-        calls = max(calls, RECORDED_CALLS)  # for a single call, the measured time is mostly the launch
+        calls = max(calls, RECORDED_CALLS)  # the time of a single short call is mostly the time of its launch
     replay = recorded(run, calls)
     if replay is None:
         return statistics.median(block(calls) for _ in range(BLOCKS))
@@ -348,7 +351,9 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
         found = candidates_for(spec, sets, torch.cuda.get_device_capability(where))
         if not found:
             what = "convolutions" if isinstance(spec, ConvSpec) else "products"
-            raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} {what}")
+            raise UnsupportedHere(
+                f"accel has no kernel for {spec.in_dtype} {what} on the GPU {torch.cuda.get_device_name(where)}"
+            )
         return choose_fastest(key_of(spec, dispatch.device_of(device)), found, timer=microseconds, table=table)
 
 

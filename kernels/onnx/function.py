@@ -111,7 +111,9 @@ class FusedGemm:
                 f"{', '.join(ACTS)}"
             )
         if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
-            raise UnknownName(f"FusedGemm can't use this dtype; the output is one of {', '.join(DTYPES.values())}")
+            raise UnknownName(
+                f"FusedGemm doesn't support this dtype; the output has to be one of {', '.join(DTYPES.values())}"
+            )
 
     @property
     def wide(self) -> bool:

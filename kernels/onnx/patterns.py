@@ -21,7 +21,9 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # The allowed change of an activation at _POINTS when its constants are rounded to bf16.
+# A model may hold the constants of an activation in bf16. This rounding may change the activation's values at _POINTS
+# by at most _ROUNDED.
+_ROUNDED = 2e-3
 _LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
@@ -121,8 +123,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
         raise UnsupportedHere(
-            f"the model has opset {opset} and IR {model.ir_version}, and local functions need opset {MIN_OPSET} and IR "
-            f"{MIN_IR}; export it again with {option('opset', 20)}"
+            f"the model has opset {opset} and IR version {model.ir_version}, but fused operators need opset "
+            f"{MIN_OPSET} and IR version {MIN_IR}; export it again with {option('opset', 20)}"
         )
     graph = _Graph(model)
     functions: dict[str, onnx.FunctionProto] = {}
@@ -279,7 +281,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
             continue
         given = [values.get(name, graph.scalar(name)) for name in node.input]
         if any(value is None for value in given):
-            continue  # an input is not a constant, or is computed later
+            continue  # the value of an input is unknown, or a later node computes it
         with np.errstate(all="ignore"):
             out = _ARITHMETIC[node.op_type](*given)
         nodes.append(node)
