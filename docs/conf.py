@@ -32,7 +32,8 @@ html_copy_source = False
 
 
 def whole_metavars(_: Sphinx, context: click.Context, lines: list[str]) -> None:
-    """Restores the brackets at the ends of metavars such as ``NAME:DTYPE[DIM,...]``, which sphinx-click cuts off."""
+    """Restores the last bracket of metavars such as ``NAME:DTYPE[DIM,...]``, because sphinx-click cuts this bracket
+    off."""
     for option in context.command.params:
         cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # sphinx-click strips these characters
         if isinstance(option, click.Option) and option.metavar and cut != option.metavar:

@@ -243,8 +243,8 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the first dtype in the inputs and outputs of ``node`` that TensorRT lacks, or "" if TensorRT has all
-    dtypes.
+    """Returns the first dtype among the inputs and outputs of ``node`` that TensorRT doesn't support. Returns "" if
+    TensorRT supports all dtypes of the node.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

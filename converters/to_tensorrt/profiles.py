@@ -74,11 +74,12 @@ class OptimizationProfile:
 
 
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
-    """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
+    """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``. Each text has the shapes of one input in one
+    profile. If several texts name the same input, the second text belongs to the second profile, and so on.
 
-    A second text for an input belongs to the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and
-    for a shape of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or
-    if a dim has different ranges in two inputs.
+    Raises ``BadInputSpec`` for an unknown or missing input, and for a shape of the wrong rank. Also raises
+    ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or if a dim has different ranges in two
+    inputs.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -143,10 +144,11 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 
 
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
-    """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't in ``given``.
+    """Raises ``BadInputSpec`` if a dynamic input isn't in ``given``. The error lists the shapes that the user has to
+    add.
 
-    The shapes to add have the ranges in ``dims``, which come from the shapes of other inputs. A dim that is not in
-    ``dims`` has the range that the signature gives.
+    ``dims`` has the ranges of the dims that occur in other inputs. The added shapes have the same ranges. A dim that is
+    not in ``dims`` gets the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

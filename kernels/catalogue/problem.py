@@ -23,8 +23,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns ``asked`` as the output dtype, or the dtype of ``a`` if ``asked`` is None. int8 and fp8 inputs need
-    ``asked``."""
+    """Returns ``asked`` as the output dtype, or the dtype of ``a`` if ``asked`` is None. With an int8 or fp8 input,
+    ``asked`` must not be None."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
         wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
@@ -39,7 +39,8 @@ def gemm_spec(
     act: str,
     out: torch.dtype | None,
 ) -> GemmSpec:
-    """Returns the spec of these tensors. Raises ``BadFeeds`` if shapes, dtypes or devices don't match."""
+    """Returns the spec of the product of ``a`` and ``b``. Raises ``BadFeeds`` if shapes, dtypes or devices don't
+    match."""
     if a.dim() != 2 or b.dim() != 2:
         raise BadFeeds(f"a has the shape {list(a.shape)} and b {list(b.shape)}; reshape both to matrices")
     if a.shape[1] != b.shape[0]:
@@ -63,7 +64,7 @@ def conv_spec(
     act: str,
     out: torch.dtype | None,
 ) -> ConvSpec:
-    """Returns the spec of these tensors.
+    """Returns the spec of the convolution of ``x`` with ``weight``.
 
     ``geometry`` is (stride, padding, dilation). Raises ``BadFeeds`` if shapes, dtypes or devices don't match.
     """

@@ -1,4 +1,5 @@
-"""Describes problems for the reference, every implementation, the tests and the tuner.
+"""Describes the matrix products and convolutions that the kernels compute. The reference, the tests and the tuner use
+the same descriptions.
 
 A product computes ``out = act(row_scale * col_scale * (a @ b) + bias) + residual``. ``a`` is (M, K), ``b`` is (K, N),
 ``row_scale`` is (M,), and ``col_scale`` and ``bias`` are (N,). ``residual`` and ``out`` are (M, N). Products are summed

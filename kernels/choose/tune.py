@@ -143,7 +143,8 @@ def conv_specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[ConvSpec]:
-    """Returns the convolutions to tune: the geometry of ``shapes`` with the dtypes and epilogues of ``specs``.
+    """Returns the convolutions to tune, with the sizes and strides from ``shapes`` and the dtypes and epilogues from
+    ``specs``.
 
     Leaves out the row scale, which a convolution doesn't have.
     """
@@ -173,7 +174,7 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     """Returns random operands, which are ``a`` (M, K), ``b`` (K, N) and a dict with the epilogue's operands by name.
     ``b`` is the transpose of a dense matrix.
 
-    For a convolution, ``a`` is the image and ``b`` the weights. The sums stay in the range of fp16.
+    For a convolution, ``a`` is the image and ``b`` the weights. The result stays in the range of fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -278,10 +279,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the rounding error of sums in fp8 tensor cores, which is added to the bound.
+    """Returns the rounding error of the sums in fp8 tensor cores. The caller adds this error to the bound.
 
-    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps along K, the sum
-    is added to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
+    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). After every four steps along K,
+    the sum in the tensor cores is added to a second sum, which is in fp32. Each step can add an error of 2**-13 of the
+    largest partial sum.
     """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
