@@ -223,8 +223,8 @@ def compile_library(
 ) -> Built:
     """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
 
-    ``also`` describes further inputs of the library, and is part of the cache key. ``noted`` has further entries for
-    the library's record.
+    The text in ``also`` describes further inputs of the library, and is part of the cache key. The entries in ``noted``
+    are added to the library's record.
     """
     from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
 

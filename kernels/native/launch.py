@@ -83,8 +83,8 @@ def run_gemm(
     """Computes ``spec`` with the kernel ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of
     ``b`` are dense.
 
-    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch only passes a residual in the
-    output's dtype.
+    Raises ``BadFeeds`` if the dtype of the residual differs from the dtype of the output. Dispatch only passes a
+    residual in the output's dtype.
     """
     e = spec.epilogue
     residual = operands.get("residual")

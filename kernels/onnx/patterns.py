@@ -115,10 +115,11 @@ class _Graph:
 
 
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
-    """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions, in
-    graph order.
+    """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions that
+    replace the chains, in graph order.
 
-    Raises ``UnsupportedHere`` below opset 13 or IR 8, because such a model can't hold accel's functions.
+    Raises ``UnsupportedHere`` if the model's opset is below 13 or its IR version is below 8, because accel's functions
+    need these versions.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
@@ -269,8 +270,8 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. A function among these nodes, such as Erf, decides which activation the value is
-    compared with.
+    until a single value remains. If the nodes contain a function, such as Erf, the function decides with which
+    activation the value is compared.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []
