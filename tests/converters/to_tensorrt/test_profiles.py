@@ -69,10 +69,13 @@ def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
 GOOD = ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x16x3"]
 
 WRONG = {
-    "another batch of one input": (["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,32x32x3"], "'sequence' 4..8..16 in 'ids'"),
+    "another batch of one input": (
+        ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,32x32x3"],
+        "'sequence' the sizes 4..8..16 in the input 'ids'",
+    ),
     "one dim of two sizes in one input": (["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x8x3"], "'sequence'"),
-    "min over opt": (["ids=4x4,2x8,4x16", GOOD[1]], "has 4, 2, 4 at dim 0; a profile needs"),
-    "opt over max": (["ids=1x4,2x32,4x16", GOOD[1]], "has 4, 32, 16 at dim 1; a profile needs"),
+    "min over opt": (["ids=4x4,2x8,4x16", GOOD[1]], "has the sizes 4, 2, 4 at dim 0; a profile needs"),
+    "opt over max": (["ids=1x4,2x32,4x16", GOOD[1]], "has the sizes 4, 32, 16 at dim 1; a profile needs"),
     "zero": (["ids=0x4,2x8,4x16", GOOD[1]], "1 <= min"),
     "rank": (["ids=1,2,4", GOOD[1]], "rank 1"),
     "ranks that differ": (["ids=1x4,2,4x16", GOOD[1]], "same rank"),

@@ -213,14 +213,14 @@ def test_wrong_problems_are_refused_with_the_fix() -> None:
         fused_gemm(a, b.float())
     with pytest.raises(BadFeeds, match="pass out_dtype"):
         fused_gemm(a.to(torch.int8), b.to(torch.int8))
-    with pytest.raises(BadFeeds, match="bias is \\[3\\], but has to be \\[4\\]"):
+    with pytest.raises(BadFeeds, match="bias has the shape \\[3\\], but needs the shape \\[4\\]"):
         fused_gemm(a, b, bias=torch.ones(3))
     with pytest.raises(BadFeeds, match="at least 1"):
         fused_gemm(a[:0], b)
     with pytest.raises(BadFeeds, match="grouped"):
         fused_conv2d(torch.ones(1, 4, 4, 8), torch.ones(8, 3, 3, 4))
     for call in (quantize_rowwise, torch.ops.accel.quantize_rowwise):
-        with pytest.raises(BadFeeds, match="can't give"):
+        with pytest.raises(BadFeeds, match="can't quantize to"):
             call(a, torch.float16)
         with pytest.raises(BadFeeds, match="float matrix"):
             call(a[0], torch.int8)
