@@ -93,7 +93,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
     whole = at_once(np.concatenate(parts))
     assert np.array_equal(streamed.counts, whole.counts)
     assert np.array_equal(streamed.to_row(), whole.to_row())
-    # NumPy's histogram has the same counts over the same edges.
+    # With the same bin edges, NumPy's histogram must have the same counts.
     wanted, _ = np.histogram(np.concatenate(parts).astype(np.float64), whole.edges)
     assert np.array_equal(whole.counts, wanted)
     for method in METHODS:
@@ -210,7 +210,7 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
     elif what == "flipped":
         content = bytearray(path.read_bytes())
-        content[600] ^= 1  # the flipped bit gives another valid number
+        content[600] ^= 1  # after the bit flip, the bytes are still a valid number
         path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))

@@ -87,7 +87,7 @@ def test_a_plugin_library_comes_first(
     assert layers[LAYER] == QUICK
     trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # the cached engine doesn't use the library, so accel builds a new engine
+    layers, made = built(fused, tmp_path)  # the cached engine lacks the library's plugin, so accel builds again
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -181,7 +181,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # counts only reads with options, to leave out the stand-in's parser
+        reads.extend([path] if options else [])  # the stand-in's parser reads without options
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)

@@ -48,7 +48,7 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias has this scale
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias's scale is xs * ws
         },
     )
 

@@ -118,7 +118,7 @@ def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # dispatch uses this same object for CPU tensors
+    library = native_launch.installed(None)  # dispatch uses this library object for CPU tensors
     assert library is not None
     calls: list[str] = []
 

@@ -242,7 +242,7 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert "accel FusedGemm: " in plugins.said
     assert run(4, largest_m=4096) == 0, "few rows of a range that goes further"
     assert run(4, tactic=12345) == 0, "a tactic of another library"
-    # Each case has unsupported sizes or types, or fields that contradict the name.
+    # Each call below has unsupported sizes or types, or plugin fields that contradict the operator's name.
     a, b, bias = operands(plain, 4, 8, 16).values()
     good = [(a, "fp16"), (b, "fp16"), (bias, "fp16")]
     assert plugins.run(plain.name, good[:2], (4, 8), "fp16")[0] == 5, "an input is missing"
@@ -260,8 +260,8 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Each row has the kernel, stride, padding and dilation of a convolution. The first geometry differs by axis, and the
-# patches of the second geometry equal the image.
+# Each row has the kernel, stride, padding and dilation of a convolution. The first row has different values for the two
+# axes. With the second row, the convolution's patches are equal to the image.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 

@@ -39,8 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some are one larger, and some aren't
-# multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
+# The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some exceed a tile by one element, and
+# some aren't multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
