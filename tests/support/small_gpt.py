@@ -151,7 +151,7 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def wrong_chain() -> torch.nn.Module:
-    """Makes a model whose forward computes more than its chain of modules."""
+    """Makes a model whose ``forward`` does more than call the model's modules one after the other."""
 
     class Doubled(GPT):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

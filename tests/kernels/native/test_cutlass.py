@@ -156,7 +156,7 @@ def test_the_library_names_what_it_holds(library: build.Built) -> None:
 
 @pytest.mark.proof
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if `accel kernels check` passes a library without reading the library file."""
+    """Fails if `accel kernels check` approves a library without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
     proof = check._tensor_cores(lambda _message, _fraction: None)
     assert proof.passed, proof.detail
