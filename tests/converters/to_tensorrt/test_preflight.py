@@ -183,7 +183,7 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
 
 def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
     """Checks that preflight accepts exactly the types that the parser of TensorRT-RTX 1.7 supports. A uint8 input is
-    accepted only if a Cast reads the input."""
+    accepted only if the node that reads the input is a Cast."""
     refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
     for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
         for cast_first in (True, False):
