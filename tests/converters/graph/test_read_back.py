@@ -21,8 +21,8 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1, and has the fault that the test names. In the tests, a faulty stage writes this
-    module to a file."""
+    """Computes y = 2x and z = x + 1, with the fault ``fault`` in the outputs. In the tests, a faulty stage saves this
+    module as its result."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()

@@ -100,8 +100,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Checks that the --profile lines in the error complete the given profile lines to a valid profile. The error takes
-    the range of a dim from the given lines or, if no line has the dim, from the signature."""
+    """Checks that the given --profile lines and the --profile lines that the error suggests form a valid profile. The
+    error takes the range of a dim from the given lines or, if no line has the dim, from the signature."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
@@ -115,7 +115,7 @@ def test_the_missing_line_can_be_copied() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
 def test_text_form_reads_back(steps: list[tuple[int, int, int]]) -> None:
-    """Checks that parsing the text of a profile gives the same profile."""
+    """Checks that writing a profile as text and parsing the text gives the original profile."""
     low = tuple(a for a, _, _ in steps)
     opt = tuple(a + b for a, b, _ in steps)
     high = tuple(a + b + c for a, b, c in steps)

@@ -100,7 +100,7 @@ def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
 
 def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
     """Checks that the models of the steps load before the ensemble, even if the ensemble's name comes first in the
-    alphabet. Also fails if ensembles that contain each other stop the server."""
+    alphabet. Also fails if an ensemble that contains itself keeps the server from starting."""
     outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
     ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
     ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")

@@ -264,7 +264,8 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """A dict that starts a load at its first read and waits for the load for at most a second."""
+        """A dict that starts loading ``linear`` when its values are first read, and waits up to a second for the
+        end."""
 
         def values(self) -> Any:
             if loading.ident is None:

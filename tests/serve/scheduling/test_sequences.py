@@ -94,8 +94,8 @@ def step(client: Any, sequence: int, value: float, flags: str = "", name: str = 
 
 
 def test_sequences(tmp_path: Path, start: Start) -> None:
-    """Checks that each state begins with the file's values, isn't lost, and stays within its sequence. Also checks that
-    each control input has the value that the config requires."""
+    """Checks that each sequence's state begins with the values of the initial-state file, isn't lost, and stays within
+    its sequence. Also checks that each control input has the value that the config requires."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
