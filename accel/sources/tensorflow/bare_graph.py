@@ -53,7 +53,9 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         saver = tf.compat.v1.train.import_meta_graph(str(path), clear_devices=True)
         if saver is None:
-            raise BadSource(f"{path} names no variables to restore; save it with tf.compat.v1.train.Saver")
+            raise BadSource(
+                f"the checkpoint {path} lists no variables to restore; save it again with tf.compat.v1.train.Saver"
+            )
         graph = session.graph.as_graph_def()
         _check_tensors(graph, spec)
         saver.restore(session, str(path.with_suffix("")))

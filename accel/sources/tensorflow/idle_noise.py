@@ -132,7 +132,8 @@ def _without_effect(node: Any, idle: Mapping[str, np.ndarray], nodes: Mapping[st
         if value is None or value.size != 1:
             return ""
         chosen = str(names[1] if value.reshape(-1)[0] else names[2])
-        # A node that always selects a constant number may be a dropout that drops every element, so it is kept.
+        # Keeps a node that always selects a constant number, because the node may be a dropout that drops every
+        # element.
         return "" if _is_number(operation(chosen), nodes) else chosen
     if node.op not in _NEUTRAL or node.name in idle:
         return ""

@@ -108,7 +108,7 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
     except (KeyError, ValueError, OverflowError) as error:
         example = {name: False if kind.is_bool else 1 if kind.is_integer else 1.0}
         raise BadInputSpec(
-            f"the placeholder {name} of {spec.path} is {kind.name} and can't be {text!r}; "
+            f"the placeholder {name} of {spec.path} has the dtype {kind.name} and can't take the value {text!r}; "
             f"pass e.g. {option('placeholders', example)}"
         ) from error
     if _shape(nodes[name]) is None:

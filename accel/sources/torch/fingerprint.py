@@ -18,8 +18,8 @@ from accel.artifact import combined_sha256, file_sha256
 
 from ..python_object import is_installed
 
-# The attributes that every PyTorch module has, which the hash leaves out. ``state_sha256`` hashes the parameters and
-# buffers.
+# The attributes that every PyTorch module has. The hash leaves these attributes out. ``state_sha256`` hashes the
+# parameters and buffers.
 _OWN = {
     "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
     "_version", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",

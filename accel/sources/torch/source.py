@@ -72,7 +72,7 @@ def open_torch(
     if not specs:
         if found.live:
             raise BadInputSpec(
-                f"the inputs of {found.name} are unknown; pass {option('example')}, the arguments of a call"
+                f"the inputs of {found.name} are unknown; pass the arguments of a call as {option('example')}"
             )
         examples = found.example or suggested_inputs(found.module)
         raise BadInputSpec(
