@@ -41,7 +41,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# A disk with fewer free bytes than this counts as full, even if the file to write is smaller.
+# A disk with less than 1 MiB of free space counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 
@@ -190,7 +190,10 @@ def run_stage(
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
-        raise UnsupportedHere(f"stage {stage.name} takes {' or '.join(stage.takes)}, but {src.path} is {src.kind}")
+        takes = " or ".join(stage.takes)
+        raise UnsupportedHere(
+            f"the stage {stage.name} takes {takes} artifacts, but the artifact {src.path} has the kind {src.kind}"
+        )
     cache = cache or StageCache()
     options = config_json(config)
     used = versions(stage.packages)

@@ -66,7 +66,7 @@ KINDS: dict[str, Kind] = {
             companions=(".bin",),
             export_as="openvino",
         ),
-        # An engine can't be opened without its GPU, so this kind has no reader.
+        # The kind ``engine`` has no reader, because an engine can be opened only on its own GPU.
         Kind(name="engine", main_file="model.engine", runtimes=("tensorrt", "tensorrt-rtx")),
         Kind(
             name="tflite",
@@ -100,8 +100,8 @@ KINDS: dict[str, Kind] = {
             export_as="saved_model",
             framework=True,
         ),
-        # The main file names the function and the parts of a pipeline. The parts are artifacts in folders beside the
-        # main file.
+        # The main file of a pipeline contains the names of the pipeline's function and parts. The parts are artifacts
+        # in folders beside the main file.
         Kind(name="pipeline", main_file="model.pipeline", runtimes=("pipeline",)),
     )
 }

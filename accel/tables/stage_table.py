@@ -31,7 +31,7 @@ class Stage:
     proves: bool = False
 
 
-# The stages are listed in a possible order of a run.
+# All stages. A run could go through the stages in the order of this tuple.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",

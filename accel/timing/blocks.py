@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# During warm-up, the median time of the last ``_WINDOW`` runs is divided by the median time of the ``_WINDOW`` runs
-# before. Warm-up ends once this ratio is at least ``_STILL_FALLING``.
+# Warm-up continues while the run time falls. The run time falls if the median of the last ``_WINDOW`` times is less
+# than ``_STILL_FALLING`` times the median of the previous ``_WINDOW`` times.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -141,8 +141,8 @@ class BlockRunner:
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
         if wanted != given:
             raise BadFeeds(
-                f"the inputs are {', '.join(sorted(wanted))}, but the baseline's are {', '.join(sorted(given))}; "
-                "give both the same names"
+                f"the inputs are {', '.join(sorted(wanted))}, but the inputs of the baseline are "
+                f"{', '.join(sorted(given))}; give the inputs of both models the same names"
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]
         sizes = [session.signature.check_feeds(one) for one in self._feeds]

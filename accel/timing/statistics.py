@@ -16,10 +16,10 @@ Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "
 # With fewer rounds, even the interval from the smallest to the largest median contains the true value in less than 95%
 # of cases.
 MIN_ROUNDS = 5
-# The speeds of two processes of one model differ by up to 2% for the whole lifetime of the processes. Their memory
-# layouts differ, and the process loaded last tends to be faster. More rounds in the same processes don't average out
-# the difference between the processes. A single pair of processes may happen to differ by less than 2%, so the noise
-# floor is set to at least 2%.
+# The speeds of two processes of one model differ by up to 2% for the whole lifetime of the processes. The two processes
+# have different memory layouts, and the process loaded last tends to be faster. More rounds in the same processes don't
+# average out the difference between the processes. A single pair of processes may happen to differ by less than 2%, so
+# the noise floor is set to at least 2%.
 MIN_FLOOR = 0.02
 # Above this noise floor, a benchmark may miss relevant effects, such as a quantized model that is 10% faster.
 NOISY_FLOOR = 0.05

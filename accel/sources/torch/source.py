@@ -101,8 +101,8 @@ def open_torch(
     code = code_sha256(found.module)
     if found.live:
         state, code = found.live["state_sha256"], found.live["code_sha256"]
-    # The hash includes the factory's name, because the modules of two factories in one file may differ only in
-    # attributes. The other hashes don't cover attributes.
+    # The hashes of weights, code and files don't cover a module's attributes. The hash of the source includes the
+    # factory's name, because two factories in one file may make modules that differ only in attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module

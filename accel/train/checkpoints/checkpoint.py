@@ -283,7 +283,9 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Unreadable(f"{path} has no readable {RUN}") from error
         if other != model:
-            raise BadCheckpoint(f"{path} is a checkpoint of the model {other}, not of {model}; give another --out")
+            raise BadCheckpoint(
+                f"{path} is a checkpoint of the model {other}, not of the model {model}; give another --out"
+            )
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:

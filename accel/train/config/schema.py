@@ -21,8 +21,8 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, because the first step includes imports, building the model
-# and reading a checkpoint.
+# Multiplies ``hang_seconds`` for the first step, because the first step includes imports, building the model and
+# reading a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 

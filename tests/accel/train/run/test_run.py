@@ -343,7 +343,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
-            "needs a plan of which modules to cut",
+            "needs a plan of the modules to split",
         ),
     ):
         assert run(group, ["train", *words, "--out", str(tmp_path / "run"), "-q"]) == 2
