@@ -152,7 +152,7 @@ def arguments_of(
 
 
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors in the arguments ``given`` by name. The arguments must match ``templates``.
+    """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``.
 
     Raises ``BadFeeds`` if an argument's structure differs from its template, or if the value of a constant differs.
     """

@@ -309,7 +309,7 @@ class Trainer:
             ) from error
         if not isinstance(found, Mapping):
             raise BadConfig(
-                f"{name} returned a {type(found).__name__}; return metrics by name, {{'top1': 0.97}} "
+                f"{name} returned a {type(found).__name__}; return metrics by name, such as {{'top1': 0.97}} "
                 "(docs/how-to/training.md)"
             )
         metrics = {}
@@ -318,8 +318,8 @@ class Trainer:
                 metrics[str(key)] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise BadConfig(
-                    f"{name} returned a {type(value).__name__} for {key!r}, which is not a number; return metrics by "
-                    "name, {'top1': 0.97} (docs/how-to/training.md)"
+                    f"{name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; return "
+                    "numbers by name, such as {'top1': 0.97} (docs/how-to/training.md)"
                 ) from error
         return metrics
 

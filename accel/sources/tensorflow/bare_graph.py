@@ -106,8 +106,8 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The error message suggests
-    tensors to use."""
+    """Raises ``BadSource`` if the spec has no inputs or outputs, or names a tensor that isn't in the graph. The error
+    message suggests tensors to use."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
@@ -159,7 +159,7 @@ def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
 
 
 def run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
-    """Returns a function that runs a frozen graph on arrays by name, and the graph's input tensors.
+    """Returns a function and the input tensors of a frozen graph. The function runs the graph on a dict of arrays.
 
     Raises ``ValueError`` if the outputs can't be computed from the inputs.
     """

@@ -56,7 +56,7 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        # The hook is a lambda, because DDP checks the annotations of a hook and would refuse ``run``.
+        # The hook is a lambda without annotations, because DDP would refuse the annotations of ``run``.
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

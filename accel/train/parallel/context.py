@@ -60,9 +60,9 @@ class Ulysses(AroundAttention):
         for tensor in (query, key, value):
             if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
                 raise BadConfig(
-                    f"attention gets a tensor of shape {list(tensor.shape)}; the shape has to be [batch, heads, "
-                    f"positions, width], and cp {self.mesh.size()} has to divide the number of heads; use a cp that "
-                    "does"
+                    f"attention gets a tensor of shape {list(tensor.shape)}, but the shape has to be [batch, heads, "
+                    f"positions, width] with a multiple of cp {self.mesh.size()} as heads; use a cp that divides the "
+                    "number of heads"
                 )
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
         found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)
@@ -103,13 +103,15 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
             raise
         except Exception as error:
             reason = one_line(error, 200)
-            raise BadConfig(f"the model can't be run with its sequence cut after {name} ({reason}); {_FIX}") from error
+            raise BadConfig(
+                f"the model can't be run if the sequence is cut after the module {name} ({reason}); {_FIX}"
+            ) from error
     module.train()
     right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
     wrong = torch.tensor(float(not right), device=ranks.device)
     dist.all_reduce(wrong, group=mesh.get_group())  # the output may be wrong on some ranks only
     if wrong:
-        raise BadConfig(f"the output of the model changes if its sequence is cut after {name}; {_FIX}")
+        raise BadConfig(f"the output of the model changes if the sequence is cut after the module {name}; {_FIX}")
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:

@@ -110,7 +110,9 @@ def chain(module: nn.Module) -> list[str]:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct the name") from None
+            raise BadConfig(
+                f"pipeline_chain lists {name}, which is not a module of the model; correct the name"
+            ) from None
         several = isinstance(part, nn.ModuleList)
         found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
     return found
@@ -126,7 +128,9 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
     owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) not in owned:
-            raise BadConfig(f"{name} is in no part of the pipeline's chain; name all modules in pipeline_chain")
+            raise BadConfig(
+                f"the parameter {name} is in no part of the pipeline's chain; list all modules in pipeline_chain"
+            )
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -148,8 +152,8 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
             part.training = True
     if x.shape != expected.shape or not torch.allclose(x.float(), expected.float(), rtol=1e-3, atol=1e-5):
         raise BadConfig(
-            "the output of the pipeline's chain differs from the model's; let pipeline_chain name the modules in the "
-            "order of forward"
+            "the output of the pipeline's chain differs from the model's output; list the modules in pipeline_chain "
+            "in the order of forward"
         )
     if not any(found):
         found = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in names]
@@ -219,8 +223,8 @@ def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
         for parameter in module.get_submodule(name).parameters():
             if owner.setdefault(id(parameter), name) != name:
                 raise BadConfig(
-                    f"{owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share parameters; "
-                    "untie them, or use pp 1"
+                    f"the modules {owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share "
+                    "parameters; give each module its own parameter, or use pp 1"
                 )
 
 
@@ -274,6 +278,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Takes only the last pairs. Before the first step, torch also calls the loss on uninitialized memory to learn
-        # the shapes.
+        # Only the last ``count`` pairs are losses of this step. Before the first step, torch also calls the loss on
+        # uninitialized memory to learn the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

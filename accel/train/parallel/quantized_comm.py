@@ -138,7 +138,7 @@ class QuantizedReduceScatter(_Comm):
         if op == dist.ReduceOp.AVG:
             total /= world
         else:
-            assert op == dist.ReduceOp.SUM, op  # FSDP2 uses AVG or SUM, except with a custom divide factor
+            assert op == dist.ReduceOp.SUM, op  # without a custom divide factor, FSDP2 uses AVG or SUM
         output_tensor.copy_(total.view(output_tensor.shape))
 
 

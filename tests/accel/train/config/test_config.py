@@ -233,7 +233,7 @@ def test_schedules() -> None:
         (
             {"logits": torch.zeros(2, 3)},
             torch.zeros(2, dtype=torch.int64),
-            "the model returns a dict, and the default loss takes a tensor of class scores",
+            "the model returns a dict, but the default loss takes a tensor of class scores",
         ),
         (torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64), "the targets are float64, .*squared_error"),
     ],
