@@ -66,8 +66,8 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
 
 def _idle(noise: Any, graph: Any, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Finds the tensors that depend on ``noise`` but always have the same value, and maps their names to this value.
-    These tensors are computed from ``noise`` and constant numbers only. The value has rank 0 if the noise is a single
-    number, else rank 1.
+    Only tensors that are computed from ``noise`` and constant numbers are considered. The value has rank 0 if the noise
+    is a single number, else rank 1.
 
     Computes the tensors from 1001 values that span the range of the noise.
     """

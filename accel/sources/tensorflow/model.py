@@ -240,8 +240,8 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the input specs with names for their dynamic dims: first with separate names for each input, then with one
-    name per axis that all inputs share."""
+    """Yields the input specs with names for their dynamic dims. In the first specs, each input has its own dim names.
+    In the second specs, all inputs share one name for each axis."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:

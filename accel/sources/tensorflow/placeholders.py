@@ -25,7 +25,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def left_out(frozen: Frozen) -> dict[str, Any]:
-    """Maps names to the placeholders that the outputs depend on, except the inputs."""
+    """Returns the placeholders that the outputs depend on and that are not inputs, by name."""
     nodes = {node.name: node for node in frozen.graph.node}
     inputs = {_tensor(name) for name in frozen.inputs.values()}
     found: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
 
 
 def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with defaults in place of all ``needed`` placeholders that have no other value."""
+    """Replaces each remaining placeholder in ``needed`` by its default, and returns ``frozen``."""
     for node in frozen.graph.node:
         if node.name in needed and node.op == "PlaceholderWithDefault":
             kind = node.attr["dtype"].type

@@ -96,8 +96,8 @@ def form_of(text: str) -> str | None:
 
 
 def _written_in_tensorflow(text: str) -> bool:
-    """Tells whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, and
-    not torch.
+    """Tells whether the file of a factory imports TensorFlow or Keras and doesn't import torch. ``text`` is
+    ``file.py:factory`` or ``package.module:factory``.
 
     Parses the file instead of importing it, because an import would load TensorFlow into this process.
     """

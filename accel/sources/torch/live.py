@@ -190,8 +190,8 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
 def _described(
     module: torch.nn.Module, tensors: Tensors, axes: Axes | None, ranges: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the signature of the inputs as JSON, and a note. The note says how the batch dim was found if ``axes`` is
-    None, else it is empty."""
+    """Returns the signature of the inputs as JSON, and a note. If ``axes`` is None, the note says how the batch dim was
+    found. Otherwise, the note is empty."""
     note = ""
     if axes is None:
         axes, note = _batch_axes(module, tensors)

@@ -52,8 +52,8 @@ def open_torch(
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
-    the factory's module. ``like`` is a function that returns the signature of another version of the model. This
-    function is called if ``spec`` and ``inputs`` don't declare the inputs.
+    the factory's module. ``like`` is a function that returns the signature of another version of the model. ``like`` is
+    called if neither ``spec`` nor ``inputs`` declares the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.

@@ -63,8 +63,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
     """Returns the first signature in ``found`` that lets the module run. Narrows the ranges of the dims to sizes that
-    the module can take. The config may lack the size of a position table. Keeps the ranges in ``given``. If the module
-    fails with every signature in ``found``, returns the first signature unchanged.
+    the module can take, because the config may lack the size of a position table. Keeps the ranges in ``given``. If the
+    module fails with every signature in ``found``, returns the first signature unchanged.
     """
     module.eval()
     for form in found:

@@ -92,7 +92,7 @@ def scores(module):
             {},
             r"evaluate .*failing.py:raises failed at step 2 \(KeyError: 'labels'; .*; the weights are in .*/",
         ),
-        ("several", {}, r"several returned a Tensor for the metric 'off', .* a number; .*; the weights are in .*/final"),
+        ("several", {}, r"a Tensor for the metric 'off', which is not a number; .*; the weights are in .*/final"),
         ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; use .*/final"),
         (
             "raises",
