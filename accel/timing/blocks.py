@@ -163,7 +163,7 @@ class BlockRunner:
     def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
         """Warms up, then times ``passes`` passes over the feeds in each stream.
 
-        After ``limit_seconds``, the block ends early, but only at the end of a whole pass.
+        If the block takes longer than ``limit_seconds``, it ends after the current pass.
         """
         import numpy as np
 
@@ -208,8 +208,8 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``, which is the size of the first dim if all inputs share this size,
-    else 1."""
+    """Returns the number of samples in ``feeds``: the size of the first dim, or 1 if the inputs have different first
+    dims."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
@@ -227,8 +227,8 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields all of ``feeds`` up to ``passes`` times. Begins no pass after the time ``ends``, given in nanoseconds of
-    ``clock``.
+    """Yields all of ``feeds`` up to ``passes`` times. A new pass begins only before the time ``ends``, in nanoseconds
+    of ``clock``.
 
     Yields at least one pass. Every pass is completed, so that each set of inputs runs equally often.
     """

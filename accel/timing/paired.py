@@ -1,9 +1,9 @@
-"""Times candidates in a paired schedule: every candidate has its own process, and only the process that is being timed
-runs.
+"""Times candidates in a paired schedule. Every candidate has its own process. While a process is timed, all other
+processes are stopped.
 
-Thread pools of inference runtimes keep spinning after a run. Candidates slow one another down, by different factors up
-to 2, if they share a process or if their processes keep running. Therefore, the processes of all other candidates are
-stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
+Thread pools of inference runtimes keep spinning after a run. If candidates share a process, or if their processes keep
+running, each candidate slows down the others, by a factor of up to 2. Therefore, the processes of all other candidates
+are stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
 compared within the same round.
 """
 
@@ -46,7 +46,8 @@ _OVERRUN = 2.0
 
 
 class Lane:
-    """Holds a candidate's process and its results so far. The process is paused except while a block is timed."""
+    """Holds a candidate's process and its results so far. After calibration, the process runs only while a block is
+    timed."""
 
     def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
         self.name = name
@@ -103,9 +104,8 @@ class Lane:
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """Returns a float64 array with one value for each round in milliseconds, where smaller is better. The value is
-        the median time of the round's runs. For throughput, the value is the time of the round divided by its number of
-        runs.
+        """Returns a float64 array with one time in milliseconds for each round: the median time of the round's runs. If
+        throughputs are compared, the array has the total time of each round divided by the number of runs in the round.
         """
         import numpy as np
 
@@ -152,11 +152,11 @@ def measure(
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
     baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
-    compared with the two processes of the baseline together. After ``rounds`` rounds, further rounds run while the
-    confidence interval of a speedup, on a logarithmic scale, is wider than ``target_width``. The further rounds end
-    after four times ``rounds`` rounds in all, or ``budget_seconds`` after the first round began. ``limit_seconds``
-    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
-    to end within ``limit_seconds``.
+    compared with the times of both processes of the baseline. After ``rounds`` rounds, further rounds run until the
+    confidence interval of every speedup is at most ``target_width`` wide on a logarithmic scale. In all, there are at
+    most four times ``rounds`` rounds. No further round begins later than ``budget_seconds`` after the first round
+    began. ``limit_seconds`` limits the time of the whole call, including loading. After the first 5 rounds, a round
+    begins only if it is likely to end within ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
