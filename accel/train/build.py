@@ -170,7 +170,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Returns three times the FLOPs of the forward pass of a sample, to include the backward pass without
-    recomputation."""
+    """Returns the FLOPs of the forward and backward pass of a sample, without recomputation. The backward pass counts
+    as twice the FLOPs of the forward pass."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

@@ -73,6 +73,6 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
 
 
 def pair(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns [sum of losses, counted targets] in float64, detached."""
+    """Returns [sum of losses, counted targets] as a detached float64 tensor."""
     both = [value.full_tensor() if isinstance(value, DTensor) else value for value in (total.detach(), count)]
     return torch.stack([value.double() for value in both])

@@ -70,9 +70,9 @@ class Checkpoints:
         """Writes a checkpoint of ``state`` and ``run``. ``state`` is a dict of tensors. ``run`` is a dict of plain
         values, among them ``step``. Each rank writes its shards.
 
-        Waits for the previous save first. If ``asynchronous`` is set, copies the tensors and writes the copies in the
-        background until ``wait`` finishes the save. All ranks have to call ``wait`` together. If no rank is
-        ``writing``, ``wait`` returns quickly.
+        Waits for the previous save first. If ``asynchronous`` is set, copies the tensors, writes the copies in the
+        background and returns. A call of ``wait`` then finishes the save. All ranks have to call ``wait`` together. If
+        no rank is ``writing``, ``wait`` returns quickly.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"

@@ -1,8 +1,8 @@
 """Packs several documents of any length into one sequence, so that the model trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` into sequences of 128 positions. A sample has ``int64[n]``
-tokens and ``int64[n]`` targets, and n may differ between samples. Documents are placed longest first, each into the
-fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
+tokens and ``int64[n]`` targets, and n may differ between samples. The longest documents are placed first. Each document
+goes into the fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
 Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.

@@ -79,8 +79,8 @@ class MicroBatches:
 
 
 class _Stack:
-    """Stacks samples into a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and
-    None as the targets."""
+    """Stacks samples into a micro-batch ``(inputs, targets)``. If there are no samples, returns the inputs of ``spare``
+    and None as the targets."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare

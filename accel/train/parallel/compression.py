@@ -99,7 +99,7 @@ class PowerSGD:
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """Returns each compressed parameter among ``names`` with the shape of its ``q``.
+        """Returns the compressed parameters in ``names``, each with the shape of its ``q``.
 
         The order is the same as in torch's hook, which groups parameters of equal shape.
         """

@@ -3,10 +3,9 @@ of the heads.
 
 The method is from Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module
 (``parallel.cp_split``, which embeds tokens and positions) works on whole sequences, and its output is split over the
-ranks. After the cut, two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all
-positions for its share of the heads. After the cut, every operation except attention has to process each position
-independently. Before training, a run on a sample checks that the cut doesn't change the model's output. ZeRO treats
-each rank as a data-parallel rank.
+ranks. Two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all positions for its share
+of the heads. All other operations after the split have to process each position independently. Before training, a run
+on a sample checks that the split doesn't change the model's output. ZeRO treats each rank as a data-parallel rank.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Ulysses(AroundAttention):
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Replaces this rank's shard of a tensor that is cut along dim ``had``. The new shard is cut along dim
-        ``gets``."""
+        """Takes this rank's shard of a tensor that is sharded along dim ``had``. Returns this rank's shard of the same
+        tensor along dim ``gets``."""
         shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
         return shared.redistribute(placements=(Shard(gets),)).to_local()
 
@@ -78,9 +77,9 @@ class Ulysses(AroundAttention):
 def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
     """Changes ``module`` in place to work on this rank's part of the sequence. ``module`` must not be sharded yet.
 
-    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
-    output. The output changes if the model computes positions after the cut, or if an operation other than attention
-    reads other positions.
+    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the split changes the model's
+    output. The output changes if the model computes position numbers after the split, or if an operation other than
+    attention reads several positions.
     """
     mesh, name = ranks.cp, config.parallel.cp_split
     assert mesh is not None

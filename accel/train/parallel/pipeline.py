@@ -7,7 +7,7 @@ et al. 2024, "Zero Bubble", ZB-V).
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names. In
 ``pipeline_chain``, the name of a ``ModuleList`` means all its entries. ``forward`` has to run the modules of the chain
-one after the other. Before the cut, a run on a sample checks the order of the chain.
+one after the other. Before the chain is cut, a run on a sample checks the order of its modules.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def places(pp: int, schedule: str) -> list[list[int]]:
-    """Returns the stage numbers of each rank. A rank has one stage, or two in a loop (interleaved) or a V
-    (zero-bubble)."""
+    """Returns the stage numbers of each rank. A rank has one stage, or two stages for the schedules ``interleaved``
+    (placed in a loop) and ``zero-bubble`` (placed in a V)."""
     if schedule == "interleaved":
         return [[rank, pp + rank] for rank in range(pp)]
     if schedule == "zero-bubble":

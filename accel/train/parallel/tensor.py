@@ -9,8 +9,8 @@
 
 Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
-sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
-sequence, and ``row`` reduce-scatters the sequence.
+sequence, hidden]. Between the modules of the plan, each rank holds only its part of the sequence. ``column`` gathers
+the sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy is computed on the
 sharded logits. The model's code must not use a fixed number of heads, because a rank has only some of the heads.

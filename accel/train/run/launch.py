@@ -117,7 +117,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Returns a clause with the step that the same command resumes from."""
+    """Returns a clause for a message that tells after which step the same command continues."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
