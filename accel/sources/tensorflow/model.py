@@ -248,7 +248,7 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
         if shape is None:
             if name not in said:
                 raise BadInputSpec(
-                    f"{where} doesn't declare the shape of {name!r}; "
+                    f"the model {where} doesn't declare the shape of the input {name!r}; "
                     f"pass {option('inputs', [f'{name}:{dtype}[batch,...]'])}"
                 )
             shape = [d if isinstance(d, int) else None for d in said[name].shape]

@@ -101,7 +101,9 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
             f"{others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
-        raise BadInputSpec(f"{name} is an input of {spec.path}; leave it out of {option('placeholders')}")
+        raise BadInputSpec(
+            f"the placeholder {name} is an input of {spec.path}; leave {name} out of {option('placeholders')}"
+        )
     kind = tf.as_dtype(nodes[name].attr["dtype"].type)
     try:
         value = _WORDS[text.lower()] if kind.is_bool else text if kind == tf.string else _number(text, kind)

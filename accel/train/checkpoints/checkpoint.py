@@ -165,7 +165,7 @@ class Checkpoints:
             return False
         if name.removeprefix("-") not in metrics:
             raise BadConfig(
-                f"checkpoint.best is {name!r}, and evaluate measures {', '.join(metrics) or 'nothing'}; "
+                f"checkpoint.best is {name!r}, but evaluate measures only {', '.join(metrics) or 'nothing'}; "
                 "use one of these metrics"
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)

@@ -51,7 +51,10 @@ def override(body: dict[str, Any], text: str) -> None:
     for table in tables:
         inner = body.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise BadConfig(f"{table!r} in {text!r} is not a table of the config; write --key=value")
+            raise BadConfig(
+                f"the config key {table!r} is a value and not a table, so the override {text!r} is wrong; write "
+                "--key=value"
+            )
         body = inner
     try:
         body[key] = tomllib.loads(f"value = {value}")["value"]

@@ -102,8 +102,8 @@ def chain(module: nn.Module) -> list[str]:
         return [name for name, _ in module.named_children()]
     if names is None:
         raise BadConfig(
-            f"{type(module).__name__} doesn't say where a pipeline may cut; make the model an nn.Sequential, or list "
-            "its modules in an attribute pipeline_chain, in the order of forward"
+            f"the model {type(module).__name__} doesn't say where a pipeline may cut it; make the model an "
+            "nn.Sequential, or list its modules in an attribute pipeline_chain, in the order of forward"
         )
     found = []
     for name in names:

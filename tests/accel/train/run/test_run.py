@@ -326,7 +326,7 @@ def test_an_interrupt_says_where_it_goes_on(
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Checks that a BadData error raised in a rank reaches the caller with its type and message."""
-    with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
+    with pytest.raises(BadData, match="the data has only 96 samples, but global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
