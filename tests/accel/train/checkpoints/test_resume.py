@@ -66,7 +66,7 @@ def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "scores.py"
     source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
-    with pytest.raises(BadConfig, match=r"best is '-los', but evaluate measures only top1, loss; use one of these metrics"):
+    with pytest.raises(BadConfig, match=r"best is '-los', but evaluate measures only top1, loss; use one of these"):
         Trainer(config, tmp_path, join(config)).run()
 
 
