@@ -273,5 +273,5 @@ def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) 
     (tmp_path / "out" / "decoder" / "model.onnx").write_text("mine")
     with pytest.raises(AccelError, match=r"model\.onnx was not made by accel and would be overwritten"):
         accel.export(both, example=(TOKENS,), out=tmp_path / "out")
-    with pytest.raises(AccelError, match="give tensors, numbers or texts"):
+    with pytest.raises(AccelError, match="give tensors, numbers, strings"):
         accel.export(both, example=(TOKENS, object()))

@@ -217,7 +217,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
     """Checks that accel notices a wrong shape or an unknown dim before the export."""
-    with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
+    with pytest.raises(BadSource, match=r"fails in PyTorch on the inputs x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
         Source(f"{my_model}:make", inputs=IMAGE, dims={"sequence": (1, 2, 3)}).open()

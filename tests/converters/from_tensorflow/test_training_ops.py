@@ -101,7 +101,7 @@ def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, 
         ("norm", BadSource, "saved for training", {}),
         ("norm", BadSource, "saved for training", {"strip_training_ops": True}),
         ("noise.tflite", UsageError, "export the SavedModel or Keras file", {"strip_training_ops": True}),
-        ("noise.pb", BadSource, "found no dropout in them", {"strip_training_ops": True, **ENDS}),
+        ("noise.pb", BadSource, "found no dropout in these ops", {"strip_training_ops": True, **ENDS}),
     ],
 )
 def test_what_is_left_is_refused_once(

@@ -348,7 +348,7 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
         load_weights(smaller, recorded / "deepspeed/zero2_fp32")
     whole = net()
     whole.version = torch.tensor(1.5)
-    with pytest.raises(BadSource, match=r"'version' is torch.int64 in .* and torch.float32 in the model"):
+    with pytest.raises(BadSource, match=r"'version' has the dtype torch.int64 in .*, but the dtype torch.float32"):
         load_weights(whole, recorded / "deepspeed/zero2_fp32")
 
 

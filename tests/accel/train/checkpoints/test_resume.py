@@ -66,7 +66,7 @@ def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "scores.py"
     source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
-    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; use one of these metrics"):
+    with pytest.raises(BadConfig, match=r"best is '-los', but evaluate measures only top1, loss; use one of these"):
         Trainer(config, tmp_path, join(config)).run()
 
 
@@ -92,8 +92,8 @@ def scores(module):
             {},
             r"evaluate .*failing.py:raises failed at step 2 \(KeyError: 'labels'; .*; the weights are in .*/",
         ),
-        ("several", {}, r"several returned a Tensor for 'off', which is not a number; .*; the weights are in .*/final"),
-        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; use .*/final"),
+        ("several", {}, r"a Tensor for the metric 'off', which is not a number; .*; the weights are in .*/final"),
+        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', but evaluate measures only top1; use .*/final"),
         (
             "raises",
             {"evaluate_every": 1},

@@ -40,9 +40,9 @@ def test_a_plan_names_modules_by_pattern() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"layers.*.query": "column"}, "names no module of the model; its modules are embed, "),
+        ({"layers.*.query": "column"}, "matches no module of the model; the modules are embed, "),
         ({"head": "column", "he*": "row"}, "gives head the styles column and row; keep one"),
-        ({"norm": "row"}, "norm is a LayerNorm, and the style row needs a Linear"),
+        ({"norm": "row"}, "norm is a LayerNorm, but the style row needs a Linear"),
         ({"norm": "vocabulary"}, "the style vocabulary needs a Linear or an Embedding"),
     ],
 )
@@ -90,7 +90,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
     plan = match(grouped, {"layers.*.[qkv]": "column", "layers.*.up": "column"})
     seen = attempt(grouped, ids, []).attentions
     check_heads(grouped, plan, seen, 2)
-    with pytest.raises(BadConfig, match=r"layers.0.k makes 2 heads of width 8, and tp 4 .* use a --tp that divides 2"):
+    with pytest.raises(BadConfig, match=r"layers.0.k makes 2 heads of width 8, but tp 4 .* use a --tp that divides 2"):
         check_heads(grouped, plan, seen, 4)
 
 
@@ -153,7 +153,7 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),
         (("embed", "blocks", "norm", "norm", "head"), "the output of the pipeline's chain differs from the model's"),
         (("norm", "embed", "blocks", "head"), "can't be run"),
-        (("embed", "layers"), "names layers, which is not in the model"),
+        (("embed", "layers"), "lists layers, which is not a module of the model"),
     ):
         model = _gpt()
         model.pipeline_chain = wrong  # type: ignore[assignment]

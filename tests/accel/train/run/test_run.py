@@ -328,7 +328,7 @@ def test_an_interrupt_says_where_it_goes_on(
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Checks that a BadData error raised in a rank reaches the caller with its type and message."""
-    with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
+    with pytest.raises(BadData, match="the data has only 96 samples, but global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
@@ -345,7 +345,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
-            "needs a plan of which modules to cut",
+            "needs a plan of the modules to split",
         ),
     ):
         assert run(group, ["train", *words, "--out", str(tmp_path / "run"), "-q"]) == 2
