@@ -126,7 +126,7 @@ def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "n
     """
     try:
         found = errors()
-    except Exception as error:  # a runtime may raise any exception for a wrong function body
+    except Exception as error:  # a runtime may raise any type of exception if an operator's function body is wrong
         return Proof(what=what, passed=False, detail=one_line(error, 300))
     if not found:
         return Proof(what=what, passed=None, detail=missing)

@@ -49,7 +49,10 @@ def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dic
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ChildCrashed(f"a kernel failed in the interpreter: {last}; run python {' '.join(command[1:3])} to see it")
+        raise ChildCrashed(
+            f"a kernel failed in Triton's interpreter with the error {last}; to see the whole error, run: python "
+            f"{' '.join(command[1:3])}"
+        )
     return {name: float(value) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
@@ -146,7 +149,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
     x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
-    else:  # torch converts to float8, because the interpreter's conversion loses carries
+    else:  # torch converts to float8, because the interpreter rounds to float8 incorrectly
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
         sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
         kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
@@ -217,8 +220,8 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     tiles = -(-spec.gemm.m // 32) * 2
     kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    # The limit covers fp32 sums and one rounding of the result. The limit for bfloat16 is larger, because the
-    # interpreter truncates to bfloat16 instead of rounding.
+    # The allowed error covers fp32 sums and one rounding of the result. The allowed error of bfloat16 is larger,
+    # because the interpreter truncates to bfloat16 instead of rounding.
     unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
     limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
     return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
@@ -235,8 +238,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is the length of one step plus 16 elements, which keeps the row length a multiple of 16 bytes for
-                # TMA.
+                # K is 16 elements longer than one step. Rows of such a K are multiples of 16 bytes long, as TMA needs.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

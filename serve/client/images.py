@@ -110,16 +110,18 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' doesn't take one image ({', '.join(_KINDS)}) with 1, 3 or 4 channels as its "
-            f"first or last dim, but takes {given}; send arrays as .npz"
+            f"model '{metadata.name}' takes {given}, but images need a model with a single input of 1, 3 or 4 channels "
+            f"(first or last dim) and a dtype of {', '.join(_KINDS)}; send arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])
     for option, values in (("the mean of --normalize", mean), ("the deviation of --normalize", std)):
         if values and tensor.datatype == "UINT8":
-            raise BadData(f"{option} is for models that take floats; '{metadata.name}' takes UINT8 pixels")
+            raise BadData(f"{option} is for models that take floats, but model '{metadata.name}' takes UINT8 pixels")
         if len(values) not in (0, 1, channels):
-            raise BadData(f"{option} needs one number or one for each of the {channels} channels, got {len(values)}")
+            raise BadData(
+                f"{option} needs 1 number, or {channels} numbers for {channels} channels, but has {len(values)}"
+            )
     if any(value <= 0 for value in std):
         raise BadData("the deviation of --normalize has to be above 0 for every channel")
     return ImageInput(

@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a thread that reads a stream doesn't run the requests itself
+            inline=call.single,  # a thread that reads a stream leaves the requests to other threads
         ),
         call.parameters,
     )

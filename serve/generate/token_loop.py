@@ -77,14 +77,14 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
 
     if not decoupled:
         if options:
-            raise refused(f"{min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
+            raise refused(f"the parameter {min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
         return None
     if unknown := [key for key in options if key not in _KEYS and not key.startswith(_STATE)]:
-        raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
+        raise refused(f"unknown parameter {unknown[0]}; the known parameters are {', '.join(_KEYS)} and {_STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
             f"a decoupled model needs a token loop, and the parameter {missing[0]} is missing; name the loop's "
-            f"input and output with {' and '.join(_KEYS[:2])}, or take model_transaction_policy out"
+            f"input and output with {' and '.join(_KEYS[:2])}, or remove model_transaction_policy"
         )
     inputs = {spec.name: spec for spec in signature.inputs}
     outputs = {spec.name: spec for spec in signature.outputs}
@@ -92,7 +92,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
     for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
-            raise refused(f"{key} names the input '{to}', but the model has: {', '.join(inputs)}")
+            raise refused(f"the parameter {key} names the input '{to}', but the model has: {', '.join(inputs)}")
     for out in (options["stream_logits"], *states):
         if out not in outputs:
             raise refused(f"the stream_* parameters name the output '{out}', but the model has: {', '.join(outputs)}")
@@ -104,13 +104,16 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
             raise refused(f"the inputs of the stream have to be integers of shape (rows, length), not {spec}")
     if len(logits.shape) not in (2, 3):
-        raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), not {logits}")
+        raise refused(
+            "the output of stream_logits has to be of shape (rows, vocabulary) or (rows, length, vocabulary), not "
+            f"{logits}"
+        )
     if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
         raise refused(f"the length of stream_tokens has to be dynamic or 1; the input is {tokens}")
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
-            f"{tokens} takes one token at a time, so the stream needs its state; add the parameter {_STATE}OUTPUT with "
-            "the name of the state's input"
+            f"the input {tokens} takes one token at a time, so the stream needs the model's state; add the parameter "
+            f"{_STATE}OUTPUT with the name of the state's input"
         )
     return TokenLoop(
         tokens=tokens.name,
