@@ -57,7 +57,8 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
         if value.shape != reference.shape or value.dtype != reference.dtype:
             raise GateFailed(
                 f"output {at} of the fused module has dtype {value.dtype} and shape {list(value.shape)} instead of "
-                f"dtype {reference.dtype} and shape {list(reference.shape)}; leave this module unfused and report the error"
+                f"dtype {reference.dtype} and shape {list(reference.shape)}; leave this module unfused and report the "
+                "error"
             )
         if not reference.numel():
             continue

@@ -25,7 +25,8 @@ _KINDS = {
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# Maps a config field to the dtype of the control's input. The field holds the input's values for false and for true.
+# Maps a config field to the dtype of its two values. A control's input gets the first value for false and the second
+# value for true.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
@@ -41,7 +42,9 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
     if given.iterative_sequence:
         raise _refused(config, "iterative_sequence is not supported; let the client send each step")
     if given.direct.minimum_slot_utilization:
-        raise _refused(config, "minimum_slot_utilization is not supported; use oldest with a preferred_batch_size")
+        raise _refused(
+            config, "minimum_slot_utilization is not supported; use the strategy oldest with a preferred_batch_size"
+        )
     most = given.oldest.max_candidate_sequences
     if most < 0:
         raise _refused(config, f"max_candidate_sequences is {most}; write a number of at least 0")
@@ -102,7 +105,8 @@ def _check_dtype(config: Any, role: str, spec: TensorSpec, number: int) -> None:
     if number and said != BY_FIELD.get(spec.dtype):
         raise _refused(
             config,
-            f"the {role} '{spec.name}' is {said} in the config and {spec.dtype} in the model; correct the config",
+            f"the {role} '{spec.name}' has dtype {said} in the config and {spec.dtype} in the model; correct the "
+            "config",
         )
 
 
