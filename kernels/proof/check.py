@@ -63,8 +63,8 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """Returns a separate cache folder for the proofs. A separate folder keeps dispatch from finding the proofs'
-    library, which has no GEMMs."""
+    """Returns a separate cache folder for the proofs. The proofs build a library without
+    GEMMs, which the kernels' normal dispatch must not find."""
     return cache_folder() / "check"
 
 

@@ -113,8 +113,8 @@ def gemm(
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that the activation ``act`` passes a NaN on, and that a NaN in a row of ``a`` reaches only the same row of
-    the output."""
+    """Checks that a NaN in a row of ``a`` passes through the activation ``act``, and reaches only the same row of the
+    output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))

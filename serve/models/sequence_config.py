@@ -58,7 +58,7 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         [control] = entry.control
         kind = _KINDS[type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name]
         if kind in controls or entry.name in controls.values():
-            raise _refused(config, f"the control {kind} or its input '{entry.name}' comes twice; take one out")
+            raise _refused(config, f"the control {kind} or its input '{entry.name}' comes twice; remove one")
         controls[kind] = entry.name
         spec = _there(config, "control input", entry.name, inputs)
         if kind == "CORRID":
@@ -71,7 +71,7 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         spec = _there(config, "state input", state.input_name, inputs)
         out = _there(config, "state output", state.output_name, outputs)
         if state.output_name in states or state.input_name in states.values():
-            raise _refused(config, f"the state '{state.input_name}' comes twice; take one out")
+            raise _refused(config, f"the state '{state.input_name}' comes twice; remove one")
         for one in (spec, out):
             _check_dtype(config, "state", one, state.data_type)
             _check_dims(config, one, state.dims)
@@ -138,7 +138,9 @@ def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple
     [(field, (false, true))] = found
     if spec.dtype != _VALUES[field]:
         right = next((name for name, dtype in _VALUES.items() if dtype == spec.dtype), "another input")
-        raise _refused(config, f"control {kind} has {field}, but the input '{spec.name}' is {spec.dtype}; use {right}")
+        raise _refused(
+            config, f"control {kind} has {field}, but the input '{spec.name}' has dtype {spec.dtype}; use {right}"
+        )
     return false, true
 
 
@@ -167,9 +169,11 @@ def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> 
         try:
             raw = (folder / INITIAL_STATES / name).read_bytes()
         except OSError as error:
-            raise _refused(config, f"can't read {source} ({error.strerror}); put it into the model's folder") from None
+            raise _refused(
+                config, f"can't read the file {source} ({error.strerror}); put the file into the model's folder"
+            ) from None
     try:
         found = decode_raw(spec.name, kind.name, dims, raw, config.name)
         return to_strings(spec.name, found, config.name) if kind.name == "BYTES" else found
     except ServeError as error:
-        raise _refused(config, f"{source} is not the state '{spec.name}': {error}") from None
+        raise _refused(config, f"the data in {source} doesn't fit the state '{spec.name}': {error}") from None

@@ -151,9 +151,11 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
     try:
         wide = np.asarray(values)
         if wide.ndim != 1:
-            raise invalid(f"the values of input '{name}' for model '{model}' have to be one flat list")
+            raise invalid(f"the values of input '{name}' for model '{model}' have to be a flat list")
         if kind.numpy.kind in "iub" and count and wide.dtype.kind not in "iub" and not _integers(values):
-            raise invalid(f"input '{name}' for model '{model}' is {datatype}, but its values are {wide.dtype}")
+            raise invalid(
+                f"input '{name}' for model '{model}' has datatype {datatype}, but values of dtype {wide.dtype}"
+            )
         found = np.array(values, dtype=kind.numpy)
     except (ValueError, TypeError, OverflowError) as error:
         raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None

@@ -93,7 +93,8 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # Rows are padded to an allowed size. The size of each remaining dim has to be a multiple of the dim's step.
+        # The server pads the batch dim to an allowed size. The size of any other dim has to be a multiple of the dim's
+        # step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs
@@ -110,8 +111,8 @@ class RowBatching:
             size = request.inputs[name].shape[axis] if name in request.inputs else 0
             if size % sizes.step:
                 raise invalid(
-                    f"input '{name}' has {dim} {size}, but model '{self.name}' takes multiples of {sizes.step}; pad or "
-                    f"cut it to {sizes.beside(size)}"
+                    f"input '{name}' has the size {size} in dim '{dim}', but model '{self.name}' takes multiples of "
+                    f"{sizes.step}; pad or cut the dim to {sizes.beside(size)}"
                 )
         if not self.batched:
             return 1

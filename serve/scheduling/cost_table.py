@@ -45,8 +45,8 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more than a larger input. If the smaller input was measured as slower, both get
-        # the time of the larger input, because noise only lengthens a run.
+        # A smaller input never costs more than a larger input. If the measurements contradict this rule, the smaller
+        # input gets the time of the larger input, because noise only lengthens a run.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 

@@ -27,7 +27,7 @@ class RateLimiter:
         self._gates: set[Gate] = set()
         self._waiting: set[Gate] = set()
         self._used: Counter[str] = Counter()
-        self._turn = 0  # the stride position of the run that entered last
+        self._turn = 0  # how far the model of the last run had advanced before the run
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:

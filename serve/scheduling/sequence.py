@@ -142,7 +142,8 @@ class SequenceExecutor:
             if len(self._sequences) >= self._options.max_sequences:
                 raise ServeError(
                     Code.UNAVAILABLE,
-                    f"model '{self.name}' has {self._options.max_sequences} sequences, its maximum; end one first",
+                    f"model '{self.name}' has {self._options.max_sequences} sequences, which is the maximum; end a "
+                    "sequence first",
                 )
             sequence = self._sequences[request.sequence_id] = _Sequence(request.sequence_id)
         sequence.open = not request.sequence_end
@@ -167,7 +168,7 @@ class SequenceExecutor:
                     raise refused("specify batch-size 1 due to requirements of sequence batcher")
         for name in self._scheduling.server_inputs:
             if name in request.inputs:
-                raise refused(f"not send '{name}', which the server keeps")
+                raise refused(f"not send the input '{name}', which the server keeps")
         if (unfit := self._states.unfit(request.sequence_id)) is not None:
             raise refused(f"specify a correlation ID that fits '{unfit}'")
 

@@ -125,7 +125,7 @@ def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) ->
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         step(client, 1, 1, "s")
         step(client, 2, 1, "s")
-        with pytest.raises(InferenceServerException, match="has 2 sequences, its maximum") as caught:
+        with pytest.raises(InferenceServerException, match="has 2 sequences, which is the maximum") as caught:
             step(client, 3, 1, "s")
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         step(client, 2, 1, "e")
@@ -158,7 +158,7 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("fp32_false_true", "int32_false_true", "START has int32_false_true, but the input 'start' is float32"),
+        ("fp32_false_true", "int32_false_true", "START has int32_false_true, but the input 'start' has dtype float32"),
         ("[3, 7]", "[3]", "END needs one of int32_false_true, fp32_false_true, bool_false_true"),
         (
             "CORRID data_type: TYPE_INT64",
@@ -197,4 +197,4 @@ def test_what_is_refused(tmp_path: Path, before: str, after: str, said: str) -> 
 def test_a_state_of_another_size(tmp_path: Path) -> None:
     """Fails if a file of the wrong size is loaded as the initial state."""
     configure(tmp_path / "sums", begin=(1.0, 2.0, 3.0))
-    assert_refused(tmp_path, "initial_state/begin is not the state 'state': .*Expected 8, got 12")
+    assert_refused(tmp_path, "initial_state/begin doesn't fit the state 'state': .*Expected 8, got 12")
