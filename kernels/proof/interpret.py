@@ -196,7 +196,7 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     """Runs a convolution with arguments in TensorRT's order: the inputs, the sizes, and the output. Images and weights
     are in ONNX's layout.
 
-    On a ``device`` other than the CPU, the kernel is compiled.
+    On the CPU, the interpreter runs the kernel. On a GPU, Triton compiles the kernel.
     """
     from ..triton import plugin_kernels as triton_plugin
 

@@ -28,7 +28,7 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 @dataclass(frozen=True, kw_only=True)
 class Match:
     """Describes a fused operation, with its name and its parts. If the operation was verified alone, ``difference`` is
-    its difference from the original."""
+    the difference between the outputs of the fused and the original operation."""
 
     name: str
     operation: str
@@ -49,8 +49,8 @@ class FuseReport:
     """The report of ``fuse``.
 
     ``matches`` lists the fused operations. ``left`` has the name of each unfused layer, with the reason. ``traced``
-    tells whether torch.fx traced the module. ``difference`` is the largest difference, and ``limit`` the allowed
-    difference.
+    tells whether torch.fx traced the module. ``difference`` is the largest difference between the outputs of the fused
+    and the original module, and ``limit`` is the allowed difference.
     """
 
     matches: tuple[Match, ...]

@@ -70,7 +70,7 @@ def compile_config(
 
     ``epilogue`` has every operand and fp16 output by default. With ``sums``, compiles the kernel that adds up the
     partial sums of a split-K product. ``aligned`` declares the arguments in ``DIVISIBLE`` to be multiples of 16.
-    Without alignment, Triton loads single elements, which takes more registers than vectors.
+    Without ``aligned``, Triton loads single elements instead of vectors, which takes more registers.
 
     Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
     """

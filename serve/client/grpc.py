@@ -199,7 +199,7 @@ class InferenceClient:
         """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
         explains ``batch``.
 
-        With ``classes=None``, requests three classes if the model's only output holds scores for each image.
+        With ``classes=None``, requests the top three classes if the model has a single output with one score per class.
         """
         from .images import image_input
 
@@ -232,7 +232,8 @@ class InferenceClient:
         *,
         add_batch: bool = False,
     ) -> Inference:
-        """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
+        """Sends one request per batch and joins the outputs. Each of ``batches`` has feeds and the number of
+        samples."""
         found: list[Inference] = []
         done = 0
         # The progress text doesn't count the sent samples, because a log would show only the first count.

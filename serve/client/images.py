@@ -47,8 +47,9 @@ class ImageInput:
     """Describes the image that a model takes.
 
     ``height`` and ``width`` are in pixels, or None if the model takes any size. ``channels_first`` is True for NCHW and
-    False for NHWC. ``batched`` is True if the first dim is the batch. ``mean`` and ``std`` hold one number, or one
-    number per channel, for pixel values from 0 to 1.
+    False for NHWC. ``batched`` is True if the first dim is the batch. If the model takes floats, pixels are scaled to
+    values from 0 to 1, then normalized by ``mean`` and ``std``. ``mean`` and ``std`` hold one number, or one number per
+    channel.
     """
 
     name: str
@@ -62,8 +63,8 @@ class ImageInput:
     std: tuple[float, ...] = ()
 
     def read(self, path: Path) -> np.ndarray:
-        """Returns one image in the size, layout and dtype of this input, without a batch dim. Raises ``BadData`` if the
-        file can't be read."""
+        """Reads the image in ``path``. Returns the pixels in the size, layout and dtype that the model takes, without a
+        batch dim. Raises ``BadData`` if the file can't be read."""
         pixels = np.asarray(self._decoded(path))
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
