@@ -2,13 +2,16 @@
 
 Parameters of ``config.pbtxt`` declare the loop:
 
-``stream_tokens``: the input for the tokens, of shape (rows, length), or (rows, 1) for one token at a time.
-``stream_logits``: the output with the logits, of shape (rows, vocabulary) or (rows, length, vocabulary).
-``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
-``stream_mask``: the input for the attention mask, of shape (rows, number of tokens so far). The mask is all ones.
-``stream_positions``: the input for the positions of the tokens, of shape (rows, length).
-``stream_end``: the token that ends a row.
-``stream_steps``: the maximum number of generated tokens, 256 by default.
+- ``stream_tokens`` names the input that gets the tokens. The input has the shape (rows, length), or (rows, 1) if the
+  model takes one token at a time.
+- ``stream_logits`` names the output with the logits. The output has the shape (rows, vocabulary) or (rows, length,
+  vocabulary).
+- ``stream_state.OUT`` names the input that gets the output OUT of the previous step, such as a KV cache.
+- ``stream_mask`` names the input that gets the attention mask, which has the shape (rows, number of tokens so far). The
+  mask is all ones.
+- ``stream_positions`` names the input that gets the positions of the tokens. The input has the shape (rows, length).
+- ``stream_end`` is the token that ends a row.
+- ``stream_steps`` is the maximum number of generated tokens, 256 by default.
 
 The server creates the states, the mask and the positions, and clients send the remaining inputs. At each step, a model
 without states gets all tokens so far. The next token is the token with the largest logit. For each step, clients get a

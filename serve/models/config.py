@@ -90,9 +90,9 @@ def complete(
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if a model without a configured device runs on a GPU. If ``alone`` is True, the model batches
-    the requests of several callers only if the file enables dynamic batching. Raises ``BadRepository`` if the config
-    contradicts the model.
+    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True, requests of several callers run
+    in separate batches by default. Dynamic batching in the config overrides this default. Raises ``BadRepository`` if
+    the config contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -219,8 +219,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the smallest and the largest allowed number of rows in a batch. If the signature has accel's default
-    range, a batch of a single row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the batch range is accel's default for
+    an undeclared range, a batch of one row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -333,9 +333,9 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The config's ``length_dim`` names the dim whose size differs between requests. Without ``length_dim``, a model with
-    a mask uses its only dynamic dim other than the batch. Without a mask, batching by length needs ``length_dim`` or
-    ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
+    The config's ``length_dim`` names the dim whose size differs between requests. If a model with a mask has only one
+    dynamic dim beside the batch dim, this dim is the default of ``length_dim``. Without a mask, batching by length
+    needs ``length_dim`` or ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]

@@ -161,7 +161,7 @@ class EnsembleExecutor:
         """Starts the steps that are ready.
 
         If a step's answer comes during the step's ``submit``, this loop starts the next steps after ``submit`` has
-        returned. Starting the next steps later keeps calls of ``submit`` from nesting.
+        returned. Without this delay, calls of ``submit`` would nest.
         """
         while True:
             with self._lock:

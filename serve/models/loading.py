@@ -135,8 +135,8 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
     """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
     ranges.
 
-    A model from another source than PyTorch may take negative indices, which count from the end. Unless the model comes
-    from PyTorch, a declared range that begins at 0 also allows the matching negative indices.
+    A model that doesn't come from PyTorch may take negative indices, which count from the end. For such a model, a
+    declared range that begins at 0 also allows the matching negative indices.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"

@@ -1,8 +1,8 @@
 """Lets clients leave out an input if the ONNX model has a default for the input. The default is an initializer with the
 name of the input.
 
-Some exporters list every weight as an input, so an input with a default is a constant by default. Clients can send an
-input with a default if ``config.pbtxt`` marks the input as ``optional``.
+Some exporters list every weight as an input. By default, the server therefore treats an input with a default as a
+constant. Clients can send an input with a default if ``config.pbtxt`` marks the input as ``optional``.
 """
 
 from __future__ import annotations

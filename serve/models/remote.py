@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
 ``models/<name>`` is a link to the model's folder in the store. ``store/<digest>/<name>`` is a complete copy of one
-state of the model. ``store/<digest>/files.json`` has the mark of each file, such as its ETag, modification time and
-size.
+state of the model. ``store/<digest>/files.json`` has a mark for each file, such as the file's ETag, modification time
+and size.
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,

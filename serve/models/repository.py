@@ -258,7 +258,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Loads the ensembles that lacked a step. Repeats the attempt until no further ensemble can be loaded."""
+        """Tries to load the ensembles that lacked a step, and repeats this until no further ensemble can be loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]

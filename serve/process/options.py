@@ -1,5 +1,5 @@
-"""Defines ``ServeOptions``, which holds all options of ``accel serve``. The serving processes get this object as
-JSON."""
+"""Defines ``ServeOptions``, which holds all options of ``accel serve``. The serving processes get the ``ServeOptions``
+as JSON."""
 
 from __future__ import annotations
 
