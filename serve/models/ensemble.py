@@ -161,7 +161,7 @@ class EnsembleExecutor:
         """Starts the steps that are ready.
 
         If a step's answer comes during the step's ``submit``, this loop starts the next steps after ``submit`` has
-        returned. Without this delay, calls of ``submit`` would nest.
+        returned. Waiting for ``submit`` to return keeps calls of ``submit`` from nesting.
         """
         while True:
             with self._lock:

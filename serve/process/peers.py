@@ -1,8 +1,8 @@
 """Connects the processes of one server. Runs each command in all processes, and sums the statistics of all processes.
 
-The kernel chooses the process that a client is connected to. Each process listens on a socket in a private folder. The
-process that gets a client's command forwards the command to all other processes. A restarted process asks another
-process for the commands that came before the restart.
+The operating system chooses the process that gets a client's connection. Each process listens on a socket in a private
+folder. The process that gets a client's command forwards the command to all other processes. A restarted process asks
+another process for the commands that came before the restart.
 """
 
 from __future__ import annotations

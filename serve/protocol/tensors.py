@@ -170,8 +170,8 @@ def _integers(values: Sequence[Any]) -> bool:
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
     """Returns the raw contents of ``array``. The raw contents of a ``BYTES`` array are its encoded elements, one after
-    the other. For another datatype, returns a view of the array's memory, or of a copy if the array is not
-    contiguous."""
+    the other. For any other datatype, returns a view of the array's memory. If the array is not contiguous, returns a
+    view of a copy."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():

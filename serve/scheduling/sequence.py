@@ -3,7 +3,7 @@
 The inner executor gets at most one request of a sequence at a time, and batches requests of different sequences. A
 failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no
 state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request
-with START. The caller sent the waiting requests before learning of the failure.
+with START. The waiting requests fail because the caller sent them before learning of the failure.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class SequenceExecutor:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
         Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        submits the next step only after ``submit`` has returned. Submitting later keeps calls of ``submit`` from
-        nesting.
+        submits the next step only after ``submit`` has returned. Waiting for ``submit`` to return keeps calls of
+        ``submit`` from nesting.
         """
         while True:
             with self._lock:
