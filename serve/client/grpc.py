@@ -363,7 +363,7 @@ def _pem(path: Path, option: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise BadData(f"can't read the file {path}: {error.strerror}; check the option {option}") from None
+        raise BadData(f"can't read the file {path}: {error.strerror}; check {option}") from None
 
 
 def read_inputs(path: Path) -> dict[str, np.ndarray]:

@@ -179,7 +179,7 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
             r"has dims \[3\] in the config and \[2\] in the model",
         ),
         ('dims: [2] data_file: "begin"', 'dims: [3] data_file: "begin"', r"has dims \[3\], but the model takes"),
-        ('data_file: "begin"', 'data_file: "none"', "can't read initial_state/none"),
+        ('data_file: "begin"', 'data_file: "none"', "can't read the file initial_state/none"),
         ('data_file: "begin"', 'data_file: "../config.pbtxt"', "plain file name"),
         ("max_candidate_sequences: 2", "max_candidate_sequences: -2", "max_candidate_sequences is -2"),
         ("oldest { max_candidate_sequences: 2", "direct { minimum_slot_utilization: 0.5", "minimum_slot_utilization"),
