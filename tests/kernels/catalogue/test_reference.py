@@ -193,7 +193,7 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
     """Checks that the error for a wrong stride, padding or dilation names the option and asks for one or two
     numbers."""
     x, w = torch.ones(1, 5, 6, 3), torch.ones(2, 2, 2, 3)
-    with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or two"):
+    with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or a pair"):
         fused_conv2d(x, w, **{name: wrong})  # type: ignore[arg-type]
     assert fused_conv2d(x, w, **{name: [2, 1]}).equal(fused_conv2d(x, w, **{name: (2, 1)}))  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ def test_a_repository_on_s3(put: Callable[[str, bytes], None], tmp_path: Path, s
     assert '"state": "READY"' in ran.stdout
     ran = check("s3://nowhere/all")
     assert ran.returncode == 2
-    assert "can't read s3://nowhere/all" in ran.stderr
+    assert "can't read the repository s3://nowhere/all" in ran.stderr
     served = serve("s3://models/all", "--mode", "poll", "--poll-seconds", "0.2")
     port = served.wait_for("serving")["ports"]["grpc"]
     with client(port) as made:

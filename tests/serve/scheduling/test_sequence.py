@@ -121,7 +121,7 @@ def test_start_begins_anew() -> None:
         (step("text", 1, "s"), "correlation ID that fits"),
         (step(1 << 63, 1, "s"), "correlation ID that fits"),
         (step(1, 1, "s", rows=2), "batch-size 1"),
-        (step(1, 1, "s", name="sum_in"), "not send 'sum_in'"),
+        (step(1, 1, "s", name="sum_in"), "not send the input 'sum_in'"),
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
