@@ -78,7 +78,7 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the first exporter of the ladder exports the model, and that every gate runs at a multiple of the
+    """Checks that the first exporter that accel tries (dynamo) succeeds, and that every gate runs at a multiple of the
     step. Also checks that the ONNX file gives right outputs at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")

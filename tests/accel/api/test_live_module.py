@@ -62,7 +62,7 @@ def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> N
         wanted = model(image)
     assert list(found) == list(wanted)
     assert isinstance(found["logits"], torch.Tensor)
-    # The metric's budget allows the int8 candidate to differ, so this bound is coarse.
+    # The bound of 0.2 is coarse, because the chosen candidate may be an int8 model.
     assert (found["logits"] - wanted["logits"]).abs().max() < 0.2
     assert isinstance(fast(image.numpy())["logits"], np.ndarray)
     assert isinstance(fast(image=image)["logits"], torch.Tensor)
@@ -115,7 +115,7 @@ def test_the_other_functions_take_it(
     exported = accel.export(model, example=example)
     assert not list(tmp_path.iterdir())
     assert accel.verify(model, exported, example=example).passed
-    assert accel.verify(model, exported).passed  # verify draws the inputs from the artifact's signature
+    assert accel.verify(model, exported).passed  # ``accel verify`` draws the inputs from the artifact's signature
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
     assert [row.error for row in report.rows] == [None] * 3
     from accel.api.bisect import bisect

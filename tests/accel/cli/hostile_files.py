@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# If the code in a hostile pickle runs, the code makes a folder of this name.
+# If the code in a hostile pickle runs, the code makes a folder named MARK.
 MARK = "the-code-has-run"
 
 

@@ -257,7 +257,7 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# In these stages, a candidate has already passed, so Ctrl-C publishes the best candidate.
+# At each stage in PUBLISHED_AFTER, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = {

@@ -180,7 +180,7 @@ def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path
     report = accel.bench([two[0], far], data=data, sizes={"batch": 4}, **FAST)
     assert report.sizes == {"batch": 4}
     assert report.rows[1].max_abs_diff == pytest.approx(1000, rel=1e-3)
-    # For data around 100, y is about 100 times the sum of a column of the weights.
+    # Each input is between 100 and 101, so each output is 100 to 101 times the sum of a column of the weights.
     assert 1000 / (101 * WEIGHT.sum(0).max()) < report.rows[1].max_rel_diff < 1000 / (100 * WEIGHT.sum(0).min())
     with pytest.raises(BadData, match="less than one batch of 8"):
         accel.bench(list(two), data=_few(tmp_path), sizes={"batch": 8}, **FAST)

@@ -65,8 +65,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Only candidates of the last measurement count. Session options that aren't faster than the default options
-        # don't count.
+        # The test ignores candidates that were not in the last measurement. The test also ignores session options that
+        # are no faster than the default options.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
         faster = [r for r in faster if not r.reason.startswith("not measurably faster than")]

@@ -180,7 +180,7 @@ def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
     layout needlessly recomputes, shards, sends more bytes or uses smaller micro-batches."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
-    assert first == Layout(world=8, micro_batch=8)  # plain data parallel with one micro-batch per rank
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallelism is the simplest layout
     for hbm in (40e9, 80e9, 300e9):
         found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
         best, *others = [one for one in found if one.time.step == found[0].time.step]

@@ -258,7 +258,7 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
     session.close()
     assert a_pass == {"compute": 2 * (4.0 + 16.0 + 32.0)}
     row = dict.fromkeys(field.name for field in fields(Row)) | {"round_medians_ms": [60.0], "median_ms": 60.0}
-    row["samples_per_second"] = 2 / 0.080  # the mean pass takes longer than the median pass
+    row["samples_per_second"] = 2 / 0.080  # the mean time of a pass, 80 ms, is longer than the median of 60 ms
     found = _a_request(row | {"joules_per_run": 3.0, "phases_ms": a_pass}, [60.0], "onnxruntime", work)
     assert found["joules_per_run"] == 0.5
     assert found["phases_ms"]["compute"] == pytest.approx((4 + 16 + 32) / 3)

@@ -231,7 +231,7 @@ def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> No
     """Fails if a rank's shard is copied to the wrong offset, or if the optimizer's states count as unexpected. Also
     fails if a weight differs from the result of torch's own dcp.load."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate's FSDP folder pytorch_model_fsdp_0 holds the same files
+    if place == "accelerate":  # Accelerate saves the files of a distributed checkpoint in pytorch_model_fsdp_0
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()

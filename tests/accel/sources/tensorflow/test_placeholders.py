@@ -70,7 +70,7 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel doesn't set a keep probability in a branch that never runs, or a placeholder with the right default.
+        # Accel sets no placeholder with the right default, and no keep probability in a branch that never runs.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 

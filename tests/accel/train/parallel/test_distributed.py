@@ -20,7 +20,7 @@ from tests.support import ROOT
 
 TABLE = ROOT / "docs" / "parity.md"
 
-# The first test that needs results waits for all launches, so this time limit includes the launches.
+# The time limit is long, because the first test that needs results waits for all launches.
 pytestmark = pytest.mark.timeout(5400)
 
 ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
@@ -28,9 +28,9 @@ ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
 
 FAST_ROWS = [(name, world) for world in rows.FAST for name in rows.FAST[world]]
 EXACT = 2e-5
-# EARLY is the bound for the first two losses with ZeRO++. These losses change by 2e-5 if ZeRO++ rounds gradients, and
-# by 2e-4 if ZeRO++ rounds weights. Noise in the last bit of float32 sums changed these losses by at most 6e-7 in 40
-# runs of one process.
+# EARLY is the bound for the first two losses with ZeRO++. The first two losses change by 2e-5 if ZeRO++ rounds
+# gradients, and by 2e-4 if ZeRO++ rounds weights. Noise in the last bit of float32 sums changed the first two losses by
+# at most 6e-7 in 40 runs of one process.
 EARLY = 5e-6
 
 
@@ -94,7 +94,8 @@ def alone() -> _Alone:
 
 
 def _difference(got: list[float], expected: list[float]) -> float:
-    # A 16-bit run may skip its first steps until the loss scale settles, but none of these runs may skip a step.
+    # In training, a 16-bit run may skip its first steps until the loss scale settles. The runs of these tests must not
+    # skip a step.
     assert len(got) == len(expected) == rows.STEPS
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 

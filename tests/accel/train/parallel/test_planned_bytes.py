@@ -15,7 +15,7 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The first test that needs results waits for all launches, so this time limit includes the launches.
+# The time limit is long, because the first test that needs results waits for all launches.
 pytestmark = pytest.mark.timeout(5400)
 
 
@@ -41,7 +41,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         passing += (width - width / (layout.hpz or 4)) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]
     for what, formula, bytes_ in (
-        ("parameters", weights if layout.zero == 0 else shard, width),  # between steps, every stage holds only shards
+        # Between steps, a rank holds only shards of the parameters at every ZeRO stage from 1 to 3.
+        ("parameters", weights if layout.zero == 0 else shard, width),
         ("optimizer", optimizer, master),
         ("parameters in a step", shard if layout.zero == 3 else weights, width),
         ("parameters between the passes", passing, width),
@@ -51,8 +52,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         assert total == pytest.approx(formula, rel=0.005), what
         assert padded <= formula + 2 * 32 * bytes_ + 64, what
     planned = data_parallel_bytes(spec, layout)
-    # The last quantization block of each parameter may be shorter. Each collective sends the scale of this block to the
-    # three other ranks.
+    # The last quantization block of each parameter may be shorter than the other blocks. Each collective sends the
+    # scale of the last block to the three other ranks.
     scales = 4 * len(list(suite.start([], Path("none")).module.parameters())) * 3
     least = 2 * scales * ((1 if layout.hpz else 2) * layout.qwz + layout.qgz)
     for rank in kept:
@@ -97,7 +98,8 @@ def test_tensor_parallel_keeps_what_the_plan_says(
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
     assert planned is not None
-    if again == "full":  # the plan counts one recomputed layer, which the forward pass doesn't keep
+    # With recomputation, the plan also counts one recomputed layer, which only the backward pass holds.
+    if again == "full":
         planned -= layer_activations(spec, replace(layout, recompute="none"))
     places = 8 * spec.seq  # GPT's learned positions keep more bytes than the plan counts
     assert results[world]["tensor parallel"][f"{again} {sequence}"] == pytest.approx(planned + places, rel=0.005)

@@ -86,9 +86,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 
 # Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
-# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint. At this
-# time, all shards are written, but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all
-# shards are written. The code for "in the consolidation" kills a rank after half of final/ is written.
+# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, before the
+# checkpoint's folder gets its final name. The code for "in a checkpoint" kills a rank after all shards are written. The
+# code for "in the consolidation" kills a rank after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
