@@ -87,7 +87,8 @@ def test_what_it_says(fast: Any) -> None:
 
 
 def test_save_and_load(fast: Any, tmp_path: Path) -> None:
-    """Checks that a saved model is complete, and records how to call the source."""
+    """Checks that a saved model gives the same outputs after loading, and can be called like the module. Also checks
+    that ``save`` overwrites no file of the user."""
     image = torch.randn(2, 3, 8, 8)
     fast.save(tmp_path / "out")
     with accel.load(tmp_path / "out") as session:
@@ -135,8 +136,7 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Checks that accel refuses samples that don't fit the model, with a message that names the reason. The samples are
-    in memory."""
+    """Checks that accel refuses in-memory samples that don't fit the model, and that the message names the reason."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 

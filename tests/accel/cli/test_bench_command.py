@@ -134,8 +134,8 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Checks that bench times only the chosen model in a folder of accel optimize. In any other folder, bench must time
-    every artifact. Bench must not time a file without a manifest, such as a rejected candidate."""
+    """Checks that bench times only the chosen model if the folder was made by accel optimize. In any other folder,
+    bench must time every artifact. Bench must not time a file without a manifest, such as a rejected candidate."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))

@@ -131,7 +131,7 @@ def test_no_stage_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes the cache that all runs on a full disk share."""
+    """Makes one cache for all tests that simulate a full disk."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -202,7 +202,7 @@ NOT_KILLED_IN = {
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
     """Checks that SIGKILL in a stage leaves no process, no half-written result and no garbage in the cache. Published
-    files must stay, and the next run must continue after the complete stages."""
+    files must stay, and the next run must reuse the stages that were complete."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr

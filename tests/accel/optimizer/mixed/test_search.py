@@ -176,7 +176,7 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
     """Fails if the search ignores the held-out half of the data. In this test, only the held-out half has large values,
-    so calibration doesn't see any."""
+    so calibration on the other half sees no large values."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
