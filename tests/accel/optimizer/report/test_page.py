@@ -53,7 +53,7 @@ def candidate(name: str, ms: float | None, drop: float | None, status: str = "pa
 
 
 def artifact(name: str = "model") -> Artifact:
-    """Makes an artifact ``name`` with a single stage that records everything that a report shows."""
+    """Makes an artifact ``name`` with one stage. The stage has a value for everything that a report can show."""
     gate = {
         "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
         "passed": True, "note": "",
