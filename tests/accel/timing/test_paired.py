@@ -149,7 +149,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
     """Checks that the benchmark doesn't time a candidate that fails or can't be compared, and times the other
-    candidates. The candidate fails in the first round or in a later round."""
+    candidates. The faulty candidate of a case fails when it opens, in its first run, or in a later run."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -263,7 +263,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
     """Fails if one of two identical candidates on a real runtime seems more than 25% faster. The processes, the order
     or the warm-up could cause a difference. Runs are timed by the thread's CPU time. The bound is loose because the
-    machine may be busy. Simulated benchmarks test the statistics."""
+    machine may be busy. The tests in ``test_statistics.py`` check the statistics more exactly."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")

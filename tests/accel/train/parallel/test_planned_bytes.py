@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(5400)
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold between steps or during a micro-batch differ from the formula. For bf16
-    without sharding, the formula is 2 + 2 + 12 bytes per parameter. The bytes may exceed the formula only because the
-    vocabulary of 61 is padded to 64. Also checks that the bytes sent by the collectives of a step are the planned
+    without sharding, the formula is 2 + 2 + 12 bytes per parameter. The vocabulary of 61 is padded to 64, so the bytes
+    may exceed the formula by this padding. Also checks that the bytes sent by the collectives of a step are the planned
     bytes. The collectives of the loss and the gradient norm don't count. The bytes include the second shards of hpZ and
     the int8 values of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
@@ -75,9 +75,9 @@ def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], worl
 
 @pytest.mark.slow
 def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, dict[str, Any]]) -> None:
-    """Compares the planned activations of a context-parallel rank with the bytes that autograd keeps on two ranks.
-    Fails if they differ by more than half a percent. Also fails if the planned traffic differs from the bytes that
-    attention exchanges."""
+    """Fails if the planned activations of a context-parallel rank differ by more than half a percent from the bytes
+    that autograd keeps on two ranks. Also fails if the planned traffic differs from the bytes that attention
+    exchanges."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=2, cp=2, precision="fp32", micro_batch=2)
     seen = results[2]["context parallel"]
@@ -92,8 +92,8 @@ def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, 
 def test_tensor_parallel_keeps_what_the_plan_says(
     results: dict[int, dict[str, Any]], world: int, sequence: bool, again: str
 ) -> None:
-    """Compares the planned activations of a tensor-parallel rank with the bytes that autograd keeps on two and four
-    ranks. Fails if they differ by more than half a percent. Column-parallel layers keep their whole gathered inputs."""
+    """Fails if the planned activations of a tensor-parallel rank differ by more than half a percent from the bytes that
+    autograd keeps on two or four ranks. Column-parallel layers keep their whole gathered inputs."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
