@@ -51,8 +51,8 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed although another recorder has already counted it as a success. Subtracts this
-        success and its ``durations``, so that the sum of both recorders is right."""
+        """Counts a request as failed although another recorder has already counted it as a success. Subtracts the
+        counted success and its ``durations``, so that both recorders together have the right counts."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)

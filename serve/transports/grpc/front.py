@@ -69,7 +69,8 @@ class GrpcTransport:
                 # Limits the number of open calls of one connection. A call with an unread answer also counts.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
-            # At most this many calls run or wait. The server refuses further calls instead of queueing them.
+            # grpcio accepts at most ``maximum_concurrent_rpcs`` calls at the same time, and refuses further calls
+            # instead of queueing them.
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
@@ -109,7 +110,7 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` then waits at most five more seconds,
+        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most five seconds longer,
         # because a call that never ends must not keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")

@@ -75,9 +75,9 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request with an unsent response or without further responses, or None if no request
-        qualifies. If an older request goes to a model that sends exactly one response, newer requests wait for this
-        response."""
+        """Returns the oldest request with a response to send, or None. A request that has got its final response also
+        counts, because the caller has to remove the request. If a model sends exactly one response, newer requests wait
+        for the response."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

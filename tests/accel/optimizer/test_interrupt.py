@@ -16,8 +16,8 @@ from accel.progress import watched_by
 
 
 def pressing(*moments: str, error: type[BaseException] = KeyboardInterrupt) -> Callable[[str, float | None], None]:
-    """Returns a function that receives progress messages. The function waits for a message with the first string of
-    ``moments``, and raises ``error``. Then the function does the same for the next string."""
+    """Returns a function that receives progress messages. For each string in ``moments``, in order, the function raises
+    ``error`` at the first message that contains the string."""
     left = list(moments)
 
     def watch(message: str, _: float | None) -> None:

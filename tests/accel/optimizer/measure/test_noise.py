@@ -90,7 +90,8 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """If noise hides the speedup of session options, accel drops the options. Checks that the report says so."""
+    """If noise hides the speedup of session options, accel drops the options. Checks that the reason for the drop names
+    the noise floor."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -154,8 +155,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Checks that a task ends when it reports progress after its share of the time budget. Its progress messages must
-    still reach the watcher."""
+    """Checks that a task ends when it reports progress after its share of the time budget. The task's progress messages
+    must still reach the watcher."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
