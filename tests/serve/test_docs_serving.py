@@ -110,7 +110,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
     found = np.reshape(json.loads(ran.stdout)["outputs"]["y"]["data"], (2, 3))
     np.testing.assert_allclose(found, np.ones((2, 4)) @ WEIGHTS, rtol=1e-5)
     for words, says in (
-        (["counter" if word == "scores" else word for word in infer], "the token 'web' is not for model 'counter'"),
+        (["counter" if word == "scores" else word for word in infer], "the token 'web' doesn't allow model 'counter'"),
         (["wrong" if word == "secret" else word for word in infer], "a valid token"),
     ):
         ran = cli(*words[1:], "--url", address, "-q")

@@ -1,4 +1,4 @@
-"""Proves that accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as
+"""Proves that accel export tries several exporters in turn, keeps the requested opset and dynamic dims, and works as
 documented."""
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path
 
 
 def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the ladder of exporters refuses a wrong model, and that the manifest gives the reason."""
+    """Checks that accel tries the next exporter if an exporter makes a wrong model, and that the manifest gives the
+    reason."""
     right = stage._RUNGS["legacy"]
 
     def wrong(src: Artifact, opset: int, out: Path) -> None:

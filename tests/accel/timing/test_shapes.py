@@ -80,9 +80,9 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if bench refuses a size outside the declared range only after timing began. Also checks that the error
-    names the range and the option that widens the range. Accel's default range of 1 to 8 samples must not count as
-    declared."""
+    """Checks that bench refuses a size outside the declared range before timing begins. The error must name the range
+    and the option that widens the range. If the user declares no range of batch sizes, bench must accept more than the
+    default of 8 samples."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
@@ -106,9 +106,9 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Benchmarks an artifact against a source at a size outside the range of one of them. For the artifact's range, the
-    error must name the artifact and say how to widen its range. For a range declared for the source, the error must
-    name the source."""
+    """Checks the error if bench compares an artifact with a source at a size outside a range. If the range is from the
+    artifact, the error must name the artifact and say how to widen the range. If the user declared the range for the
+    source, the error must name the source."""
 
     def declare(most: int) -> None:
         made = Source(model).open()
@@ -158,8 +158,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Uses sessions that accept one run at a time. Checks that the streams run at the same time, and share the threads.
-    Each run in this test waits until all streams are in a run."""
+    """If a session accepts only one run at a time, bench opens a session for each stream. Checks that the streams run
+    at the same time, and share the threads. Each run in this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)

@@ -162,7 +162,7 @@ def test_a_token_needs_the_steps_too(models: Path, start: Start, tmp_path: Path)
     process = start(models, mode="explicit", tokens=str(tokens))
     with (
         triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client,
-        pytest.raises(InferenceServerException, match="is not for model 'relu'"),
+        pytest.raises(InferenceServerException, match="doesn't allow model 'relu'"),
     ):
         client.load_model("both", headers={"authorization": "Bearer secret"})
     assert process.server.repository.loaded() == []

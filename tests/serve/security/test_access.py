@@ -230,10 +230,10 @@ def test_what_a_token_is_not_for_over_http(process: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", r"holds no \[\[token\]\]"),
+        ("", r"has no \[\[token\]\] table"),
         ("[[token]]\nname = 'a'", "needs a name and either"),
         ("[[token]]\nname = 'a'\nsha256 = 'xyz'", "64 hex digits"),
-        ("[[token]]\nname = 'a'\ntoken = ''", "non-empty text"),
+        ("[[token]]\nname = 'a'\ntoken = ''", "non-empty string"),
         ("[[token]]\nname = 'a'\ntoken = 't'\ncontroll = true", "may only have"),
         ("[[token", "can't read the tokens"),
     ],

@@ -198,8 +198,8 @@ def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
 
 
 def test_a_rank_without_samples_only_takes_part() -> None:
-    """Fails if the loader of a rank without samples in the last batch yields a target, or yields too few
-    micro-batches."""
+    """In the last batch, a rank may have no samples left. Checks that its loader then yields as many micro-batches as
+    the other ranks, with None as targets."""
     data = [(index, -index) for index in range(5)]
     common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
     parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]

@@ -54,9 +54,9 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """A plan with only column and row styles has no module that splits the sequence. With sequence parallel, accel must
-    refuse this plan before torch raises an error about shapes. Accel must accept a plan if its embedding splits the
-    sequence."""
+    """Under sequence parallel, a column-parallel layer gathers the sequence that an earlier module has split. Checks
+    that accel refuses a plan without an earlier module that splits the sequence, before torch raises an error about
+    shapes. Accel must accept a plan if its embedding splits the sequence."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
