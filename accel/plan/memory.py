@@ -59,8 +59,8 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
         return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig(
-            f"pipeline stages are cut between layers; pass {option('layers')} with {option('pp')} "
-            "(with accel train: --shape.layers=4)"
+            f"pipeline parallel needs the number of layers; pass the number as {option('layers')} together with "
+            f"{option('pp')} (with accel train: --shape.layers=4)"
         )
     if layout.pp > spec.layers:
         raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller pp")
@@ -276,7 +276,7 @@ def inference_memory(spec: ModelSpec, *, weights: str, world: int, batch: int = 
     over ``world`` ranks. Raises ``BadConfig`` if ``weights`` is not in ``WEIGHT_BYTES``.
     """
     if weights not in WEIGHT_BYTES:
-        raise BadConfig(f"weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
+        raise BadConfig(f"the precision of the weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
     element = 4.0 if weights == "fp32" else 2.0
     return Memory(
         parameters=WEIGHT_BYTES[weights] * spec.params / world,

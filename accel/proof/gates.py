@@ -100,7 +100,7 @@ class OutputGate:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise
                     reason = one_line(error)
-                    raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
+                    raise GateFailed(f"the model that the stage made can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         # The source has to run all random inputs, because random inputs fit the signature. A sample of the user's data
         # that is cut to the sizes of a case may be invalid. The source model may refuse samples of the user's data, as

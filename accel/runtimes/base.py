@@ -179,7 +179,8 @@ class Runtime:
         library is missing."""
         if artifact.kind not in self.kinds:
             raise UnsupportedHere(
-                f"runtime {self.name} runs {' and '.join(self.kinds)} artifacts, but {artifact.path} is {artifact.kind}"
+                f"runtime {self.name} runs artifacts of kind {' and '.join(self.kinds)}, but {artifact.path} has the "
+                f"kind {artifact.kind}"
             )
         if not self.installed:
             raise MissingExtra(self.module, self.extra or "all-cpu")
@@ -265,7 +266,7 @@ def default_runtime(artifact: Artifact) -> Runtime:
     kind = KINDS.get(artifact.kind)
     fitting = [RUNTIMES[name] for name in kind.runtimes] if kind is not None else []
     if not fitting:
-        raise UnsupportedHere(f"no runtime runs {artifact.kind} artifacts like {artifact.path}")
+        raise UnsupportedHere(f"no runtime can run artifacts of kind {artifact.kind}, such as {artifact.path}")
     return next((r for r in fitting if r.runnable()), fitting[0])
 
 

@@ -52,7 +52,9 @@ def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
     for name, file in PipelineFile.read(pipeline.path).parts.items():
         path = pipeline.path.parent / file
         if not path.is_file():
-            raise InvalidModel(f"the part {name!r} of {pipeline.path} is missing; copy the whole folder, with {file}")
+            raise InvalidModel(
+                f"the part {name!r} of {pipeline.path} is missing; copy the whole folder, including the file {file}"
+            )
         found[name] = Artifact.open(path)
     return found
 

@@ -118,7 +118,7 @@ def test_a_pipeline_from_elsewhere_needs_its_function(
     folder."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("accel.sources.pipeline._functions", {})
-    with pytest.raises(AccelError, match=r"from the function 'translate', .* pass call=translate to accel.load"):
+    with pytest.raises(AccelError, match=r"needs the function 'translate', .* to accel.load as call=translate"):
         accel.load(exported)
     assert accel.load(exported, call=translate)(TOKENS).shape == (2, 4)
     assert accel.load(exported, call=f"{__file__}:translate")(TOKENS).shape == (2, 4)
