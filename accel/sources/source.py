@@ -96,7 +96,9 @@ class Source:
         if not is_live(self.spec):
             for name in ("example", "dynamic"):
                 if getattr(self, name) is not None:
-                    raise UsageError(f"{self.text} is no live model; leave out {option(name)}, or pass the model")
+                    raise UsageError(
+                        f"{self.text} is not a model in memory; leave out {option(name)}, or pass the model itself"
+                    )
             return
         object.__setattr__(self, "spec", captured(self.spec, self.example, self.dynamic))
         object.__setattr__(self, "example", None)
@@ -248,13 +250,15 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
     called: SourceOptions = {"example": options.get("example"), "dynamic": options.get("dynamic")}
     if not any(map(is_live, models)) and any(value is not None for value in called.values()):
-        raise UsageError(f"there is no live model here; leave out {option('example')}")
+        raise UsageError(f"none of the models is in memory; leave out {option('example')}")
     sources = [Source.of(model, **(called if is_live(model) else {})) for model in models]
     own = [(*_BASIC, *OPTIONS.get(source.form or "", ())) if source.native else () for source in sources]
     given: Mapping[str, Any] = {n: value for n, value in options.items() if n not in called and value}
     for name in TENSORFLOW_OPTIONS:
         if name in given and not any(name in names for names in own):
-            raise UsageError(f"there is no TensorFlow model here that takes {option(name)}; leave it out")
+            raise UsageError(
+                f"none of the models is a TensorFlow model that takes {option(name)}; leave out the option"
+            )
     return [
         Source.of(source, **{name: value for name, value in given.items() if name in names})
         for source, names in zip(sources, own, strict=True)
