@@ -130,8 +130,8 @@ def layouts(
     micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
     shards on the device or on the host. Layouts are tried with and without a second copy of the parameters sharded
     within each node (hpZ). Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the parameters for every
-    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires them, because both round values. ``fixed`` maps
-    names of ``Layout`` fields to required values.
+    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both options round values.
+    ``fixed`` maps names of ``Layout`` fields to required values.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)

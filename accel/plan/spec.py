@@ -230,10 +230,10 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops`` is the FLOP/s that a rank sustains. The bandwidths are in bytes per second and rank: ``node_bandwidth``
-    inside a node, ``bandwidth`` between nodes, and ``host_bandwidth`` between a device and its host. ``hbm`` is the
-    memory of a rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints
-    the machine figures that it assumes.
+    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bandwidth inside a node, and ``bandwidth``
+    is the bandwidth between nodes. ``host_bandwidth`` is the bandwidth between a device and its host. All bandwidths
+    are in bytes per second and rank. ``hbm`` is the memory of a rank in bytes, or 0 if not given. The defaults are
+    rough figures of an 8-GPU node of 2023. A plan prints the machine figures that it assumes.
     """
 
     flops: float = 400e12

@@ -55,8 +55,8 @@ class Dataset:
     def load(cls, path: Path, signature: Signature) -> Dataset:
         """Loads an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
-        Never unpickles. If the dataset is already in memory and no file has changed, returns the dataset from memory.
-        All gates of a run then share one copy.
+        Never unpickles. If the dataset is already in memory and no file has changed, returns the dataset from memory,
+        so that all gates of a run share one copy.
 
         Raises ``BadData`` if a file can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
         """

@@ -60,8 +60,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed reaches the end of the
-        file and continues with the first sample of the file."""
+        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only for a feed that wraps around from the
+        last sample of the file to the first sample."""
         files = data_files(self.path)
         file = files[start % len(files)]
         wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}

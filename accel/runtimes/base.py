@@ -28,11 +28,12 @@ GRAPH_LEVELS = ("none", "basic", "extended", "all")
 class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
-    ``threads`` is the total number of threads. With 0, the runtime chooses the number. ``precision`` is the precision
-    in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine supports bfloat16). ``streams``
-    is the number of concurrent runs, which share the threads. ``graph_level``, one of ``GRAPH_LEVELS``, selects the
-    graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the
-    model and slows down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
+    ``threads`` is the total number of threads. With ``threads=0``, the runtime chooses the number of threads.
+    ``precision`` is the precision in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine
+    supports bfloat16). ``streams`` is the number of concurrent runs, which share the threads. ``graph_level``, one of
+    ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime
+    busy-wait, which speeds up the model and slows down other work on the machine. ``cuda_graph`` launches an engine's
+    kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -280,8 +281,8 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep the outputs longer than the session.
 
-    An output of ONNX Runtime shares the session's memory. The whole memory stays allocated as long as the output
-    exists. The session's memory has room for the results of all layers at the largest shape.
+    An output of ONNX Runtime shares the session's memory. The whole memory of the session stays allocated as long as
+    one output exists. The session's memory has room for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

@@ -88,8 +88,8 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Returns the range of valid indices for each input that selects rows of a table. The file is read only after a
-        failed run."""
+        """Returns the range of valid indices for each input that selects rows of a table. The model file is read only
+        after a failed run."""
         from accel.sources.onnx.file import describe
 
         ranges = {spec.name: spec.range_at({}) for spec in describe(self.artifact.path)[0].inputs}

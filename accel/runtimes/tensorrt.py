@@ -218,7 +218,8 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        # The objects are released in this order, because each object uses the next object.
+        # Releases the context, then the engine, then the runtime, because the context uses the engine and the engine
+        # uses the runtime.
         self._context = self._engine = self._runtime = None
         self._allocators.clear()
         self._memory.close()

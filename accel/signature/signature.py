@@ -175,8 +175,8 @@ class Signature:
 
     @property
     def unknown_integers(self) -> tuple[TensorSpec, ...]:
-        """Returns the integer inputs with an unknown range of valid integers. For these inputs, ``example_inputs``
-        draws 0 or 1."""
+        """Returns the integer inputs with an unknown range of valid integers. For an input of unknown range,
+        ``example_inputs`` draws 0 or 1."""
         return tuple(
             spec
             for spec in self.inputs

@@ -59,8 +59,8 @@ class Part:
 
 
 class Parts:
-    """Holds each part as an attribute, and is the first argument of a pipeline's function. The function can't set these
-    attributes."""
+    """Holds each part as an attribute, and is the first argument of a pipeline's function. The pipeline's function
+    can't set the attributes of ``Parts``."""
 
     def __init__(self, models: Mapping[str, Callable[..., Any]], record: Record | None = None) -> None:
         object.__setattr__(self, "_parts", {name: Part(name, model, record) for name, model in models.items()})

@@ -59,8 +59,8 @@ class Source:
     becomes the path of the copy.
 
     ``example`` holds example arguments for a call of a live model: a tuple, a dict by name, or a single tensor.
-    ``dynamic`` names the dynamic axes of these arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default the
-    first axis is dynamic if the model runs with another batch size.
+    ``dynamic`` names the dynamic axes of the example arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default
+    the first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
     ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. For an
@@ -90,7 +90,8 @@ class Source:
     dynamic: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        made = getattr(self.spec, "artifact", None)  # sessions and results of accel.optimize have an artifact
+        # Sessions and results of accel.optimize have the attribute ``artifact``.
+        made = getattr(self.spec, "artifact", None)
         if isinstance(made, Artifact):
             object.__setattr__(self, "spec", made)
         if not is_live(self.spec):
@@ -269,8 +270,8 @@ _BASIC = ("inputs", "weights", "dims")
 
 
 def check_name(path: Path) -> None:
-    """Raises ``BadSource`` if the path is not valid UTF-8. Runtimes can't open such a path, and a manifest can't record
-    it."""
+    """Raises ``BadSource`` if the path is not valid UTF-8. Runtimes can't open a path that isn't valid UTF-8, and a
+    manifest can't record it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from accel.artifact import Artifact, manifest_path
 from accel.errors import InvalidModel
 
-# A file with more bytes than this was not written by accel.
+# The maximum size of a pipeline's file in bytes. accel never writes a larger file.
 _MOST_BYTES = 1 << 20
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 

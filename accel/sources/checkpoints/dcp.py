@@ -52,7 +52,7 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def read(self, row: int | None = None) -> torch.Tensor:
-        """Assembles the tensor piece by piece. With ``row``, assembles only the values at this index of the first
+        """Assembles the tensor piece by piece. With ``row``, assembles only the values at index ``row`` of the first
         axis."""
         whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
         for piece in self.pieces:
@@ -74,7 +74,7 @@ class Pieces:
 
 
 def detect(path: Path) -> bool:
-    """Tells whether ``path`` is a folder with ``.metadata`` or shards, or a folder of step folders with such files."""
+    """Tells whether the folder ``path`` or one of its step folders has ``.metadata`` or shards."""
     return path.is_dir() and (_is_one(path) or bool(_steps(path)))
 
 

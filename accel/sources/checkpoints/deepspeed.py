@@ -5,9 +5,9 @@
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: names and shapes of parameters, and buffers (stage 3).
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of the float32 master weights.
 
-Stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank. Stage 3
-splits each parameter into shards of ceil(numel / ranks) numbers. The weights equal the output of DeepSpeed's own
-``zero_to_fp32`` bit for bit.
+ZeRO stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank.
+Stage 3 splits each parameter into shards of ceil(numel / ranks) numbers. The weights equal the output of DeepSpeed's
+own ``zero_to_fp32`` bit for bit.
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Returns the parameters that were not trained. Stages 1 and 2 store these parameters whole, and stage 3 splits
-    them into shards."""
+    """Returns the parameters that were not trained. ZeRO stages 1 and 2 store untrained parameters whole, and stage 3
+    splits them into shards."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)

@@ -121,8 +121,8 @@ Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]
 
 
 def _torch_dist(folder: Path) -> Parts:
-    """Reads a torch_dist folder. In such a folder, tensors are unsharded, and stacked layers form one tensor with the
-    layers on axis 0."""
+    """Reads a torch_dist folder. In a torch_dist folder, tensors are unsharded, and stacked layers form one tensor with
+    the layers on axis 0."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
     if backend != "torch_dist":
         raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
