@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of ``QuantizeConfig`` that each quantization mode reads. An option that a user sets is passed only to the
-# modes that read the field.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. accel passes a user's option only to the modes
+# that read this option.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {
@@ -33,8 +33,8 @@ OPTIONS_BY_MODE = {
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
     """The options of quantization that a user may choose. The fields mean the same as in ``QuantizeConfig``. A field
-    that is None or an empty tuple keeps the default. A ``percentile`` without a ``calibration`` chooses the calibration
-    called ``percentile``.
+    that is None or an empty tuple keeps the default. If ``percentile`` is set and ``calibration`` isn't, the
+    calibration method is ``percentile``.
 
     Raises ``BadInputSpec`` if a value is out of range.
     """
@@ -83,7 +83,7 @@ class CastOptions:
 
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns the fields of ``QuantizeConfig`` that are set by ``KEY=VALUE`` texts. ``keep`` and ``ops`` may be
-    repeated, and all their values count. A ``percentile`` without a ``calibration`` chooses the calibration called
+    repeated, and all their values count. If ``percentile`` is set and ``calibration`` isn't, the calibration method is
     ``percentile``. Raises ``BadInputSpec`` if a text can't be read."""
     return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
@@ -175,7 +175,7 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
-# Maps each key to the function that reads its value, and an example.
+# Maps each key to a function that reads the key's value, and to an example of a value.
 _QUANTIZE: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": ({name: name for name in CALIBRATIONS}.__getitem__, " or calibration=".join(CALIBRATIONS)),
     "percentile": (_number(50.0, 100.0), "99.99"),

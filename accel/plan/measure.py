@@ -1,4 +1,4 @@
-"""Measures a model of unknown shape. Counts its parameters, and runs the model on fake tensors, which take no
+"""Measures a model of unknown shape. Counts the model's parameters, and runs the model on fake tensors, which take no
 memory."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .spec import ModelSpec
 # The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# Maps each size of a decoder to the names that transformer configs use for this size.
+# Maps each shape field of ``ModelSpec`` to the names of the same number in the configs of transformer models.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),

@@ -59,8 +59,8 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
         return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig(
-            f"pipeline stages are cut between layers; pass {option('layers')} with {option('pp')} "
-            "(with accel train: --shape.layers=4)"
+            f"pipeline parallel needs the number of layers; pass the number as {option('layers')} together with "
+            f"{option('pp')} (with accel train: --shape.layers=4)"
         )
     if layout.pp > spec.layers:
         raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller pp")
@@ -130,7 +130,8 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     scatter, so they are not divided by t. All other saved tensors are divided by t.
 
     Under context parallel, s is the length of a rank's share of the sequence. Context parallel saves the attention's
-    output twice, sharded by heads and sharded by positions. The second copy adds 2 s b h bytes.
+    output twice, sharded by heads and sharded by positions. The second copy of the attention's output adds 2 s b h
+    bytes.
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -153,9 +154,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Returns the peak bytes of activations over all ranks, or None if the model's shape isn't known. The peak is on
     the rank of a pipeline's first or last stage. A rank has L / p layers, and holds the activations of these layers for
     the number of micro-batches that ``in_flight`` returns. The last stage also holds the float32 log-probabilities (4 s
-    b V / t bytes), the inputs of the last norm and of the head, the token ids and the targets. The last stage holds
-    these output tensors for one micro-batch, or for all micro-batches in GPipe. With ``full`` recomputation, the rank
-    also holds the activations of one whole layer at a time.
+    b V / t bytes), the inputs of the last norm and of the head, the token ids and the targets. The last stage holds its
+    output tensors for one micro-batch, or for all micro-batches in GPipe. With ``full`` recomputation, the rank also
+    holds the activations of one whole layer at a time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -179,9 +180,9 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns the peak number of micro-batches with activations in the memory of a rank, for two ranks.
+    """Returns the number of micro-batches that have activations in memory at the peak, for each of two ranks.
 
-    The first number is the largest of all ranks, and the second number is for the rank of the last stage. Usually the
+    The first number is the maximum over all ranks. The second number belongs to the rank of the last stage. Usually the
     rank of the first stage has the largest number. In a zero-bubble schedule, the last rank has the largest number.
     Neither number is larger than m, the number of micro-batches. The two numbers depend on the schedule:
 
@@ -276,7 +277,7 @@ def inference_memory(spec: ModelSpec, *, weights: str, world: int, batch: int = 
     over ``world`` ranks. Raises ``BadConfig`` if ``weights`` is not in ``WEIGHT_BYTES``.
     """
     if weights not in WEIGHT_BYTES:
-        raise BadConfig(f"weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
+        raise BadConfig(f"the precision of the weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
     element = 4.0 if weights == "fp32" else 2.0
     return Memory(
         parameters=WEIGHT_BYTES[weights] * spec.params / world,

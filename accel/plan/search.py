@@ -30,17 +30,24 @@ class Plan:
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
         """Returns the plan of ``layout``. Raises ``BadConfig`` if the model doesn't fit ``layout``."""
         if layout.tp > 1 and not spec.is_transformer:
-            raise BadConfig(f"tensor parallel shards heads and layers; pass {_shape_options()} with {option('tp')}")
+            raise BadConfig(
+                f"tensor parallel needs the model's shape; pass the shape as {_shape_options()} together with "
+                f"{option('tp')}"
+            )
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
             raise BadConfig(
-                f"tp {layout.tp} must divide the {spec.heads} heads ({spec.kv_heads} of keys and values); use a divisor"
+                f"the tensor-parallel size {layout.tp} has to divide {spec.heads} query heads and {spec.kv_heads} "
+                "key-value heads evenly; use a common divisor"
             )
         if layout.cp > 1 and not spec.is_transformer:
-            raise BadConfig(f"context parallel shards sequences and heads; pass {_shape_options()} with {option('cp')}")
+            raise BadConfig(
+                f"context parallel needs the model's shape; pass the shape as {_shape_options()} together with "
+                f"{option('cp')}"
+            )
         if layout.cp > 1 and not _shares(spec, layout.cp):
             raise BadConfig(
-                f"cp {layout.cp} must divide the {spec.heads} heads ({spec.kv_heads} of keys and values) and the "
-                f"sequence of {spec.seq}; use a common divisor"
+                f"the context-parallel size {layout.cp} has to divide {spec.heads} query heads, {spec.kv_heads} "
+                f"key-value heads and {spec.seq} tokens of a sequence evenly; use a common divisor"
             )
         return cls(
             spec=spec,
@@ -123,8 +130,8 @@ def layouts(
     micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
     shards on the device or on the host. Layouts are tried with and without a second copy of the parameters sharded
     within each node (hpZ). Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the parameters for every
-    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires them, because both round values. ``fixed`` maps
-    names of ``Layout`` fields to required values.
+    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both options round values.
+    ``fixed`` maps names of ``Layout`` fields to required values.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -251,8 +258,8 @@ def search(
     if not found and fixed:
         asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
         raise BadConfig(
-            f"no layout of {world} ranks and a global batch of {global_batch} has {asked}; leave out one of these "
-            "options"
+            f"no layout of {world} ranks and a global batch of {global_batch} fits the options {asked}; "
+            "leave out one of these options"
         )
     if not found:
         raise BadConfig(
@@ -262,8 +269,8 @@ def search(
     if not fitting:
         least = min(plan.memory.total for plan in found)
         raise BadConfig(
-            f"no layout of {world} ranks fits: the smallest takes {least / 1e9:.4g} GB a rank, and "
-            f"{machine.usable / 1e9:.4g} of {machine.hbm / 1e9:.4g} GB are usable; "
+            f"no layout of {world} ranks fits into memory: the smallest layout takes {least / 1e9:.4g} GB per rank, "
+            f"but only {machine.usable / 1e9:.4g} of {machine.hbm / 1e9:.4g} GB are usable; "
             "use more ranks or a smaller global batch"
         )
     return sorted(fitting, key=lambda plan: (plan.time.step, preferred(plan)))

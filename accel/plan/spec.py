@@ -75,21 +75,25 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):
             raise BadConfig(
-                f"the size of the model is missing; pass {option('params')}, or {option('layers')}, "
-                f"{option('hidden')} and {option('vocab')}"
+                f"the size of the model is missing; pass the number of parameters as {option('params')}, or the "
+                f"model's shape as {option('layers')}, {option('hidden')} and {option('vocab')}"
             )
         if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
-            raise BadConfig(f"hidden {self.hidden} is not a multiple of {self.heads} heads; correct one of them")
+            raise BadConfig(
+                f"the hidden size {self.hidden} is not a multiple of the number of heads, {self.heads}; correct one of "
+                "these numbers"
+            )
         if self.kv_heads and not self.heads:
             raise BadConfig(
-                f"{option('kv_heads', self.kv_heads)} needs the number of query heads; pass {option('heads')} too"
+                f"with {option('kv_heads', self.kv_heads)}, accel also needs the number of query heads; pass the "
+                f"number as {option('heads')}"
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise BadConfig(
-                f"{self.heads} heads can't share {option('kv_heads', self.kv_heads)} evenly; "
-                f"use a divisor of {self.heads}"
+                f"{self.heads} query heads can't share the key-value heads of {option('kv_heads', self.kv_heads)} "
+                f"evenly; use a divisor of {self.heads}"
             )
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -174,14 +178,16 @@ class Layout:
         _choice("recompute", self.recompute, ("none", "selective", "full"))
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"{option('zero', self.zero)} is unknown; ZeRO has the stages 0, 1, 2 and 3")
+            raise BadConfig(f"the ZeRO stage of {option('zero', self.zero)} is unknown; use stage 0, 1, 2 or 3")
         for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
-                raise BadConfig(f"{name} is {getattr(self, name)}; it has to be at least 1")
+                raise BadConfig(f"the value of {name} is {getattr(self, name)}; use at least 1")
         fixed = self.tp * self.pp * self.cp
         if self.world % fixed:
             shape = f"tp {self.tp} x pp {self.pp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
-            raise BadConfig(f"{self.world} ranks don't divide into {shape}; use a multiple of {fixed}")
+            raise BadConfig(
+                f"{self.world} ranks can't be divided evenly into groups of {shape}; use a multiple of {fixed} ranks"
+            )
         if self.cp > 1 and fixed > self.cp:
             raise BadConfig(
                 "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
@@ -189,18 +195,19 @@ class Layout:
         if self.dp * self.cp % self.replicate:
             ranks = self.dp * self.cp
             raise BadConfig(
-                f"{ranks} data-parallel ranks don't divide into {self.replicate} replicas; use a divisor of {ranks}"
+                f"{ranks} data-parallel ranks can't be divided evenly into {self.replicate} replicas; use a divisor of "
+                f"{ranks}"
             )
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
-            raise BadConfig(f"hpZ, qwZ and qgZ work only with ZeRO 3; pass {option('zero', 3)} with them")
+            raise BadConfig(f"hpZ, qwZ and qgZ work only with ZeRO 3; also pass {option('zero', 3)}")
         if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
             raise BadConfig("ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
         if self.offload and self.zero == 0:
-            raise BadConfig(f"CPU offload needs shards, which ZeRO 0 doesn't have; pass {option('zero', 3)} with it")
+            raise BadConfig(f"CPU offload needs shards, but ZeRO 0 doesn't shard; also pass {option('zero', 3)}")
         if self.hpz and self.shards % self.hpz:
             raise BadConfig(
-                f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ; use a divisor of "
-                f"{self.shards}"
+                f"{self.shards} data-parallel ranks can't be divided evenly into hpZ groups of {self.hpz} ranks; use a "
+                f"divisor of {self.shards}"
             )
 
     @property
@@ -223,10 +230,10 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops`` is the FLOP/s that a rank sustains. The bandwidths are in bytes per second and rank: ``node_bandwidth``
-    inside a node, ``bandwidth`` between nodes, and ``host_bandwidth`` between a device and its host. ``hbm`` is the
-    memory of a rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints
-    the machine figures that it assumes.
+    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bandwidth inside a node, and ``bandwidth``
+    is the bandwidth between nodes. ``host_bandwidth`` is the bandwidth between a device and its host. All bandwidths
+    are in bytes per second and rank. ``hbm`` is the memory of a rank in bytes, or 0 if not given. The defaults are
+    rough figures of an 8-GPU node of 2023. A plan prints the machine figures that it assumes.
     """
 
     flops: float = 400e12
@@ -240,7 +247,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("flops", "node_bandwidth", "bandwidth", "host_bandwidth", "node_size"):
             if getattr(self, name) <= 0:
-                raise BadConfig(f"{name} is {getattr(self, name)}; it has to be more than 0")
+                raise BadConfig(f"the value of {name} is {getattr(self, name)}; use a value above 0")
 
     @property
     def usable(self) -> float:

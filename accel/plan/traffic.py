@@ -41,11 +41,11 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     the parameters once, which sends (m + 1) Psi bytes. In each micro-batch, ZeRO 3 gathers the parameters twice and
     reduce-scatters the gradients once, which sends 3 m Psi bytes per step. ZeRO 3 gathers parameters outside the blocks
     only once per micro-batch. With one micro-batch, the ZeRO stages 0 to 3 send 2 Psi, 2 Psi, 2 Psi and 3 Psi bytes, as
-    in the ZeRO paper (section 7). In hybrid sharding, the replicas then all-reduce their shards of the gradients.
+    in the ZeRO paper (section 7). In hybrid sharding, the replicas also all-reduce their shards of the gradients.
 
-    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks. Each block
-    has a float32 scale. The paper reduces gradients in int4. With hpZ, the gather for the backward pass stays in a
-    group of ``hpz`` ranks.
+    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks. Each int8
+    block has a float32 scale. The ZeRO++ paper reduces gradients in int4. With hpZ, the gather for the backward pass
+    stays in a group of ``hpz`` ranks.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)

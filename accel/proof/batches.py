@@ -47,7 +47,7 @@ def _batches(data: Any, inputs: int) -> Iterable[Any]:
     if is_array(data) or isinstance(data, Mapping):
         return [data]
     if not isinstance(data, Iterable):
-        raise BadData(f"data is a {type(data).__name__}; give arrays, a path or an iterable of batches")
+        raise BadData(f"the data has the type {type(data).__name__}; give arrays, a path or an iterable of batches")
     if isinstance(data, tuple) and len(data) in (inputs, inputs + 1) and all(map(is_array, data)):
         return [data]
     return data
@@ -63,13 +63,16 @@ def _named(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
         values = list(batch)
         if len(values) not in (len(names), len(names) + 1):
             raise BadData(
-                f"a batch has {len(values)} arrays, but the model takes {len(names)} ({', '.join(names)}); give these, "
-                "and labels after them if a metric needs them"
+                f"a batch has {len(values)} arrays, but the model takes {len(names)} inputs ({', '.join(names)}); give "
+                "one array per input, and labels at the end if a metric needs labels"
             )
         found = dict(zip([*names, LABELS], values, strict=False))
     arrays = {name: _array(value, name) for name, value in found.items()}
     if missing := [name for name in names if name not in arrays]:
-        raise BadData(f"a batch has no {missing[0]!r} (it has {', '.join(arrays)}); name the arrays like the inputs")
+        raise BadData(
+            f"a batch has no array {missing[0]!r} (its arrays: {', '.join(arrays)}); name the arrays like the model's "
+            "inputs"
+        )
     return arrays
 
 
@@ -79,5 +82,5 @@ def _array(value: Any, name: str) -> np.ndarray:
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
     array = np.asarray(value)
     if array.dtype.kind in "OUS":
-        raise BadData(f"{name!r} of a batch holds no numbers; give an array or a tensor")
+        raise BadData(f"the array {name!r} of a batch holds no numbers; give an array or a tensor of numbers")
     return array if array.ndim else array[None]

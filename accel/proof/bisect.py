@@ -60,9 +60,9 @@ class Divergence:
 
     ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
-    in the reference and in the candidate. ``inputs`` maps the names of the nearest matched tensors before this tensor
-    to their differences. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to this
-    tensor. A list that would have only one node is left empty.
+    in the reference and in the candidate. ``inputs`` holds the nearest matched tensors before this tensor, and the
+    difference of each of them. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to
+    this tensor. ``between`` or ``candidate_between`` is empty if the list would have only one node.
     """
 
     tensor: str

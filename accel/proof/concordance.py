@@ -38,16 +38,16 @@ def discordance(
 ) -> float:
     """Returns the distance between the batches of one output and their reference: 0 if equal, 1 if unrelated. The
     distance is the mean of 1 - c over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance
-    of a sample a and its reference b. The concordance is the cosine similarity if both norms are equal, and smaller if
-    the scale is wrong.
+    of a sample a and its reference b. If both norms are equal, the concordance is the cosine similarity. If the norms
+    differ, the concordance is smaller than the cosine similarity.
 
     A sample with only one number has no direction. For samples of one number, two distances are computed: the median
-    over the samples, and Lin's distance over all samples. The larger distance counts. Lin's distance is 1 - l, where l
-    = 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects
-    errors in an output that varies little compared with its size. With ``about_the_mean=False``, the concordance over
-    all samples replaces Lin's coefficient. Callers pass ``about_the_mean=False`` for random inputs, because the
-    variation of outputs on random inputs is meaningless. For strings, and for samples of one integer, the distance is
-    the share of values that differ.
+    over the samples, and Lin's distance over all samples. The result is the larger of the two distances. Lin's distance
+    is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's
+    coefficient detects errors in an output that varies little compared with its size. With ``about_the_mean=False``,
+    the concordance over all samples replaces Lin's coefficient. Callers pass ``about_the_mean=False`` for random
+    inputs, because the variation of outputs on random inputs is meaningless. For strings, and for samples of one
+    integer, the distance is the share of values that differ.
     """
     import numpy as np
 

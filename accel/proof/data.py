@@ -55,8 +55,8 @@ class Dataset:
     def load(cls, path: Path, signature: Signature) -> Dataset:
         """Loads an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
-        Never unpickles. If the dataset is already in memory and no file has changed, returns the dataset from memory.
-        All gates of a run then share one copy.
+        Never unpickles. If the dataset is already in memory and no file has changed, returns the dataset from memory,
+        so that all gates of a run share one copy.
 
         Raises ``BadData`` if a file can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
         """
@@ -128,7 +128,7 @@ def data_files(path: Path) -> list[Path]:
             raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
         return files
     if not path.is_file():
-        raise BadData(f"{path} does not exist; check {option('data')}")
+        raise BadData(f"the path {path} does not exist; check {option('data')}")
     return [path]
 
 
@@ -190,8 +190,8 @@ def check_values(data: Path, signature: Signature) -> None:
         if found is not None:
             declared = str(signature.input(found.input))
             raise BadData(
-                f"{file}: {found.input!r} holds {found.value} in sample {found.sample}, but the model takes "
-                f"{found.low}..{found.high}; correct the sample, or declare the range with "
+                f"{file}: input {found.input!r} holds the number {found.value} in sample {found.sample}, but the model "
+                f"takes the range {found.low}..{found.high}; correct the sample, or declare the range with "
                 f"{option('inputs', [declared])}"
             )
 
@@ -230,13 +230,15 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     first = signature.inputs[0].name
     for spec in signature.inputs:
         if spec.name not in arrays:
-            has = ", ".join(arrays) or "nothing"
-            raise BadData(f"{file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs")
+            has = ", ".join(arrays) or "none"
+            raise BadData(
+                f"{file} has no array {spec.name!r} (its arrays: {has}); name the arrays like the model's inputs"
+            )
         arrays[spec.name] = fitting(file, arrays[spec.name], spec.name, signature)
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
-                f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, but {first!r} has {len(arrays[first])}; "
-                "give every input the same number of samples"
+                f"{file}: input {spec.name!r} has {len(arrays[spec.name])} samples, but input {first!r} has "
+                f"{len(arrays[first])} samples; give every input the same number of samples"
             )
     if len(arrays[first]) == 0:
         raise BadData(f"{file} holds no samples; save at least one")
@@ -254,29 +256,30 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     spec = signature.input(name)
     if value.ndim != len(spec.shape) or value.ndim == 0:
         shape = list(value.shape)
-        raise BadData(f"{file}: {name!r} has shape {shape}, but the model takes {spec}; save it in that shape")
+        raise BadData(f"{file}: input {name!r} has shape {shape}, but the model takes {spec}; change the shape")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
             raise BadData(
-                f"{file}: {name!r} has shape {list(value.shape)}, but the model takes {spec}; save it in that shape"
+                f"{file}: input {name!r} has shape {list(value.shape)}, but the model takes {spec}; change the shape"
             )
         if axis and isinstance(dim, str):
             bounds = signature.dims[dim]
             if size % bounds.step:
                 raise BadData(
-                    f"{file}: {name!r} has {dim} {size}, but the model takes multiples of {bounds.step}; pad or cut it "
-                    f"to {bounds.beside(size)}"
+                    f"{file}: input {name!r} has the dim {dim} of size {size}, but the model takes multiples of "
+                    f"{bounds.step}; pad or cut the dim to {bounds.beside(size)}"
                 )
             if not bounds.min <= size <= bounds.max:
                 raise BadData(
-                    f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
-                    f"pass {option('dims', {dim: bounds.to_hold(size)})}"
+                    f"{file}: input {name!r} has the dim {dim} of size {size}, outside the range "
+                    f"{bounds.min}..{bounds.max}; widen the range with {option('dims', {dim: bounds.to_hold(size)})}"
                 )
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         rows = sorted({int(i) for i in np.argwhere(~np.isfinite(value))[:, 0]})
         raise BadData(
-            f"{file}: {name!r} holds NaN or infinity in sample {start + rows[0]} ({len(rows)} in all); remove them"
+            f"{file}: input {name!r} holds NaN or infinity in sample {start + rows[0]} ({len(rows)} such samples in "
+            "all); remove these samples"
         )
     if value.dtype == wanted:
         return value
@@ -284,14 +287,17 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     # model's width if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
-        raise BadData(f"{file}: {name!r} is {value.dtype}, but the model takes {spec.dtype}; save it as {spec.dtype}")
+        raise BadData(
+            f"{file}: input {name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; save the array as "
+            f"{spec.dtype}"
+        )
     with np.errstate(over="ignore"):
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():
         raise BadData(
-            f"{file}: {name!r} holds {value.dtype} numbers too large for {spec.dtype} in sample "
-            f"{start + int(np.argwhere(lost)[0, 0])}; scale them"
+            f"{file}: input {name!r} holds {value.dtype} numbers that are too large for {spec.dtype} in sample "
+            f"{start + int(np.argwhere(lost)[0, 0])}; scale the numbers"
         )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
-        raise BadData(f"{file}: {name!r} holds numbers that don't fit {spec.dtype}; correct them")
+        raise BadData(f"{file}: input {name!r} holds numbers that don't fit {spec.dtype}; correct the numbers")
     return converted

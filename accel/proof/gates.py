@@ -100,11 +100,11 @@ class OutputGate:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise
                     reason = one_line(error)
-                    raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
+                    raise GateFailed(f"the model that the stage made can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
-        # The source has to run all random inputs, because random inputs fit the signature. A sample of the user's data
-        # that is cut to the sizes of a case may be invalid. The source model may refuse samples of the user's data, as
-        # long as some other feeds were compared.
+        # The source model has to accept all random inputs, because random inputs fit the signature. The source model
+        # may refuse some of the user's samples, because cutting a sample to the sizes of a case may make the sample
+        # invalid. If the source model refuses all samples, the gate raises the first error.
         if refused and not (self.data and results):
             raise refused[0]
         return results
@@ -133,8 +133,8 @@ class OutputGate:
 def _references(
     reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
-    can't run, because the stage didn't cause this failure. Appends the errors of the source to ``refused``."""
+    """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds on which the source itself
+    fails, because such a failure isn't the fault of the stage. Appends the errors of the source to ``refused``."""
     for case, feeds in feeds_by_case:
         try:
             wanted = reference.of(feeds)
@@ -190,7 +190,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
     """Returns the name of the runtime that gates use for an artifact, or None if this machine can't run the artifact.
 
     A 16-bit or fp8 ONNX model runs with rounding after every node. ONNX Runtime's CPU provider would compute 16-bit
-    models in float32, which hides overflows. The provider's optimizations would break fp8 models.
+    models in float32, which hides overflows. The optimizations of the CPU provider would break fp8 models.
     """
     if artifact.kind == "onnx" and (
         {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))

@@ -63,7 +63,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     if manifest is None:
         raise ChainBroken(f"{artifact.path} has no manifest; put its manifest beside it")
     if not manifest.stages:
-        raise ChainBroken(f"{artifact.path} was made by no stage, so there is nothing to reproduce")
+        raise ChainBroken(f"the manifest of {artifact.path} lists no stages, so there is nothing to reproduce")
     hashes = {path_sha256(path): path for path in given}
     configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
     current = _source(manifest)
@@ -100,8 +100,8 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
     if set(value) == {"file", "sha256"}:
         if value["sha256"] not in given:
             raise UsageError(
-                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); "
-                f"pass it with {option('data')}"
+                f"stage {stage} read the data {value['file']} (sha256 {value['sha256'][:12]}); "
+                f"pass the same data with {option('data')}"
             )
         return given[value["sha256"]]
     if {"min", "opt", "max"} <= set(value):
@@ -141,7 +141,7 @@ def _source(manifest: Manifest) -> Artifact:
                 f"{path} is not the file that the artifact was made from (its sha256 differs); restore it"
             )
     if source.get("sha256") not in (None, found.source.get("sha256")):
-        raise ChainBroken(f"{spec} makes another model than the one in the manifest; restore the original code")
+        raise ChainBroken(f"{spec} makes a different model than the manifest records; restore the original code")
     if found.digest != manifest.stages[0]["input"]:
         raise ChainBroken(f"{spec} is not the source that the first stage read (its sha256 differs); restore it")
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}

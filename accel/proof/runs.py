@@ -85,7 +85,7 @@ def check_samples(
     source: Artifact | None = None,
     tolerance: float = ROUNDING,
 ) -> Furthest:
-    """Run ``src`` on the first ``limit`` samples of ``data`` (all samples if None) before any stage uses them.
+    """Run ``src`` on the first ``limit`` samples of ``data`` (all samples if None) before any stage uses these samples.
 
     ``source`` is the model that ``src`` was exported from, and runs on the same samples. The gate of an export only
     uses random inputs, and real values may take other branches of a model. ``cache`` stores the result.
@@ -183,7 +183,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(found.value) not in str(error):
-                continue  # The process may have died for another reason than the integer.
+                continue  # The integer may not be the reason why the process died.
             why = ""  # Leaves out the library's error text, because the text names internal nodes of the library.
         return BadData(
             f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "

@@ -60,8 +60,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed reaches the end of the
-        file and continues with the first sample of the file."""
+        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only for a feed that wraps around from the
+        last sample of the file to the first sample."""
         files = data_files(self.path)
         file = files[start % len(files)]
         wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}
@@ -113,9 +113,14 @@ class _Opened:
         for name, member in self._members.items():
             if not member.shape:
                 spec = self._signature.input(name)
-                raise BadData(f"{self._file}: {name!r} has shape [], but the model takes {spec}; save it in that shape")
+                raise BadData(
+                    f"{self._file}: input {name!r} has shape [], but the model takes {spec}; change the shape"
+                )
             if len(member) != len(self):
-                raise BadData(f"{self._file}: {name!r} has {len(member)} samples, but {first!r} has {len(self)}")
+                raise BadData(
+                    f"{self._file}: input {name!r} has {len(member)} samples, but input {first!r} has {len(self)} "
+                    "samples; give every input the same number of samples"
+                )
         if not len(self):
             raise BadData(f"{self._file} holds no samples; save at least one")
 
@@ -124,9 +129,10 @@ class _Opened:
         names = {name.removesuffix(".npy") for name in archive.namelist()}
         for spec in self._signature.inputs:
             if spec.name not in names:
-                has = ", ".join(sorted(names)) or "nothing"
+                has = ", ".join(sorted(names)) or "none"
                 raise BadData(
-                    f"{self._file} has no array {spec.name!r} (it has {has}); name the arrays like the model's inputs"
+                    f"{self._file} has no array {spec.name!r} (its arrays: {has}); name the arrays like the model's "
+                    "inputs"
                 )
             stream = self._stack.enter_context(archive.open(f"{spec.name}.npy"))
             says = archive.getinfo(f"{spec.name}.npy").file_size

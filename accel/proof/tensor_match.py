@@ -47,7 +47,8 @@ class Graph:
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
-        """Returns the tensor before all casts and QDQ nodes that lead to ``name``, or ``name`` itself."""
+        """Follows casts and QDQ nodes back from ``name``, and returns the tensor before them. Returns ``name`` itself
+        if no cast or QDQ node computes ``name``."""
         while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
             name = self.nodes[self.producer[name]].input[0]
         return name

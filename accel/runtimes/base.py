@@ -28,11 +28,12 @@ GRAPH_LEVELS = ("none", "basic", "extended", "all")
 class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
-    ``threads`` is the total number of threads. With 0, the runtime chooses the number. ``precision`` is the precision
-    in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine supports bfloat16). ``streams``
-    is the number of concurrent runs, which share the threads. ``graph_level``, one of ``GRAPH_LEVELS``, selects the
-    graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the
-    model and slows down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
+    ``threads`` is the total number of threads. With ``threads=0``, the runtime chooses the number of threads.
+    ``precision`` is the precision in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine
+    supports bfloat16). ``streams`` is the number of concurrent runs, which share the threads. ``graph_level``, one of
+    ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime
+    busy-wait, which speeds up the model and slows down other work on the machine. ``cuda_graph`` launches an engine's
+    kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -179,7 +180,8 @@ class Runtime:
         library is missing."""
         if artifact.kind not in self.kinds:
             raise UnsupportedHere(
-                f"runtime {self.name} runs {' and '.join(self.kinds)} artifacts, but {artifact.path} is {artifact.kind}"
+                f"runtime {self.name} runs artifacts of kind {' and '.join(self.kinds)}, but {artifact.path} has the "
+                f"kind {artifact.kind}"
             )
         if not self.installed:
             raise MissingExtra(self.module, self.extra or "all-cpu")
@@ -265,7 +267,7 @@ def default_runtime(artifact: Artifact) -> Runtime:
     kind = KINDS.get(artifact.kind)
     fitting = [RUNTIMES[name] for name in kind.runtimes] if kind is not None else []
     if not fitting:
-        raise UnsupportedHere(f"no runtime runs {artifact.kind} artifacts like {artifact.path}")
+        raise UnsupportedHere(f"no runtime can run artifacts of kind {artifact.kind}, such as {artifact.path}")
     return next((r for r in fitting if r.runnable()), fitting[0])
 
 
@@ -279,8 +281,8 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep the outputs longer than the session.
 
-    An output of ONNX Runtime shares the session's memory. The whole memory stays allocated as long as the output
-    exists. The session's memory has room for the results of all layers at the largest shape.
+    An output of ONNX Runtime shares the session's memory. The whole memory of the session stays allocated as long as
+    one output exists. The session's memory has room for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

@@ -23,7 +23,7 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     If the arguments are PyTorch tensors, the result has PyTorch tensors on the device of the first tensor. If the
     arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. If the manifest records no
-    structure, the model takes its inputs in order or by name. The result is then the only output, or a dict of outputs.
+    structure, the model takes its inputs in order or by name, and the result is the only output or a dict of outputs.
     Raises ``BadFeeds`` if the arguments don't fit.
     """
     tensors = tensors_given(session.artifact, args, kwargs)

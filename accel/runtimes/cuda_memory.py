@@ -165,7 +165,10 @@ class CudaRuntime:
             return tuple(values)
         if status == errors.cudaErrorMemoryAllocation and size is not None:
             raise CudaFailed(f"the GPU has no {size / 1e6:.0f} MB left; run a smaller batch or close other sessions")
-        raise CudaFailed(f"CUDA failed ({self._text(status)}); see nvidia-smi, and compute-sanitizer if it persists")
+        raise CudaFailed(
+            f"CUDA failed ({self._text(status)}); check the GPU with nvidia-smi, and run compute-sanitizer if the "
+            "error persists"
+        )
 
     def _text(self, status: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(status)

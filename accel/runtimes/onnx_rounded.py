@@ -2,9 +2,9 @@
 
 ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
 gives 300. Hardware that computes in float16 gives infinity for ``sqrt(x * x)`` at x = 300. The CPU provider can't run
-bfloat16 at all. This session rewrites the model into a float32 twin, and runs the twin without graph optimizations. The
-twin casts each float16 or bfloat16 tensor to its 16-bit dtype and back to float32. Inside a node, such as in the sums
-of a MatMul, values stay float32, as on tensor cores. A model without 16-bit floats runs unchanged.
+bfloat16 at all. This session rewrites the model to float32, and runs the rewritten model without graph optimizations.
+The rewritten model casts each float16 or bfloat16 tensor to its 16-bit dtype and back to float32. Inside a node, such
+as in the sums of a MatMul, values stay float32, as on tensor cores. A model without 16-bit floats runs unchanged.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ def _elements(tensor: TensorProto) -> int:
 
 
 def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
-    """Returns the float32 twin, its larger constants as ONNX Runtime values, and the dtypes that ``model`` declares."""
+    """Returns ``model`` rewritten to float32, the larger constants as ONNX Runtime values, and the dtypes that
+    ``model`` declares."""
     typed = tensor_types(model)
     types = elem_types(typed.graph)
     twin = onnx.ModelProto()
@@ -259,7 +260,7 @@ def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict
 
 
 def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
-    """Turn ``graph`` into its float32 twin, in place. ``outer`` holds the dtypes of the enclosing graph's tensors."""
+    """Rewrite ``graph`` to float32, in place. ``outer`` holds the dtypes of the enclosing graph's tensors."""
     types = {**outer, **elem_types(graph)}
     for tensor in graph.initializer:
         _widen(tensor)
@@ -274,7 +275,7 @@ def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
 
 
 def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.NodeProto]:
-    """Yields ``node``, rewritten for the twin, and the casts that round its outputs."""
+    """Yields ``node``, rewritten to float32, and the casts that round its outputs."""
     target = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR:

@@ -88,8 +88,8 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Returns the range of valid indices for each input that selects rows of a table. The file is read only after a
-        failed run."""
+        """Returns the range of valid indices for each input that selects rows of a table. The model file is read only
+        after a failed run."""
         from accel.sources.onnx.file import describe
 
         ranges = {spec.name: spec.range_at({}) for spec in describe(self.artifact.path)[0].inputs}
@@ -140,7 +140,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
         super().__init__(artifact, options)
         if self.session.get_providers()[0] != self.provider:
             raise UnsupportedHere(
-                f"ONNX Runtime could not start CUDA for {artifact.path}; compare its CUDA version with nvidia-smi's"
+                f"ONNX Runtime could not start CUDA for {artifact.path}; compare the CUDA version of ONNX Runtime with "
+                "the version that nvidia-smi shows"
             )
 
     def _run_native(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -168,7 +169,8 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         return _session(path, settings, provider)
     except native.NotImplemented as error:
         raise UnsupportedHere(
-            f"ONNX Runtime has no kernel that the model {path} needs ({_reason(error)}); cast or re-export it"
+            f"ONNX Runtime lacks a kernel for an operator of the model {path} ({_reason(error)}); cast the model or "
+            "export it again"
         ) from error
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
@@ -210,8 +212,8 @@ def _register_operators(settings: Any, path: Path) -> None:
         settings.register_custom_ops_library(given)
     except _FAILURES as error:
         raise BadConfig(
-            f"{OPERATORS} is {given}, which ONNX Runtime can't load ({_reason(error)}); set it to a library that accel "
-            "kernels build --onnxruntime-include wrote, or unset it"
+            f"{OPERATORS} names the library {given}, which ONNX Runtime can't load ({_reason(error)}); unset the "
+            "variable, or set it to a library built by accel kernels build --onnxruntime-include"
         ) from error
 
 

@@ -103,7 +103,9 @@ class OpenVinoSession(BaseSession):
         index = {name: i for i, port in enumerate(ports) for name in port.get_names()}
         if missing := [name for name in names if name not in index]:
             has = ", ".join(sorted(index))
-            raise InvalidModel(f"{self.artifact.path} has no {missing[0]!r} (it has {has}); convert the model again")
+            raise InvalidModel(
+                f"{self.artifact.path} has no tensor {missing[0]!r} (its tensors: {has}); convert the model again"
+            )
         return {name: index[name] for name in names}
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -220,7 +222,7 @@ class OpenVinoSession(BaseSession):
         """Raises ``BadFeeds`` for an integer out of range, because OpenVINO would silently read a wrong row of a lookup
         table."""
         if found := self._integers.first_outside(feeds):
-            raise BadFeeds(f"{found}; correct the values, or export the model with the range of the input")
+            raise BadFeeds(f"{found}; correct the values, or export the model with the right range for this input")
 
     def _array(self, tensor: Any, name: str) -> np.ndarray:
         """Returns a copy of an output, because the next run overwrites the tensor."""
@@ -248,9 +250,7 @@ def reason(error: BaseException, most: int = 300) -> str:
 
 def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, Any]:
     if options.precision not in _HINTS:
-        raise UnknownName(
-            f"OpenVINO computes in {' or '.join(_HINTS)}, not in {options.precision!r}; choose one of them"
-        )
+        raise UnknownName(f"OpenVINO can't compute in the precision {options.precision!r}; use {' or '.join(_HINTS)}")
     needs = _CAPABILITY.get(options.precision)
     if needs and needs not in capabilities:
         raise UnsupportedHere(f"this CPU has no {options.precision}; load the model with precision fp32")

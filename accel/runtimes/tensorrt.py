@@ -61,7 +61,9 @@ class TensorRTSession(BaseSession):
         self._engine = self._deserialized(artifact.path)
         self._context = self._engine.create_execution_context()
         if self._context is None:
-            raise EngineFailed(f"no execution context for {artifact.path} ({self._reason()}); free GPU memory")
+            raise EngineFailed(
+                f"TensorRT can't create an execution context for {artifact.path} ({self._reason()}); free GPU memory"
+            )
         self._cuda: Cuda = cuda
         self._stream = cuda.create_stream()
         self._memory = DeviceMemory(cuda)
@@ -195,10 +197,14 @@ class TensorRTSession(BaseSession):
     def _deserialized(self, path: Path) -> Any:
         data = path.read_bytes()
         if problem := engine_problem(self._trt, self._log, self._runtime, data):
-            raise UnsupportedHere(f"{path} can't run here: {problem}; build it again with: {rebuild(self.artifact)}")
+            raise UnsupportedHere(
+                f"the engine {path} can't run on this machine: {problem}; build it again with: {rebuild(self.artifact)}"
+            )
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
-            raise InvalidModel(f"{path} can't be loaded ({self._reason()}); build it again: {rebuild(self.artifact)}")
+            raise InvalidModel(
+                f"the engine {path} can't be loaded ({self._reason()}); build it again with: {rebuild(self.artifact)}"
+            )
         return engine
 
     def _reason(self) -> str:
@@ -212,7 +218,8 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        # The objects are released in this order, because each object uses the next object.
+        # Releases the context, then the engine, then the runtime, because the context uses the engine and the engine
+        # uses the runtime.
         self._context = self._engine = self._runtime = None
         self._allocators.clear()
         self._memory.close()
@@ -311,16 +318,16 @@ def check_fit(artifact: Artifact, version: str, capability: str) -> None:
     later = built is not None and properties.get("version_compatible") and _numbers(version) >= _numbers(built)
     if built is not None and built != version and not later:
         raise UnsupportedHere(
-            f"{artifact.path} was built by {artifact.properties.get('toolkit')} {built}, but this machine has {version}"
-            f"; build it again with: {rebuild(artifact)}"
+            f"the engine {artifact.path} was built by {artifact.properties.get('toolkit')} {built}, but this machine "
+            f"has version {version}; build it again with: {rebuild(artifact)}"
         )
     capabilities = artifact.properties.get("compute_capabilities") or [capability]
     if properties.get("hardware") == "ampere-plus" and _numbers(capability) >= (8, 0):
         return
     if capability not in capabilities:
         raise UnsupportedHere(
-            f"{artifact.path} was built for compute capability {', '.join(capabilities)}, but this GPU has {capability}"
-            f"; build it again with: {rebuild(artifact, capability)}"
+            f"the engine {artifact.path} was built for compute capability {', '.join(capabilities)}, but this GPU has "
+            f"compute capability {capability}; build it again with: {rebuild(artifact, capability)}"
         )
 
 
@@ -350,8 +357,8 @@ def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
         return
     if load_plugin_library(trt, capability) is None:
         raise UnsupportedHere(
-            f"{artifact.path} calls accel's plugins for TensorRT, and there are none for this GPU here; run accel "
-            "kernels build --arch native --tensorrt-include DIR, or build the engine again without plugins: "
+            f"{artifact.path} needs accel's TensorRT plugins, but no plugins are built for this GPU; run accel kernels "
+            "build --arch native --tensorrt-include DIR, or build the engine again without plugins: "
             f"{rebuild(artifact)}"
         )
 

@@ -68,7 +68,9 @@ def field_dtype(trt: Any, dtype: Any) -> str:
     for member, name in names.items():
         if getattr(trt.DataType, member, None) == dtype:
             return name
-    raise UnsupportedHere(f"TensorRT's data type {dtype} can't go in or out of a session; cast it inside the model")
+    raise UnsupportedHere(
+        f"a session can't have inputs or outputs of TensorRT's data type {dtype}; cast the tensor inside the model"
+    )
 
 
 def check_capability(text: str) -> str:
@@ -92,7 +94,7 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
     """
     if asked and not offered:
         raise UnsupportedHere(
-            f"{toolkit} builds only for the GPU of the machine it runs on; leave out "
+            f"{toolkit} builds engines only for the GPU of this machine; leave out "
             f"{option('compute_capabilities')}, or build for an RTX GPU with {option('target', 'tensorrt-rtx')}"
         )
     for text in asked:
@@ -100,8 +102,8 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
             build = option("target", "tensorrt")
             other = f", or build for a data-center GPU with {build} on a machine with that GPU"
             raise UnsupportedHere(
-                f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
-                f"name one of these{other if toolkit != 'tensorrt' else ''}"
+                f"{toolkit} can't build for compute capability {text}; use one of the capabilities "
+                f"{', '.join(offered)}{other if toolkit != 'tensorrt' else ''}"
             )
     return [offered[text] for text in dict.fromkeys(asked)]
 
@@ -180,5 +182,8 @@ def load_plugin_library(trt: Any, capability: str) -> Path | None:
             reason = one_line(error)
     fix = "run accel kernels build --tensorrt-include DIR again"
     if os.environ.get(TENSORRT_CHOSEN):
-        raise BadConfig(f"{TENSORRT_CHOSEN} is {library}, which can't be loaded ({reason}); {fix}, or unset it")
+        raise BadConfig(
+            f"{TENSORRT_CHOSEN} names the library {library}, which can't be loaded ({reason}); {fix}, or unset the "
+            "variable"
+        )
     raise UnsupportedHere(f"the plugins in {library} can't be loaded ({reason}); {fix}")

@@ -42,7 +42,7 @@ class TorchCompileSession(TorchSession):
         if shutil.which(compiler) is None:
             raise UnsupportedHere(
                 f"torch.compile needs the C++ compiler {compiler}, which is not on the PATH; "
-                "install it, point CXX to another, or use the runtime torch"
+                "install the compiler, set CXX to another compiler, or use the runtime torch"
             )
         super().__init__(artifact, options)
         self._original = self.module.module

@@ -40,5 +40,5 @@ class TorchSession(BaseSession):
             ) from error
 
     def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Returns the outputs by name. An error that PyTorch or the model raises passes through unchanged."""
+        """Returns the outputs by name. Doesn't change the errors that PyTorch or the model raises."""
         return run_named(self.module, self.signature, feeds)

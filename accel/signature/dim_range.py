@@ -26,14 +26,19 @@ class DimRange:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.opt <= self.max:
-            raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}; e.g. 1:8:64")
+            raise BadInputSpec(
+                f"a dim range needs 1 <= min <= opt <= max, but got {self.min}:{self.opt}:{self.max}; write e.g. 1:8:64"
+            )
         if self.step < 1:
-            raise BadInputSpec(f"a dim needs a step of at least 1, got {self}; e.g. 16:32:64:4")
+            raise BadInputSpec(
+                f"a dim range needs a step of at least 1, but got the range {self}; write e.g. 16:32:64:4"
+            )
         sizes = (self.min, self.opt, self.max)
         if odd := [size for size in sizes if size % self.step]:
             nearest = ":".join(str(self.up(size - self.step // 2)) for size in sizes)
             raise BadInputSpec(
-                f"in the dim range {self}, {odd[0]} is no multiple of the step {self.step}; write {nearest}:{self.step}"
+                f"in the dim range {self}, the size {odd[0]} is no multiple of the step {self.step}; write the range "
+                f"{nearest}:{self.step}"
             )
 
     def __str__(self) -> str:
@@ -49,8 +54,8 @@ class DimRange:
             numbers = []
         if len(numbers) not in (3, 4):
             raise BadInputSpec(
-                f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512, or for multiples of 4 "
-                "min:opt:max:step, 16:32:64:4"
+                f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512, or min:opt:max:step, e.g. "
+                "16:32:64:4 for multiples of 4"
             )
         return cls(*numbers)
 

@@ -45,7 +45,8 @@ class Signature:
             if unknown := sorted(spec.bound_dims.difference(known)):
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(
-                    f"the range of {spec} names {unknown[0]!r}, which is no dim of an input; the dims are: {has}"
+                    f"the range of input {spec} has the name {unknown[0]!r}, which is not a dim of an input; the dims "
+                    f"are: {has}"
                 )
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
 
@@ -105,7 +106,8 @@ class Signature:
                 raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
             if size % (sizes := self.dims[dim]).step:
                 raise BadInputSpec(
-                    f"the dim {dim!r} can't be {size}: it goes in steps of {sizes.step}; take {sizes.beside(size)}"
+                    f"the dim {dim!r} can't be {size}, because sizes are multiples of {sizes.step}; use "
+                    f"{sizes.beside(size)}"
                 )
         return given
 
@@ -166,13 +168,15 @@ class Signature:
         low, high = spec.range_at(sizes) or spec.seen or (0, 1)
         if low > high:
             at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
-            raise BadInputSpec(f"{spec} has no valid integer at {at}; give the dim larger sizes with {option('dims')}")
+            raise BadInputSpec(
+                f"input {spec} has no valid integer at the size {at}; give the dim larger sizes with {option('dims')}"
+            )
         return low, high
 
     @property
     def unknown_integers(self) -> tuple[TensorSpec, ...]:
-        """Returns the integer inputs with an unknown range of valid integers. For these inputs, ``example_inputs``
-        draws 0 or 1."""
+        """Returns the integer inputs with an unknown range of valid integers. For an input of unknown range,
+        ``example_inputs`` draws 0 or 1."""
         return tuple(
             spec
             for spec in self.inputs
@@ -195,21 +199,27 @@ class Signature:
                 continue
             value = feeds[spec.name]
             if not hasattr(value, "dtype"):
-                raise BadFeeds(f"input {spec.name!r} is a {type(value).__name__}; give a numpy array of {spec.dtype}")
+                raise BadFeeds(
+                    f"input {spec.name!r} has the type {type(value).__name__}; give a numpy array of {spec.dtype}"
+                )
             if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
-                raise BadFeeds(f"input {spec.name!r} is {value.dtype}, the model takes {spec.dtype}; cast it")
+                raise BadFeeds(
+                    f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input"
+                )
             if len(value.shape) != len(spec.shape):
-                raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
+                raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
             for dim, size in zip(spec.shape, value.shape, strict=True):
                 if isinstance(dim, int) and dim != size:
-                    raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, the model takes {spec}")
+                    raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
                 if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
-                    raise BadFeeds(f"the dim {dim!r} is {sizes[dim]} in one input and {size} in {spec.name!r}")
+                    raise BadFeeds(
+                        f"the dim {dim!r} has size {sizes[dim]} in one input, but size {size} in input {spec.name!r}"
+                    )
         for dim, stepped in self._stepped.items():
             if (size := sizes.get(dim, 0)) % stepped.step:
                 raise BadFeeds(
-                    f"the dim {dim!r} is {size}, the model takes multiples of {stepped.step}; pad or cut it to "
-                    f"{stepped.beside(size)}"
+                    f"the dim {dim!r} has size {size}, but the model takes multiples of {stepped.step}; pad or cut it "
+                    f"to {stepped.beside(size)}"
                 )
         return sizes
 

@@ -71,10 +71,12 @@ class TensorSpec:
         if self.dtype not in DTYPES:
             parts = "give its real and imaginary parts instead, as torch.view_as_real does"
             fix = parts if self.dtype.startswith("complex") else f"use one of {', '.join(DTYPES)}"
-            raise BadInputSpec(f"{self.name!r} has unknown dtype {self.dtype!r}; {fix}")
+            raise BadInputSpec(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}; {fix}")
         for dim in self.shape:
             if isinstance(dim, int) and dim < 0:
-                raise BadInputSpec(f"input {self.name!r} has a negative dim {dim}; name it instead, e.g. batch")
+                raise BadInputSpec(
+                    f"input {self.name!r} has the negative dim {dim}; write a name such as batch instead"
+                )
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
@@ -93,7 +95,7 @@ class TensorSpec:
                     raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
                 continue
             if not (part.lstrip("-").isdigit() or part.isidentifier()):
-                raise BadInputSpec(f"input {text!r} has the dim {part!r}; write a number or a name like batch")
+                raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like batch")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
         values = (parse_bound(match["lo"]), parse_bound(match["hi"])) if match["lo"] is not None else None
         return cls(match["name"], match["dtype"], tuple(shape), values)

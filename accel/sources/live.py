@@ -49,7 +49,9 @@ def captured(model: Any, example: Any, dynamic: Any) -> Path:
     if writer.endswith(":capture_program") or ".onnx." in writer:
         for name, given in (("example", example), ("dynamic", dynamic)):
             if given is not None:
-                raise UsageError(f"{type(model).__name__} has inputs of its own; leave out {option(name)}")
+                raise UsageError(
+                    f"a model of type {type(model).__name__} records its own inputs; leave out {option(name)}"
+                )
         return write(model)
     return write(model, example, dynamic)
 

@@ -111,7 +111,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # the model runs in narrower ranges without a step
+        if not any(stepped.dims[d].step == step for d in found):  # the model needs no step, only narrower ranges
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"
@@ -147,8 +147,8 @@ def output_specs(
     if other := next((run for run in runs if set(run) != set(runs[0])), None):
         name = sorted(set(other) ^ set(runs[0]))[0]
         raise BadSource(
-            f"{where} returns {name!r} at some sizes of its inputs only; return the same tensors at every size, or "
-            f"give every dim one size with {option('inputs')}"
+            f"{where} returns the tensor {name!r} only at some sizes of its inputs; return the same tensors at every "
+            f"size, or give every dim a fixed size with {option('inputs')}"
         )
     for name, value in runs[0].items():
         if any(run[name].ndim != value.ndim for run in runs):

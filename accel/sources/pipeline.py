@@ -51,15 +51,16 @@ class Part:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise NotInParts(
-            f"the function of the pipeline uses {attribute!r} of the part {self._name!r}, and an exported part can "
-            f"only be called; read {attribute!r} outside the function, or make the method a separate part "
+            f"the function of the pipeline uses the attribute {attribute!r} of the part {self._name!r}, but an "
+            f"exported part can only be called; read {attribute!r} outside the function, or make the method a separate "
+            "part "
             f"({self._name}_{attribute}=model.{attribute})"
         )
 
 
 class Parts:
-    """Holds each part as an attribute, and is the first argument of a pipeline's function. The function can't set these
-    attributes."""
+    """Holds each part as an attribute, and is the first argument of a pipeline's function. The pipeline's function
+    can't set the attributes of ``Parts``."""
 
     def __init__(self, models: Mapping[str, Callable[..., Any]], record: Record | None = None) -> None:
         object.__setattr__(self, "_parts", {name: Part(name, model, record) for name, model in models.items()})
@@ -103,7 +104,9 @@ class Pipeline(Function):
         if not parts:
             raise UsageError("the pipeline has no parts; give the modules by name: Pipeline(function, encoder=module)")
         if not list(inspect.signature(function).parameters):
-            raise UsageError("the function of a pipeline gets the parts as its first argument; add a parameter parts")
+            raise UsageError(
+                "the function of a pipeline gets the parts as its first argument; add a first parameter called parts"
+            )
         for name, part in parts.items():
             _check(name, part)
         super().__init__(function)
@@ -137,7 +140,7 @@ def _check(name: str, part: Any) -> None:
     """Raises ``UsageError`` for a name or an object that can't be a part."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UsageError(
-            f"{name!r} can't be the name of a part, which becomes the name of a folder and of an attribute; "
+            f"{name!r} can't be the name of a part, because a folder and an attribute get the same name; "
             "use letters, digits and underscores"
         )
     if isinstance(part, torch.nn.Module):

@@ -32,7 +32,8 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
     if not name or not hasattr(module, name):
         own = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
         problem = f"has no {name!r}" if name else f"needs the name of a {role}"
-        raise BadSource(f"{where} {problem}; write {where}:NAME with one of: {', '.join(own) or 'none found'}")
+        names = ", ".join(own) or "none found"
+        raise BadSource(f"{where} {problem}; write {where}:NAME, where NAME is one of these: {names}")
     return module, getattr(module, name)
 
 
@@ -60,7 +61,8 @@ def _import_file(path: Path) -> ModuleType:
 def _import_module(name: str, spec: str) -> ModuleType:
     if Path(spec).is_file():
         raise BadSource(
-            f"the ending of {spec} is unknown; rename the file by its kind to .onnx, .pt2, .pt (TorchScript) or .py"
+            f"the file ending of {spec} is unknown; rename the file so that its ending shows its format: .onnx, .pt2, "
+            ".pt (TorchScript) or .py"
         )
     here = str(Path.cwd())
     if here not in sys.path:

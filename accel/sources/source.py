@@ -59,8 +59,8 @@ class Source:
     becomes the path of the copy.
 
     ``example`` holds example arguments for a call of a live model: a tuple, a dict by name, or a single tensor.
-    ``dynamic`` names the dynamic axes of these arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default the
-    first axis is dynamic if the model runs with another batch size.
+    ``dynamic`` names the dynamic axes of the example arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default
+    the first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
     ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. For an
@@ -90,13 +90,16 @@ class Source:
     dynamic: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        made = getattr(self.spec, "artifact", None)  # sessions and results of accel.optimize have an artifact
+        # Sessions and results of accel.optimize have the attribute ``artifact``.
+        made = getattr(self.spec, "artifact", None)
         if isinstance(made, Artifact):
             object.__setattr__(self, "spec", made)
         if not is_live(self.spec):
             for name in ("example", "dynamic"):
                 if getattr(self, name) is not None:
-                    raise UsageError(f"{self.text} is no live model; leave out {option(name)}, or pass the model")
+                    raise UsageError(
+                        f"{self.text} is not a model in memory; leave out {option(name)}, or pass the model itself"
+                    )
             return
         object.__setattr__(self, "spec", captured(self.spec, self.example, self.dynamic))
         object.__setattr__(self, "example", None)
@@ -248,13 +251,15 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
     called: SourceOptions = {"example": options.get("example"), "dynamic": options.get("dynamic")}
     if not any(map(is_live, models)) and any(value is not None for value in called.values()):
-        raise UsageError(f"there is no live model here; leave out {option('example')}")
+        raise UsageError(f"none of the models is in memory; leave out {option('example')}")
     sources = [Source.of(model, **(called if is_live(model) else {})) for model in models]
     own = [(*_BASIC, *OPTIONS.get(source.form or "", ())) if source.native else () for source in sources]
     given: Mapping[str, Any] = {n: value for n, value in options.items() if n not in called and value}
     for name in TENSORFLOW_OPTIONS:
         if name in given and not any(name in names for names in own):
-            raise UsageError(f"there is no TensorFlow model here that takes {option(name)}; leave it out")
+            raise UsageError(
+                f"none of the models is a TensorFlow model that takes {option(name)}; leave out the option"
+            )
     return [
         Source.of(source, **{name: value for name, value in given.items() if name in names})
         for source, names in zip(sources, own, strict=True)
@@ -265,8 +270,8 @@ _BASIC = ("inputs", "weights", "dims")
 
 
 def check_name(path: Path) -> None:
-    """Raises ``BadSource`` if the path is not valid UTF-8. Runtimes can't open such a path, and a manifest can't record
-    it."""
+    """Raises ``BadSource`` if the path is not valid UTF-8. Runtimes can't open a path that isn't valid UTF-8, and a
+    manifest can't record it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -75,7 +75,7 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
             feeds = {s.name: np.zeros(s.resolve(odd), numpy_dtype(s.dtype)) for s in signature.inputs}
             with pytest.raises(BadFeeds, match=f"takes multiples of {r.step}"):
                 signature.check_feeds(feeds)
-            with pytest.raises(BadInputSpec, match=f"goes in steps of {r.step}"):
+            with pytest.raises(BadInputSpec, match=f"sizes are multiples of {r.step}"):
                 signature.example_inputs(**{dim: r.opt + 1})
 
 
@@ -164,10 +164,10 @@ def test_feeds_are_checked() -> None:
         ({"a": good["a"]}, "missing input 'b'"),
         ({**good, "c": good["b"]}, "unknown input 'c'"),
         ({**good, "a": good["a"].astype(np.float64)}, "float64"),
-        ({**good, "a": [[1.0, 2.0, 3.0]]}, "'a' is a list; give a numpy array of float32"),
+        ({**good, "a": [[1.0, 2.0, 3.0]]}, "'a' has the type list; give a numpy array of float32"),
         ({**good, "a": np.zeros((2, 4), np.float32)}, r"\[2, 4\]"),
         ({**good, "a": np.zeros((2, 3, 1), np.float32)}, r"\[2, 3, 1\]"),
-        ({**good, "b": np.zeros(3, np.int64)}, "'batch' is 2 in one input and 3"),
+        ({**good, "b": np.zeros(3, np.int64)}, "'batch' has size 2 in one input, but size 3"),
     ):
         with pytest.raises(BadFeeds, match=word):
             signature.check_feeds(bad)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from accel.artifact import Artifact, manifest_path
 from accel.errors import InvalidModel
 
-# A file with more bytes than this was not written by accel.
+# The maximum size of a pipeline's file in bytes. accel never writes a larger file.
 _MOST_BYTES = 1 << 20
 _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 
@@ -52,7 +52,9 @@ def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
     for name, file in PipelineFile.read(pipeline.path).parts.items():
         path = pipeline.path.parent / file
         if not path.is_file():
-            raise InvalidModel(f"the part {name!r} of {pipeline.path} is missing; copy the whole folder, with {file}")
+            raise InvalidModel(
+                f"the part {name!r} of {pipeline.path} is missing; copy the whole folder, including the file {file}"
+            )
         found[name] = Artifact.open(path)
     return found
 

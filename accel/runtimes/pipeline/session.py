@@ -76,8 +76,8 @@ class PipelineSession(BaseSession):
             if function is None:
                 name = self._file.function
                 raise BadSource(
-                    f"{self.artifact.path} calls its parts from the function {name!r}, which this machine doesn't "
-                    f"have; pass call={name} to accel.load, or open the pipeline's source in the same command"
+                    f"the pipeline {self.artifact.path} needs the function {name!r}, which is not on this machine; "
+                    f"pass the function to accel.load as call={name}, or open the pipeline's source in the same command"
                 )
             pipeline = Pipeline(function, **{name: _callable(session) for name, session in self.parts.items()})
             inputs = [spec.name for spec in self.signature.inputs]
@@ -115,7 +115,7 @@ class PipelineSession(BaseSession):
             raise
         except Exception as error:  # the function may raise any type of error
             raise RunFailed(
-                f"{self._file.function} fails on the parts of {self.artifact.path} at {shapes_of(feeds)}"
+                f"the function {self._file.function} of the pipeline {self.artifact.path} fails at {shapes_of(feeds)}"
                 f"{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
             ) from error
 

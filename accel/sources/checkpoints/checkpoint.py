@@ -73,13 +73,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises ``BadSource`` if the checkpoint is not found or has an unknown format, and ``InvalidModel`` if it is damaged.
     """
     if not path.exists():
-        raise BadSource(f"{path} does not exist; check {option('weights')}")
+        raise BadSource(f"the path {path} does not exist; check {option('weights')}")
     reader = detect(path)
     if reader is None:
         raise BadSource(
-            f"{path} is no checkpoint that accel reads: it has no DeepSpeed 'latest', no .metadata of "
-            "torch.distributed.checkpoint, no Megatron mp_rank_XX folders, no model.safetensors and no "
-            "pytorch_model.bin; give the folder that has one of them"
+            f"{path} is no checkpoint that accel reads; give the folder that has one of these files or folders: "
+            "DeepSpeed's latest, .metadata of torch.distributed.checkpoint, Megatron's mp_rank_XX, model.safetensors "
+            "or pytorch_model.bin"
         )
     try:
         checkpoint: Checkpoint = reader.read(path)

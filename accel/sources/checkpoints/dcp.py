@@ -52,7 +52,7 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def read(self, row: int | None = None) -> torch.Tensor:
-        """Assembles the tensor piece by piece. With ``row``, assembles only the values at this index of the first
+        """Assembles the tensor piece by piece. With ``row``, assembles only the values at index ``row`` of the first
         axis."""
         whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
         for piece in self.pieces:
@@ -61,8 +61,8 @@ class Pieces:
             found = _read_piece(piece, self.name)
             if tuple(found.shape) != piece.sizes or found.dtype != self.dtype:
                 raise InvalidModel(
-                    f"{piece.file} holds {self.name!r} as {found.dtype} of the shape {list(found.shape)}, but "
-                    f"{METADATA} gives {self.dtype} of the shape {list(piece.sizes)}; the files come from different "
+                    f"{piece.file} holds the tensor {self.name!r} as {found.dtype} of the shape {list(found.shape)}, "
+                    f"but {METADATA} says {self.dtype} of the shape {list(piece.sizes)}; the files come from different "
                     "checkpoints, so copy the whole folder again"
                 )
             slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
@@ -74,7 +74,7 @@ class Pieces:
 
 
 def detect(path: Path) -> bool:
-    """Tells whether ``path`` is a folder with ``.metadata`` or shards, or a folder of step folders with such files."""
+    """Tells whether the folder ``path`` or one of its step folders has ``.metadata`` or shards."""
     return path.is_dir() and (_is_one(path) or bool(_steps(path)))
 
 
@@ -149,12 +149,13 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
             offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
             if len(offsets) != len(shape) or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
                 raise InvalidModel(
-                    f"{path / METADATA} puts a piece of {name!r} outside the tensor; save the checkpoint again"
+                    f"{path / METADATA} puts a piece of the tensor {name!r} outside the tensor's shape; save the "
+                    "checkpoint again"
                 )
             info = places.get((name, offsets), places.get((name, ())) if not any(offsets) else None)
             if info is None:
                 raise InvalidModel(
-                    f"{path / METADATA} names no file for a piece of {name!r}; save the checkpoint again"
+                    f"{path / METADATA} names no file for a piece of the tensor {name!r}; save the checkpoint again"
                 )
             if info.get("transform_descriptors"):
                 raise BadSource(
@@ -163,11 +164,16 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
                 )
             file = path / str(info.get("relative_path"))
             if file.parent != path:
-                raise InvalidModel(f"{path / METADATA} points to {file} outside its folder; refused")
+                raise InvalidModel(
+                    f"{path / METADATA} points to the file {file} outside the checkpoint's folder, which accel refuses"
+                )
             start, length = int(info.get("offset")), int(info.get("length"))
             if file not in lengths:
                 if not file.is_file():
-                    raise InvalidModel(f"{path} lacks {file.name}, which holds a part of {name!r}; copy it there")
+                    raise InvalidModel(
+                        f"the folder {path} lacks the file {file.name}, which holds a part of the tensor {name!r}; "
+                        "copy the file there"
+                    )
                 lengths[file] = file.stat().st_size
             if start < 0 or length < 0 or start + length > lengths[file]:
                 raise InvalidModel(f"{file} is truncated ({lengths[file]} bytes); copy it again")
@@ -189,8 +195,8 @@ def _check_covered(path: Path, name: str, shape: tuple[int, ...], pieces: Sequen
     distinct = {piece.offsets: torch.Size(piece.sizes).numel() for piece in pieces if 0 not in piece.sizes}
     if sum(distinct.values()) != torch.Size(shape).numel() and 0 not in shape:
         raise InvalidModel(
-            f"{path / METADATA} lists {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of {name!r}; "
-            "the part of a rank is missing; give a complete checkpoint"
+            f"{path / METADATA} lists only {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of the "
+            f"tensor {name!r}; a rank's part is missing, so give a complete checkpoint"
         )
 
 
@@ -201,9 +207,11 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise BadSource(f"{piece.file} holds more than a tensor for {name!r}; accel refuses to unpickle it") from error
+        raise BadSource(
+            f"{piece.file} holds more than a tensor for {name!r}; accel refuses to unpickle this file"
+        ) from error
     except Exception as error:  # torch raises errors of many types on damaged bytes
-        raise InvalidModel(f"{piece.file} holds damaged bytes for {name!r}; copy the file again") from error
+        raise InvalidModel(f"{piece.file} holds damaged bytes for the tensor {name!r}; copy the file again") from error
     if not isinstance(found, torch.Tensor):
         raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
     return found.detach()

@@ -5,9 +5,9 @@
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: names and shapes of parameters, and buffers (stage 3).
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of the float32 master weights.
 
-Stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank. Stage 3
-splits each parameter into shards of ceil(numel / ranks) numbers. The weights equal the output of DeepSpeed's own
-``zero_to_fp32`` bit for bit.
+ZeRO stages 1 and 2 concatenate the parameters of each parameter group, and split the result into one shard per rank.
+Stage 3 splits each parameter into shards of ceil(numel / ranks) numbers. The weights equal the output of DeepSpeed's
+own ``zero_to_fp32`` bit for bit.
 """
 
 from __future__ import annotations
@@ -56,16 +56,19 @@ def _tag(path: Path) -> Path:
         tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:200]
         if not tag or Path(tag).name != tag:
             raise InvalidModel(
-                f"{path / LATEST} names {tag!r}, which is no name of a folder; give the folder of the tag"
+                f"{path / LATEST} names the tag {tag!r}, which is not a folder name; give the folder of the tag"
             )
         if not (path / tag).is_dir() or not _is_tag(path / tag):
             raise BadSource(
-                f"{path / LATEST} names {tag!r}, which holds no checkpoint; give one of the tags there: {names}"
+                f"{path / LATEST} names the tag {tag!r}, which has no checkpoint; give the folder of one of these "
+                f"tags: {names}"
             )
         return path / tag
     tags = _tags(path)
     if len(tags) > 1:
-        raise BadSource(f"{path} has several tags ({names}) and no 'latest'; name one: {option('weights', tags[-1])}")
+        raise BadSource(
+            f"{path} has several tags ({names}) and no file 'latest'; name one tag: {option('weights', tags[-1])}"
+        )
     return tags[0]
 
 
@@ -99,7 +102,7 @@ class Shards:
     stage: int
 
     def bad(self, why: str) -> InvalidModel:
-        return InvalidModel(f"{self.folder} {why}; copy the checkpoint again, or save it again")
+        return InvalidModel(f"{self.folder}: {why}; copy the checkpoint again, or save it again")
 
 
 def read(path: Path) -> Checkpoint:
@@ -162,15 +165,15 @@ def _open(folder: Path) -> Shards:
     optimizer = {int(m.group(2)): f for f in folder.iterdir() if (m := _OPTIMIZER.match(f.name))}
     if 0 not in by_rank:
         name = "mp_rank_00_model_states.pt" if not by_rank else "zero_pp_rank_0_mp_rank_00_model_states.pt"
-        raise InvalidModel(f"{folder} lacks {name}; copy it there")
+        raise InvalidModel(f"the folder {folder} lacks the file {name}; copy the file there")
     body = read_torch(by_rank[0], fix=fix)
     if not isinstance(body, dict) or "module" not in body:
         raise InvalidModel(
-            f"{by_rank[0]} holds no module, so DeepSpeed did not write it; give a folder of save_checkpoint"
+            f"{by_rank[0]} holds no module, so DeepSpeed did not write it; give a folder that save_checkpoint wrote"
         )
     if not optimizer:
         if body.get("param_shapes"):
-            raise InvalidModel(f"{folder} lacks the ranks' *_optim_states.pt; copy them there")
+            raise InvalidModel(f"the folder {folder} lacks the ranks' files *_optim_states.pt; copy the files there")
         return Shards(folder=folder, files=(by_rank[0],), models=[body], optimizers=[], stage=0)
     states = {rank: read_torch(file, fix=fix)["optimizer_state_dict"] for rank, file in sorted(optimizer.items())}
     first = next(iter(states.values()))
@@ -179,10 +182,14 @@ def _open(folder: Path) -> Shards:
     for rank in range(ranks):
         if rank not in optimizer:
             name = f"{pattern.group(1)}{rank}_mp_rank_00_optim_states.pt"
-            raise InvalidModel(f"{folder} lacks {name}, the part of rank {rank} of {ranks}; copy it there")
+            raise InvalidModel(
+                f"the folder {folder} lacks the file {name}, the part of rank {rank} of {ranks}; copy the file there"
+            )
         if stage == 3 and rank not in by_rank:
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-            raise InvalidModel(f"{folder} lacks {name}, the part of rank {rank} of {ranks}; copy it there")
+            raise InvalidModel(
+                f"the folder {folder} lacks the file {name}, the part of rank {rank} of {ranks}; copy the file there"
+            )
     models = [body, *(read_torch(f, fix=fix) for rank, f in sorted(by_rank.items()) if rank and stage == 3)]
     shards = Shards(
         folder=folder,
@@ -220,7 +227,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
     for what, values in facts.items():
         if len(values) > 1:
             found = " and ".join(sorted(map(str, values)))
-            raise shards.bad(f"mixes files of different saves ({what} {found}; rank 0 names {ranks} ranks)")
+            raise shards.bad(f"the folder mixes files of different saves ({what} {found}; rank 0 names {ranks} ranks)")
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
@@ -234,7 +241,7 @@ def _steps(state: Mapping[str, Any]) -> set[float]:
 
 def _shape(shards: Shards, name: Any, shape: Any) -> torch.Size:
     if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
-        raise shards.bad(f"gives {name!r} no shape")
+        raise shards.bad(f"the parameter {name!r} has no shape")
     return torch.Size(shape)
 
 
@@ -244,10 +251,10 @@ def _flat(shards: Shards, key: str) -> list[list[torch.Tensor]]:
     for rank, state in enumerate(shards.optimizers):
         groups = state[key]
         if not isinstance(groups, list | tuple) or not all(isinstance(g, torch.Tensor) and g.ndim == 1 for g in groups):
-            raise shards.bad(f"has no master weights in the part of rank {rank} ({key})")
+            raise shards.bad(f"the part of rank {rank} has no master weights ({key})")
         found.append(list(groups))
     if len({len(groups) for groups in found}) > 1:
-        raise shards.bad("has ranks with different numbers of parameter groups")
+        raise shards.bad("the ranks have different numbers of parameter groups")
     return found
 
 
@@ -256,7 +263,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
     shapes: list[Mapping[str, Any]] = shards.models[0]["param_shapes"]
     paddings = shards.optimizers[0].get("param_alignment_paddings")
     if len(shapes) != len(ranks[0]):
-        raise shards.bad(f"names {len(shapes)} parameter groups but holds {len(ranks[0])} groups")
+        raise shards.bad(f"the checkpoint names {len(shapes)} parameter groups but holds {len(ranks[0])} groups")
     tensors: dict[str, LazyTensor] = {}
     for group, named in enumerate(shapes):
         parts = [groups[group] for groups in ranks]
@@ -270,7 +277,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
         # DeepSpeed pads each parameter group to a multiple of twice the number of ranks. Older versions of DeepSpeed
         # pad each rank's shard to an even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
-            raise shards.bad(f"holds {there} numbers in parameter group {group}, but its shapes need {offset}")
+            raise shards.bad(f"the parameter group {group} holds {there} numbers, but its shapes need {offset} numbers")
     return tensors
 
 
@@ -286,7 +293,7 @@ def _stage_3(shards: Shards) -> dict[str, LazyTensor]:
     for rank, groups in enumerate(ranks):
         there = sum(group.numel() for group in groups)
         if there != sum(share):
-            raise shards.bad(f"holds {there} numbers in the part of rank {rank}, but its shapes need {sum(share)}")
+            raise shards.bad(f"the part of rank {rank} holds {there} numbers, but the shapes need {sum(share)} numbers")
     offsets = [0, *accumulate(share)]
     return {
         name: LazyTensor(shape=tuple(size), read=partial(_gather, ranks, offset, count, size))
@@ -300,13 +307,13 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Returns the parameters that were not trained. Stages 1 and 2 store these parameters whole, and stage 3 splits
-    them into shards."""
+    """Returns the parameters that were not trained. ZeRO stages 1 and 2 store untrained parameters whole, and stage 3
+    splits them into shards."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in shards.models]
         if sum(part.numel() for part in parts) < size.numel():
-            raise shards.bad(f"holds only a part of the frozen parameter {name!r}")
+            raise shards.bad(f"the checkpoint holds only a part of the frozen parameter {name!r}")
         tensors[name] = LazyTensor(shape=tuple(size), read=partial(_cut, parts, 0, size))
     return tensors

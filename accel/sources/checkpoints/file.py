@@ -75,15 +75,17 @@ def _sharded(index: Path) -> Checkpoint:
     files = [index]
     for name in names:
         if Path(name).name != name:
-            raise InvalidModel(f"{index} points to {name!r} outside its folder; refused")
+            raise InvalidModel(f"{index} points to the file {name!r} outside its folder, which accel refuses")
         shard = index.with_name(name)
         if not shard.is_file():
-            raise BadSource(f"{index} names the shard {name}, which is not beside it; put it there")
+            raise BadSource(f"{index} names the shard {name}, which is missing; put the shard into the same folder")
         found |= safetensors(shard) if shard.suffix == ".safetensors" else _state(read_torch(shard), shard)
         files.append(shard)
     absent = [name for name in weight_map if name not in found]
     if absent:
-        raise InvalidModel(f"{index} names {absent[0]!r}, which is in none of its shards; save the weights again")
+        raise InvalidModel(
+            f"{index} names the tensor {absent[0]!r}, which is in none of its shards; save the weights again"
+        )
     return Checkpoint(format="sharded weights", path=index, tensors=found, files=tuple(files))
 
 

@@ -41,7 +41,8 @@ def read(path: Path) -> Checkpoint:
     second = next((name for name in _SECOND if (path / name).exists()), None)
     if second is not None:
         raise BadSource(
-            f"{path} holds several models; name one: {option('weights', weights)} or {option('weights', path / second)}"
+            f"{path} holds several models; choose one model with {option('weights', weights)} or "
+            f"{option('weights', path / second)}"
         )
     found = dcp.read(weights) if weights.is_dir() else file.read(weights)
     return replace(found, format=f"folder with {weights.name}" if weights.is_file() else f"FSDP folder, {found.format}")

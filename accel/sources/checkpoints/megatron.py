@@ -81,13 +81,15 @@ def read(path: Path) -> Checkpoint:
         text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:40]
         if text != "release" and not text.isdecimal():
             raise InvalidModel(
-                f"{path / LATEST} holds {text!r}, which is no iteration; give the folder of the iteration"
+                f"{path / LATEST} holds the text {text!r}, which is not an iteration number; give the folder of an "
+                "iteration"
             )
         folder = path / (text if text == "release" else f"iter_{int(text):07d}")
         if not folder.is_dir():
             there = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir())) or "none"
             raise BadSource(
-                f"{path / LATEST} names {folder.name}, which does not exist; give one of the folders there: {there}"
+                f"{path / LATEST} names the folder {folder.name}, which does not exist; give one of the existing "
+                f"folders: {there}"
             )
     ranks = _rank_folders(folder)
     if not ranks and not _is_torch_dist(folder):
@@ -119,8 +121,8 @@ Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]
 
 
 def _torch_dist(folder: Path) -> Parts:
-    """Reads a torch_dist folder. In such a folder, tensors are unsharded, and stacked layers form one tensor with the
-    layers on axis 0."""
+    """Reads a torch_dist folder. In a torch_dist folder, tensors are unsharded, and stacked layers form one tensor with
+    the layers on axis 0."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
     if backend != "torch_dist":
         raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
@@ -154,7 +156,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
     bodies = {place: read_torch(file, fix=fix) for place, file in files.items()}
     first = bodies[min(bodies)]
     if not isinstance(first, dict) or not any(key in first for key in ("model", "model0")):
-        raise InvalidModel(f"{files[min(files)]} has no 'model', so Megatron did not write it; give another folder")
+        raise InvalidModel(f"{files[min(files)]} has no key 'model', so Megatron did not write it; give another folder")
     arguments = first.get("args")
     said = arguments.get if isinstance(arguments, Record) else (lambda _, default=None: default)
     across = int(said("tensor_model_parallel_size") or max(t for t, _ in ranks) + 1)
@@ -164,16 +166,18 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
             if (rank, stage) not in ranks:
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
                 raise InvalidModel(
-                    f"{folder} lacks {name} (the save has {across} x {stages} ranks); copy the file there"
+                    f"the folder {folder} lacks the folder {name} (the checkpoint has {across} x {stages} ranks); copy "
+                    "the missing folder there"
                 )
     if len(ranks) > across * stages:
         raise InvalidModel(
-            f"{folder} holds {len(ranks)} ranks, but its save has {across * stages}; copy the save to an empty folder"
+            f"{folder} holds the files of {len(ranks)} ranks, but the checkpoint has only {across * stages} ranks; "
+            "copy the checkpoint to an empty folder"
         )
     iterations = {body.get("iteration") for body in bodies.values()}
     if len(iterations) > 1:
         found = " and ".join(map(str, sorted(iterations, key=str)))
-        raise InvalidModel(f"{folder} mixes ranks of iterations {found}; copy one save to an empty folder")
+        raise InvalidModel(f"{folder} mixes files of the iterations {found}; copy one checkpoint to an empty folder")
     join = _Joining(folder=folder, version=float(first.get("checkpoint_version") or 0), said=said)
     tensors: dict[str, LazyTensor] = {}
     first_layer = 0
@@ -185,7 +189,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
             for name in parts[0]:
                 if any(name not in part for part in parts):
                     raise InvalidModel(
-                        f"{folder}: {name!r} is not on every tensor-parallel rank; copy the folder again"
+                        f"{folder}: the tensor {name!r} is not on every tensor-parallel rank; copy the folder again"
                     )
                 match, whole = _LAYER.match(name), name
                 if match:
@@ -212,7 +216,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
 def _file(folder: Path) -> Path:
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise InvalidModel(f"{folder} lacks {_FILES[0]}; copy it there")
+        raise InvalidModel(f"the folder {folder} lacks the file {_FILES[0]}; copy the file there")
     return file
 
 
@@ -238,7 +242,7 @@ class _Joining:
     def __call__(self, name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
         if len({(part.dtype, part.ndim) for part in parts}) > 1:
             raise InvalidModel(
-                f"{self.folder}: the ranks store {name!r} with different dtypes or numbers of dims; "
+                f"{self.folder}: the ranks store the tensor {name!r} with different dtypes or numbers of dims; "
                 "copy the folder again"
             )
         if _QKV.search(name) and self.version < 2:
@@ -247,20 +251,23 @@ class _Joining:
         if axis is None:
             if any(not torch.equal(parts[0], part) for part in parts[1:]):
                 raise BadSource(
-                    f"{self.folder}: {name!r} differs between the tensor-parallel ranks, and accel doesn't know how "
-                    "Megatron cuts this layer; merge the checkpoint with Megatron's own scripts and give the result"
+                    f"{self.folder}: the tensor {name!r} differs between the tensor-parallel ranks, and accel doesn't "
+                    "know how Megatron cuts this layer; merge the checkpoint with Megatron's own scripts and give the "
+                    "result"
                 )
             return LazyTensor.of(parts[0])
         shape = list(parts[0].shape)
         if axis >= len(shape):
             raise InvalidModel(
-                f"{self.folder}: {name!r} has the shape {shape} and can't be joined along axis {axis}; copy the folder "
-                "again"
+                f"{self.folder}: the tensor {name!r} has the shape {shape} and can't be joined along axis {axis}; copy "
+                "the folder again"
             )
         if any(
             [n for i, n in enumerate(part.shape) if i != axis] != shape[:axis] + shape[axis + 1 :] for part in parts
         ):
-            raise InvalidModel(f"{self.folder}: the parts of {name!r} don't fit together; copy the folder again")
+            raise InvalidModel(
+                f"{self.folder}: the parts of the tensor {name!r} don't fit together; copy the folder again"
+            )
         shape[axis] = sum(part.shape[axis] for part in parts)
         return LazyTensor(
             shape=tuple(shape), read=partial(_join, parts, axis, self.gated and _GATED.search(name) is not None)

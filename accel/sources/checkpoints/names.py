@@ -50,7 +50,7 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
     for name, value in wanted.items():
         if tuple(found[name].shape) != tuple(value.shape):
             raise BadSource(
-                f"{checkpoint.path}: {name!r} has the shape {list(found[name].shape)}, but the model needs "
+                f"{checkpoint.path}: the tensor {name!r} has the shape {list(found[name].shape)}, but the model needs "
                 f"{list(value.shape)}; give the weights of this factory's model"
             )
     return replace(
@@ -102,8 +102,8 @@ def _prefix(
     fitting = sorted(front for front in fronts if holds(front))
     if len(fitting) > 1:
         raise BadSource(
-            f"{checkpoint.path} holds this model several times, under {' and '.join(map(repr, fitting))}; "
-            "save only one of them: torch.save(that_model.state_dict(), ...)"
+            f"{checkpoint.path} holds several copies of this model, under {' and '.join(map(repr, fitting))}; "
+            "save only one copy: torch.save(that_model.state_dict(), ...)"
         )
     return fitting[0] if fitting else ""
 

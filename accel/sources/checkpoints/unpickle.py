@@ -146,7 +146,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     file is empty or truncated, or wasn't written by ``torch.save``.
     """
     if not path.is_file():
-        raise BadSource(f"{path} does not exist; check {option('weights')}")
+        raise BadSource(f"the path {path} does not exist; check {option('weights')}")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save the weights again")
     refuse_bomb(path)
@@ -168,10 +168,10 @@ def refuse_bomb(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # reading the file will report the error
+        return  # the later read of the file reports the error
     if size > _MOST_UNPACKED * path.stat().st_size:
         raise InvalidModel(
-            f"{path} unpacks to {size / 1e6:.0f} MB, but torch never compresses its files; save it again"
+            f"{path} unpacks to {size / 1e6:.0f} MB, but torch never compresses its files; save the file again"
         )
 
 
@@ -179,7 +179,7 @@ def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
     named = re.search(r"GLOBAL (\S+)", str(error))
     what = f"({named.group(1)}) " if named else ""
     raise BadSource(
-        f"{path} is not unpickled, because it holds more than weights {what}or is no PyTorch file; {fix}"
+        f"accel refuses to unpickle {path}, because the file holds more than weights {what}or is no PyTorch file; {fix}"
     ) from error
 
 

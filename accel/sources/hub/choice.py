@@ -38,7 +38,8 @@ def choose(asked: ModelId, names: Sequence[str]) -> Choice:
     """
     if asked.file:
         if asked.file not in names:
-            raise BadSource(f"{asked.repo} has no file {asked.file}; it has {_listed(_onnx(names)) or 'no .onnx file'}")
+            has = _listed(_onnx(names)) or "no .onnx file"
+            raise BadSource(f"the repository {asked.repo} has no file {asked.file}; the repository has {has}")
         return _one_onnx(asked.file, names)
     weights = _weights(names)
     if weights and not {"config.json", "modules.json"}.isdisjoint(names):
@@ -49,7 +50,8 @@ def choose(asked: ModelId, names: Sequence[str]) -> Choice:
     main = [name for name in found if not _COPY.fullmatch(PurePosixPath(name).name)]
     if len(main) != 1:
         raise BadSource(
-            f"{asked.repo} has several ONNX models ({_listed(found)}); name one, e.g. {asked}:{(main or found)[0]}"
+            f"the repository {asked.repo} has several ONNX models ({_listed(found)}); name one model, e.g. "
+            f"{asked}:{(main or found)[0]}"
         )
     return _one_onnx(main[0], names)
 

@@ -116,7 +116,7 @@ def _listing(asked: ModelId) -> list[str] | None:
         return None
     try:
         return [file.path for file in listed(asked.repo, revision=asked.commit)]
-    except Exception:  # on None, the callers use a fallback
+    except Exception:  # the callers use a fallback if the result is None
         return None
 
 

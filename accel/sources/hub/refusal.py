@@ -32,7 +32,7 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
             "folder with space that you may write"
         ) from error
     if caused_by(errors.GatedRepoError):
-        raise BadSource(f"{asked.repo} is gated: ask for access on its page, then {_LOG_IN}") from error
+        raise BadSource(f"the model {asked.repo} is gated: ask for access on its page, then {_LOG_IN}") from error
     status = getattr(getattr(caused_by(errors.HfHubHTTPError), "response", None), "status_code", None)
     if caused_by(errors.RepositoryNotFoundError) or status == 401:
         raise BadSource(
@@ -41,7 +41,7 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
         ) from error
     if caused_by(errors.RevisionNotFoundError):
         raise BadSource(
-            f"{asked.repo} has no revision {asked.revision!r}; give a branch, a tag or a full commit hash"
+            f"the model {asked.repo} has no revision {asked.revision!r}; give a branch, a tag or a full commit hash"
         ) from error
     if caused_by(errors.HFValidationError):
         raise BadSource(
@@ -57,10 +57,9 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
         ) from error
     reason = f"the hub answers {status}" if status else one_line(causes[-1], 120)
     if missing:
-        raise BadSource(f"the download of {asked} broke off ({reason}); run it again to go on") from error
+        raise BadSource(f"the download of {asked} broke off ({reason}); try again to continue the download") from error
     raise BadSource(
-        f"{nowhere} the Hugging Face Hub can't be asked for a model of this name ({reason}); check the path, or the "
-        "network"
+        f"{nowhere} the Hugging Face Hub can't look up a model of this name ({reason}); check the path, or the network"
     ) from error
 
 

@@ -47,7 +47,9 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
     except DecodeError as error:
         raise InvalidModel(f"{path} is not an ONNX file or is truncated; export it again") from error
     except (onnx.checker.ValidationError, ValueError) as error:
-        raise InvalidModel(f"{path}: {one_line(error)}; export it again with its external data beside it") from error
+        raise InvalidModel(
+            f"{path}: {one_line(error)}; export the model again with its external data in the same folder"
+        ) from error
     if not model.HasField("graph") or not model.ir_version:
         raise InvalidModel(f"{path} holds no ONNX graph; export it again")
     return model
@@ -63,7 +65,10 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
         if uses_external_data(tensor):
             location = next((e.value for e in tensor.external_data if e.key == "location"), "")
             if not location or Path(location).name != location:
-                raise InvalidModel(f"tensor {tensor.name!r} points to {location!r} outside the model's folder; refused")
+                raise InvalidModel(
+                    f"tensor {tensor.name!r} points to the file {location!r} outside the model's folder, which accel "
+                    "refuses"
+                )
             names[location] = None
     return tuple(names)
 
@@ -133,11 +138,15 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
-        raise InvalidModel(f"{value.name!r} is a {value.type.WhichOneof('value')}; inputs and outputs must be tensors")
+        raise InvalidModel(
+            f"the value {value.name!r} is a {value.type.WhichOneof('value')}, but inputs and outputs must be tensors"
+        )
     try:
         name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
     except ValueError:
-        raise InvalidModel(f"{value.name!r} has the unknown dtype {kind.elem_type}; export the model again") from None
+        raise InvalidModel(
+            f"tensor {value.name!r} has the unknown dtype {kind.elem_type}; export the model again"
+        ) from None
     dtype = {"float": "float32", "double": "float64"}.get(name, name.replace("float8e", "float8_e"))
     shape: list[Dim] = []
     for axis, dim in enumerate(kind.shape.dim):
@@ -215,8 +224,9 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, the ONNX checker and ONNX Runtime first load a file without a manifest in a child
-    process, because a hostile file may crash its reader. The result of the probe is cached by the file's content.
+    file leaves open. With ``probe``, a child process first loads a file that has no manifest with the ONNX checker and
+    ONNX Runtime. The child process protects this process from a hostile file that crashes its reader. The result of the
+    probe is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
@@ -227,7 +237,10 @@ def open_onnx(
     files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
     for file in files[1:]:
         if not file.is_file():
-            raise InvalidModel(f"{path} keeps its weights in {file.name}, which is not beside it; put that file there")
+            raise InvalidModel(
+                f"{path} keeps its weights in the file {file.name}, which is missing; put this file into the same "
+                "folder"
+            )
     if manifest_path(path).is_file():
         artifact = Artifact.open(path)
         assert artifact.manifest is not None
@@ -282,7 +295,8 @@ def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
                 fits = fits and dims.setdefault(mine, DimRange(theirs, theirs, theirs)).opt == theirs
         if not fits:
             raise BadInputSpec(
-                f"{option('inputs', [said])} doesn't fit the model, which takes {own}; change values or sizes only"
+                f"{option('inputs', [said])} doesn't fit the model, which takes {own}; change only the sizes or the "
+                "range of values"
             )
         specs.append((own, said))
     inputs_said = tuple(replace(own, values=said.with_dims(names).values or own.values) for own, said in specs)

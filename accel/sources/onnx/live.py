@@ -23,8 +23,8 @@ def capture(model: onnx.ModelProto) -> Path:
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             raise InvalidModel(
-                f"the weights of {model.graph.name or 'the model'} are in a file; give the path of its .onnx file, or "
-                "load it with onnx.load, which reads the weights too"
+                f"the weights of {model.graph.name or 'the model'} are in an external file; give the path of the .onnx "
+                "file, or load the model with onnx.load, which also reads the weights"
             )
     cache = StageCache()
     body = model.SerializeToString(deterministic=True) if model.ByteSize() < _LARGE else None
@@ -41,6 +41,8 @@ def capture(model: onnx.ModelProto) -> Path:
                     copied.CopyFrom(model)
                     onnx.save(copied, folder / path.name, save_as_external_data=True, location=f"{path.name}.data")
             except ValueError as error:
-                raise InvalidModel(f"the model can't be written ({one_line(error, 120)}); give its path") from error
+                raise InvalidModel(
+                    f"the model can't be written ({one_line(error, 120)}); give the path of its file"
+                ) from error
             cache.keep(key, folder)
     return path

@@ -1,8 +1,9 @@
 """Handles detached weights, which stay on disk so that a stage can process a model that is larger than memory.
 
 ``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
-detached tensor refers to its file by an absolute path, and a tensor in a written file by a relative path.
-``weight_array`` memory-maps the file of a detached tensor. ``write_onnx`` copies detached tensors piece by piece.
+detached tensor refers to its file by an absolute path. In a model that ``write_onnx`` writes, a tensor refers to its
+data file by a relative path. ``weight_array`` memory-maps the file of a detached tensor. ``write_onnx`` copies detached
+tensors piece by piece.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
     """Fails if the error for a file with an unknown ending says that the file doesn't exist."""
     path = tmp_path / "weights.model"
     path.write_bytes(b"PK")
-    with pytest.raises(BadSource, match=r"the ending of .* is unknown"):
+    with pytest.raises(BadSource, match=r"the file ending of .* is unknown"):
         accel.export(path, out=tmp_path / "m.onnx")
 
 

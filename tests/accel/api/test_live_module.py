@@ -128,9 +128,9 @@ def test_the_other_functions_take_it(
     ("data", "message"),
     [
         ([(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], "a batch has 3 arrays, but the model takes 1"),
-        ([{"picture": torch.ones(2, 3, 8, 8)}], "a batch has no 'image'"),
+        ([{"picture": torch.ones(2, 3, 8, 8)}], "a batch has no array 'image'"),
         ([], "the data holds no samples"),
-        (7, "data is a int"),
+        (7, "the data has the type int"),
         ([("text",)], "'image' of a batch holds"),
         ({"image": np.ones((2, 3, 9, 9), np.float32)}, "the model takes image"),
     ],
@@ -156,5 +156,7 @@ def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)
     monkeypatch.setattr("accel.api.as_onnx.run_stage", None)  # nothing may run
-    with pytest.raises(BadData, match=r"'ids' holds 50 in sample 257, but the model takes 0\.\.49"):
+    with pytest.raises(
+        BadData, match=r"'ids' holds the number 50 in sample 257, but the model takes the range 0\.\.49"
+    ):
         accel.optimize(Words(), example=(torch.zeros(2, 3, dtype=torch.int64),), data=tmp_path / "ids.npz")

@@ -118,7 +118,7 @@ def test_a_pipeline_from_elsewhere_needs_its_function(
     pipeline's folder names the function."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("accel.sources.pipeline._functions", {})
-    with pytest.raises(AccelError, match=r"from the function 'translate', .* pass call=translate to accel.load"):
+    with pytest.raises(AccelError, match=r"needs the function 'translate', .* to accel.load as call=translate"):
         accel.load(exported)
     assert accel.load(exported, call=translate)(TOKENS).shape == (2, 4)
     assert accel.load(exported, call=f"{__file__}:translate")(TOKENS).shape == (2, 4)
@@ -210,7 +210,10 @@ def another(parts: Any, x: torch.Tensor) -> torch.Tensor:
         (never, "never calls the part 'two' on the example; call parts.two(...) in the function"),
         (two_ways, "the part 'one': its argument 'more' differs in kind between two calls"),
         (numbers, "the part 'two': its argument 'more' is 1 in one call and 2 in another"),
-        (reads, "uses 'weight' of the part 'one', and an exported part can only be called; read 'weight' outside"),
+        (
+            reads,
+            "the attribute 'weight' of the part 'one', but an exported part can only be called; read 'weight' outside",
+        ),
         (sets, "sets the part 'one'; use a local variable instead"),
         (another, "the pipeline has no part 'three'; use one of one, two"),
     ],
@@ -248,7 +251,7 @@ def test_a_function_that_changes_a_part() -> None:
     [
         (lambda: accel.Pipeline(translate), "the pipeline has no parts; give the modules by name"),
         (lambda: accel.Pipeline(Encoder(), a=Encoder()), "Encoder is no function; begin with the function"),
-        (lambda: accel.Pipeline(lambda: 1, a=Encoder()), "gets the parts as its first argument; add a parameter parts"),
+        (lambda: accel.Pipeline(lambda: 1, a=Encoder()), "gets the parts as its first argument; add a first parameter"),
         (lambda: accel.Pipeline(translate, **{"a/b": Encoder()}), "'a/b' can't be the name of a part"),
         (lambda: accel.Pipeline(translate, a="encoder.onnx"), "the part 'a' is a str; give a PyTorch module"),
     ],

@@ -148,8 +148,10 @@ ONNX_FILES: dict[str, Case] = {
         f"bits turned around {seed}": inspected(make.flipped("plain.onnx", seed, bits=2 + seed), "", None, "plain.onnx")
         for seed in range(8)
     },
-    "weights in /etc": inspected(make.external("/etc/passwd"), "outside the model's folder; refused"),
-    "weights in the folder above": inspected(make.external("../w.data"), "outside the model's folder; refused"),
+    "weights in /etc": inspected(make.external("/etc/passwd"), "outside the model's folder, which accel refuses"),
+    "weights in the folder above": inspected(
+        make.external("../w.data"), "outside the model's folder, which accel refuses"
+    ),
     "weights in a folder": inspected(make.external(".."), "put that file there|refused"),
     "weights without a name": inspected(make.external(""), "refused"),
     "weights cut short": inspected(make.external(size=40), "export"),
@@ -199,9 +201,9 @@ HEADER = {"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
 WEIGHTS: dict[str, Case] = {
     "half a state dict": weights(make.truncated("w.pt"), "save the weights again"),
     "text as a state dict": weights(make.raw("w.pt", b"weights go here\n" * 9), "state_dict|save the weights"),
-    "a pickle with code": weights(make.pickled("w.pt"), "not unpickled"),
-    "a pickle with code, zipped": weights(make.pickled("w.pt", inside="archive/data.pkl"), "not unpickled"),
-    "a state dict with code": weights(make.poisoned("w.pt"), "not unpickled"),
+    "a pickle with code": weights(make.pickled("w.pt"), "refuses to unpickle"),
+    "a pickle with code, zipped": weights(make.pickled("w.pt", inside="archive/data.pkl"), "refuses to unpickle"),
+    "a state dict with code": weights(make.poisoned("w.pt"), "refuses to unpickle"),
     "a zip without tensors": weights(make.zip_file("w.pt", {"a/b": b"c"}), "save the weights again"),
     "a zip that leads out": weights(make.zip_file("w.pt", {"../../data.pkl": b"c"}), "save the weights again"),
     "a zip bomb": weights(make.zip_bomb("w.pt", "archive/data.pkl"), "unpacks to 134 MB"),

@@ -114,7 +114,7 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     ((*ENGINE, "--profile", "a=1x4x1,2x4x1,8x4x1", "--profile", "b=1x4,2x4,8x4"), 2, "rank|dims|shape"),
     ((*ENGINE, "--profile", "a=1x4,2x4"), 2, "NAME=MIN,OPT,MAX"),
     ((*ENGINE, "--profile", "a=0x4,2x4,8x4", "--profile", "b=0x4,2x4,8x4"), 2, "1 <= min <= opt <= max"),
-    ((*ENGINE, "--compute-capability", "3.5"), 2, "offers"),
+    ((*ENGINE, "--compute-capability", "3.5"), 2, "use one of the capabilities"),
     ((*BENCH, "--sizes", "batch=100000000000000"), 1, "memory"),
     ((*BENCH, "--seed", "-1"), 2, "seed"),
     ((*BENCH, "--block-seconds", "nan"), 2, "block|range"),

@@ -167,19 +167,25 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("plan --world 4", "pass --params"),
+        ("plan --world 4", "pass the number of parameters as --params"),
         ("plan nothing.toml --world 4", "does not exist"),
         ("plan --params 7.5e9 --world 64 --tp 3", "use a multiple of 3"),
-        ("plan --params 7.5e9 --world 64 --tp 4", "pass --layers"),
-        ("plan --params 7.5e9 --world 64 --cp 4", "pass --layers"),
-        ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "cp 4 must divide the 6 heads"),
-        ("plan --layers 4 --hidden 60 --heads 6 --kv-heads 4 --seq 64", "can't share --kv-heads 4 evenly"),
-        ("plan --layers 4 --hidden 60 --kv-heads 4 --seq 64", "pass --heads too"),
-        ("plan --layers 4 --hidden 64 --heads 8 --kv-heads 2 --seq 64 --world 4 --tp 4", "8 heads (2 of keys"),
+        ("plan --params 7.5e9 --world 64 --tp 4", "pass the shape as --layers"),
+        ("plan --params 7.5e9 --world 64 --cp 4", "pass the shape as --layers"),
+        ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "4 has to divide 6 query heads"),
+        (
+            "plan --layers 4 --hidden 60 --heads 6 --kv-heads 4 --seq 64",
+            "can't share the key-value heads of --kv-heads 4",
+        ),
+        ("plan --layers 4 --hidden 60 --kv-heads 4 --seq 64", "pass the number as --heads"),
+        (
+            "plan --layers 4 --hidden 64 --heads 8 --kv-heads 2 --seq 64 --world 4 --tp 4",
+            "8 query heads and 2 key-value",
+        ),
         ("plan --params x --world 4", "write e.g. 80G"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
-        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "has tp 2; leave out one of these options"),
-        ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "has zero 2, qwz True; leave out one of these"),
+        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "fits the options tp 2; leave out one of these"),
+        ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "fits the options zero 2, qwz True; leave out"),
     ],
 )
 def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

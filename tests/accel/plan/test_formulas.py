@@ -275,7 +275,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     assert all(plan.memory.total <= machine.usable and plan.layout.global_batch == 512 for plan in found)
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
-    with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
+    with pytest.raises(BadConfig, match=r"the smallest layout takes .* use more ranks"):
         search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # this layout needs 0.37 GB even with offloaded states
 
 
@@ -298,12 +298,12 @@ def test_bad_quantities_are_refused(text: str) -> None:
     ("kind", "says"),
     [
         ({"world": 6, "tp": 4}, "use a multiple of 4"),
-        ({"world": 4, "zero": 5}, "stages 0, 1, 2 and 3"),
+        ({"world": 4, "zero": 5}, "use stage 0, 1, 2 or 3"),
         ({"world": 4, "precision": "fp12"}, "use one of fp32"),
         ({"world": 4, "zero": 2, "qwz": True}, "pass zero=3"),
         ({"world": 6, "cp": 4}, "tp 1 x pp 1 x cp 4; use a multiple of 4"),
         ({"world": 8, "cp": 2, "tp": 2}, "use tp 1 and pp 1"),
-        ({"world": 8, "replicate": 3}, "don't divide into 3 replicas"),
+        ({"world": 8, "replicate": 3}, "divided evenly into 3 replicas"),
     ],
 )
 def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:

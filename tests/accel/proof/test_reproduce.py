@@ -69,7 +69,7 @@ def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tu
     """Checks that reproduce calibrates on the data of the original run, and that the error names a missing data
     file."""
     for data in ((), (digits_data[1],)):
-        with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*pass it with data="):
+        with pytest.raises(UsageError, match=r"quantize read the data digits_calib.npz .*with data="):
             reproduce(engine, data=data)
 
 

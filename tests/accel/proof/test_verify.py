@@ -241,7 +241,7 @@ def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Pa
                "--rounds", "5", "--fixed-session").code == 0  # fmt: skip
     ran = cli("verify", path, path, "--data", data, "--dim", "length=2:16:64")
     assert ran.code == 2
-    assert "outside 2..64" in ran.stderr
+    assert "outside the range 2..64" in ran.stderr
 
 
 WORDS = """

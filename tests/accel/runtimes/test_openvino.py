@@ -292,7 +292,7 @@ def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
     """Fails if a session opens with names that are not in the IR."""
     other = make([helper.make_node("Relu", ["q"], ["r"])], [("q", FLOAT, [4])], [("r", FLOAT, [4])])
     mixed = Artifact(path=mlp.path, kind="openvino", signature=other.signature)
-    with pytest.raises(InvalidModel, match=r"has no 'q' \(it has a, z\); convert the model again"):
+    with pytest.raises(InvalidModel, match=r"has no tensor 'q' \(its tensors: a, z\); convert the model again"):
         OpenVinoSession(mixed, SessionOptions())
 
 

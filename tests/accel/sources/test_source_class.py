@@ -66,5 +66,5 @@ def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})
     assert (file.inputs, net.inputs) == (None, ["x:float32[batch,3]"])
     assert (file.native, net.native) == (False, True)
-    with pytest.raises(UsageError, match="takes signature=; leave it out"):
+    with pytest.raises(UsageError, match="takes signature=; leave out the option"):
         shared((digits.path, spec), {"signature": "serving_default"})

@@ -108,8 +108,8 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             Source(factory, inputs=["input:float32[batch,6]"], weights=path).open()
 
-    refused("evil.pt", lambda p: torch.save({"a": Touch()}, p), BadSource, "not unpickled")
-    refused("evil2.pt", lambda p: p.write_bytes(pickle.dumps(Touch())), BadSource, "not unpickled")
+    refused("evil.pt", lambda p: torch.save({"a": Touch()}, p), BadSource, "refuses to unpickle")
+    refused("evil2.pt", lambda p: p.write_bytes(pickle.dumps(Touch())), BadSource, "refuses to unpickle")
     assert not mark.exists(), "the code in a pickle ran"
     refused("gone.pt", None, BadSource, "does not exist")
     refused("empty.pt", lambda p: p.touch(), InvalidModel, "is empty")

@@ -133,7 +133,10 @@ class Complex(torch.nn.Module):
     [
         ("Drawn", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
         ("Counted", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
-        ("Complex", r"'output' has unknown dtype 'complex64'; give its real and imaginary parts .* torch.view_as_real"),
+        (
+            "Complex",
+            r"'output' has the unknown dtype 'complex64'; give its real and imaginary parts .* torch.view_as_real",
+        ),
     ],
 )
 def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, cli: Any) -> None:

@@ -50,7 +50,7 @@ def test_capabilities_are_probed_on_the_toolkit() -> None:
     assert list(offered_capabilities(rtx)) == ["7.5", "8.6", "12.0"]
     assert offered_capabilities(SimpleNamespace()) == {}
     assert choose_capabilities("tensorrt-rtx", offered_capabilities(rtx), ("8.6", "7.5", "8.6")) == [86, 75]
-    with pytest.raises(UnsupportedHere, match="builds only for the GPU"):
+    with pytest.raises(UnsupportedHere, match="builds engines only for the GPU"):
         choose_capabilities("tensorrt", {}, ("8.6",))
 
 

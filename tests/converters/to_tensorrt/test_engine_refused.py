@@ -190,7 +190,7 @@ def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
 def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_path: Path) -> None:
     """Checks that accel refuses compute capability 9.0, which TensorRT-RTX lacks, and that the error lists the
     supported capabilities."""
-    with pytest.raises(UnsupportedHere, match=r"9\.0; it offers .*8\.6.*12\.0"):
+    with pytest.raises(UnsupportedHere, match=r"9\.0; use one of .*8\.6.*12\.0"):
         engine_from_onnx(source, EngineFromOnnxConfig(compute_capabilities=("9.0",)), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
 

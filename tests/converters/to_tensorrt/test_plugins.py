@@ -160,7 +160,9 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     if not named:
         monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY")
         monkeypatch.setattr(bridges, "find_tensorrt_plugins", lambda _: path)
-    wanted = (BadConfig, "ACCEL_TENSORRT_LIBRARY is .*unset it") if named else (UnsupportedHere, "plugins in .* again")
+    wanted = (
+        (BadConfig, "ACCEL_TENSORRT_LIBRARY names .*unset the") if named else (UnsupportedHere, "plugins in .* again")
+    )
     for load in (
         lambda: built(fused, tmp_path),
         lambda: check_engine(made.path),

@@ -69,7 +69,7 @@ def test_a_wrong_library_in_the_environment_is_an_error(
     if content is not None:
         (tmp_path / "mine.so").write_bytes(content)
     monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(tmp_path / "mine.so"))
-    with pytest.raises(BadConfig, match=r"ACCEL_ONNXRUNTIME_LIBRARY is .*mine\.so.*unset it") as caught:
+    with pytest.raises(BadConfig, match=r"ACCEL_ONNXRUNTIME_LIBRARY names .*mine\.so.*unset the variable") as caught:
         opened(PLAIN, tmp_path)
     assert "\n" not in str(caught.value)
 

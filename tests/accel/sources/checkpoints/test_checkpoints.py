@@ -283,7 +283,7 @@ def test_names_that_do_not_fit() -> None:
     ):
         fit(_as_checkpoint(renamed), net())
     twice = {f"{front}.{name}": value for front in ("student", "teacher") for name, value in state.items()}
-    with pytest.raises(BadSource, match=r"several times, under 'student\.' and 'teacher\.'"):
+    with pytest.raises(BadSource, match=r"several copies of this model, under 'student\.' and 'teacher\.'"):
         fit(_as_checkpoint(twice), net())
     outer = torch.nn.Module()
     outer.add_module("model", net())

@@ -111,7 +111,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
     bare.write_bytes(pickle.dumps(payload))
     places.append((bare, bare))
     for file, checkpoint in places:
-        with pytest.raises(BadSource, match="not unpickled") as caught:
+        with pytest.raises(BadSource, match="refuses to unpickle") as caught:
             load_weights(net(), checkpoint)
         assert file.name in str(caught.value)
         assert not mark.exists(), f"the code in {file} ran ({way})"
@@ -152,18 +152,18 @@ def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
 
 DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
-     "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, the part of rank 1 of 2"),
+     "lacks the file bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, the part of rank 1 of 2"),
     ("deepspeed/zero3_bf16", ZERO3, lambda f: (f / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(),
-     "lacks zero_pp_rank_1_mp_rank_00_model_states.pt, the part of rank 1 of 2"),
-    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "mp_rank_00_model_states.pt").unlink(), "lacks mp_rank_00_model"),
+     "lacks the file zero_pp_rank_1_mp_rank_00_model_states.pt, the part of rank 1 of 2"),
+    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "mp_rank_00_model_states.pt").unlink(), "the file mp_rank_00_model"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: [x.unlink() for x in f.glob("*optim*")], "lacks the ranks'"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "mp_rank_01_model_states.pt").touch(), "is model-parallel"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(), "experts"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "layer_00-model_00-model_states.pt").touch(), "pipeline engine"),
-    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("global_step9"), "names 'global_step9'"),
-    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("../x"), "no name of a folder"),
+    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("global_step9"), "tag 'global_step9'"),
+    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("../x"), "not a folder name"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: ((f.parent / "latest").unlink(), shutil.copytree(f, f.parent / "step9")),
-     "several tags .global_step2, step9. and no 'latest'"),
+     "several tags .global_step2, step9. and no file 'latest'"),
     ("deepspeed/zero1_bf16", ZERO1,
      lambda f: shutil.copy(f / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
                            f / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), "mixes files of different saves"),
@@ -172,16 +172,17 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _another_step(f),
      "different saves .steps 2.0 and 5.0"),
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _shorter(f), "holds .* its shapes need"),
-    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"), "lacks mp_rank_01 .the save has 2 x 1"),
+    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"),
+     "lacks the folder mp_rank_01 .the checkpoint has 2 x 1"),
     ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "lacks model_optim_rng"),
     ("megatron/legacy", LEGACY, lambda f: _edit(f / "mp_rank_01" / "model_optim_rng.pt", "iteration", 9), "mixes"),
-    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names iter_0000002, which does not exist"),
+    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names the folder iter_0000002, which does not exist"),
     ("megatron/legacy", LEGACY, lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("../2"),
-     "which is no iteration"),
+     "which is not an iteration number"),
     ("megatron/legacy", LEGACY, lambda f: _unknown(f), "'decoder.mystery.weight' differs between the tensor-parallel"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: (f / ".metadata").unlink(),
      "has no .metadata: the save did not finish"),
-    ("megatron/torch_dist", TORCH_DIST, lambda f: (f / "__1_0.distcp").unlink(), "lacks __1_0.distcp"),
+    ("megatron/torch_dist", TORCH_DIST, lambda f: (f / "__1_0.distcp").unlink(), "lacks the file __1_0.distcp"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: os.truncate(f / "__1_0.distcp", 900), "is truncated .900 bytes"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
      "zarr format"),
@@ -381,16 +382,16 @@ def test_metadata_that_points_elsewhere(plain_dcp: Path, tmp_path: Path) -> None
     for info in metadata.storage_data.values():
         info.relative_path = "../__0_0.distcp"
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(InvalidModel, match=r"outside its folder; refused"):
+    with pytest.raises(InvalidModel, match=r"outside the checkpoint's folder, which accel refuses"):
         load_weights(net(), plain_dcp)
     for info in metadata.storage_data.values():
         info.relative_path = "__0_0.distcp"
     entry = metadata.state_dict_metadata["model.up.weight"]
     entry.chunks[0].sizes = torch.Size([70, 5])
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(InvalidModel, match=r"puts a piece of 'model\.up\.weight' outside"):
+    with pytest.raises(InvalidModel, match=r"puts a piece of the tensor 'model\.up\.weight' outside"):
         load_weights(net(), plain_dcp)
     entry.chunks[0].sizes = torch.Size([6, 5])
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(InvalidModel, match=r"lists 30 of the 35 numbers of 'model\.up\.weight'"):
+    with pytest.raises(InvalidModel, match=r"lists only 30 of the 35 numbers of the tensor 'model\.up\.weight'"):
         load_weights(net(), plain_dcp)

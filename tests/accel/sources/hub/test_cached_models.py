@@ -193,9 +193,9 @@ def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callab
 @pytest.mark.parametrize(
     ("names", "spec", "words"),
     [
-        (["a.onnx", "b.onnx"], "org/x", r"several ONNX models \(a.onnx, b.onnx\); name one, e.g. org/x:a.onnx"),
-        (["model_fp16.onnx", "model_q4.onnx"], "org/x", r"name one, e.g. org/x:model_fp16.onnx"),
-        (["a.onnx"], "org/x:b.onnx", "org/x has no file b.onnx; it has a.onnx"),
+        (["a.onnx", "b.onnx"], "org/x", r"several ONNX models \(a.onnx, b.onnx\); name one model, e.g. org/x:a.onnx"),
+        (["model_fp16.onnx", "model_q4.onnx"], "org/x", r"name one model, e.g. org/x:model_fp16.onnx"),
+        (["a.onnx"], "org/x:b.onnx", "org/x has no file b.onnx; the repository has a.onnx"),
         (["x.Q4_K_M.gguf", "config.json"], "org/x", "has only GGUF files"),
         (["model_index.json", "unet/model.safetensors"], "org/x", r"pipeline of diffusers.* FILE\.py:FUNCTION"),
         (["adapter_config.json", "adapter_model.safetensors"], "org/x", "adapter of peft.*merge_and_unload"),

@@ -68,7 +68,7 @@ def test_a_download_that_breaks_off(
     with monkeypatch.context() as patch:
         patch.setattr(get, breaks)
         with pytest.raises(
-            BadSource, match=r"download of org/bert broke off \(connection reset.*run it again to go on"
+            BadSource, match=r"download of org/bert broke off \(connection reset.*try again to continue the download"
         ):
             Source("org/bert").open()
     into = cache / "models--org--bert" / "snapshots" / COMMIT
@@ -119,8 +119,7 @@ NOWHERE = r"'org/x' is no file or folder here, and the Hugging Face Hub "
         ((403, "GatedRepo"), "org/x is gated: ask for access on its page, then run hf auth login or set HF_TOKEN"),
         (
             (500, ""),
-            NOWHERE
-            + r"can't be asked for a model of this name \(the hub answers 500\); check the path, or the network",
+            NOWHERE + r"can't look up a model of this name \(the hub answers 500\); check the path, or the network",
         ),
     ],
 )
@@ -157,7 +156,7 @@ def test_no_network(hub: FakeHub) -> None:
     """Checks that the error says that the hub is unreachable. Also checks that the error asks the user to check the
     path or the network."""
     hub.server_close()
-    words = r"'models/net' is no file or folder here, and the .* can't be asked .*Connection.*check the path, or"
+    words = r"'models/net' is no file or folder here, and the .* can't look up .*Connection.*check the path, or"
     with pytest.raises(BadSource, match=words):
         Source("models/net").open()
 

@@ -61,7 +61,7 @@ def test_declared_bounds(net: str, tmp_path: Path) -> None:
     assert accel.verify(net, out, inputs=INPUTS).passed
     ids = np.zeros((3, 6), np.int64)
     np.savez(tmp_path / "bad.npz", ids=ids, lengths=np.array([1, 7, 2]))
-    with pytest.raises(BadData, match=r"'lengths' holds 7 in sample 1, but the model takes 1\.\.6"):
+    with pytest.raises(BadData, match=r"'lengths' holds the number 7 in sample 1, but .* range 1\.\.6"):
         accel.optimize(out, data=tmp_path / "bad.npz", max_drop=0.1)
     bounds = IntegerRanges(made.signature.inputs)
     found = bounds.first_outside({"ids": ids, "lengths": np.array([6, 0, 3])})
@@ -186,7 +186,7 @@ def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
     [
         ("n:int64[batch]{0..3*length}", "can't read the bound '3*length'"),
         ("n:int64[batch]{0..length+}", "can't read the bound"),
-        ("n:int64[batch]{0..len}", "'len', which is no dim of an input"),
+        ("n:int64[batch]{0..len}", "'len', which is not a dim of an input"),
     ],
 )
 def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_no_valid_integer_at_a_size() -> None:
     spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
     signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})
     assert signature.example_inputs(n=3)["at"].tolist() == [2]
-    with pytest.raises(BadInputSpec, match="no valid integer at n 2"):
+    with pytest.raises(BadInputSpec, match="no valid integer at the size n 2"):
         signature.example_inputs(n=2)
 
 

@@ -269,9 +269,9 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ),
         (lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"input": {5: "n"}}), BadInputSpec, "its axis 5"),
         (lambda: accel.Source(nn.Linear(4, 3)).open(), BadInputSpec, "pass example="),
-        (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is no live model"),
+        (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is not a model in memory"),
         (lambda: accel.Source(3), BadSource, "int is not a model that accel reads"),  # type: ignore[arg-type]
-        (lambda: accel.bench(["a.onnx"], example=(X,)), UsageError, "there is no live model here"),
+        (lambda: accel.bench(["a.onnx"], example=(X,)), UsageError, "none of the models is in memory"),
     ],
 )
 def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
@@ -351,5 +351,5 @@ def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="leave out example="):
             accel.load(model, example=(X,))
     proto.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
-    with pytest.raises(accel.AccelError, match=r"give the path of its \.onnx file"):
+    with pytest.raises(accel.AccelError, match=r"give the path of the \.onnx file"):
         accel.load(proto)
