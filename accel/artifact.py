@@ -153,7 +153,7 @@ class Manifest:
         # The digest isn't signed, so an attacker can recompute the digest. Checks the file names, because accel later
         # copies files by name.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
-            raise ChainBroken(f"{path} names files outside its folder; make the artifact again")
+            raise ChainBroken(f"the manifest {path} names files outside its folder; make the artifact again")
         return manifest
 
 
@@ -251,7 +251,8 @@ class Artifact:
         manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
         if (kind_of(path) or manifest.kind) != manifest.kind:
             raise ChainBroken(
-                f"{sidecar} is for kind {manifest.kind}, but {path.name} is another kind; make the artifact again"
+                f"the manifest {sidecar} is for a model of kind {manifest.kind}, but the file {path.name} is of "
+                "another kind; make the artifact again"
             )
         return cls(
             path=path,

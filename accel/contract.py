@@ -40,7 +40,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         asked_for = name == "opset" and bool(opset)
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
-            raise SignatureDrift(f"stage {stage.name} gave {name} {has} instead of {wanted}; {fix}")
+            raise SignatureDrift(f"stage {stage.name} made a model with {name} {has} instead of {name} {wanted}; {fix}")
     # A stage may narrow the ranges of dims, for example to an engine's profile. The ranges are not in the model file.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
@@ -77,7 +77,7 @@ def _compare_specs(
     for spec in wanted:
         if spec.name not in have:
             raise SignatureDrift(
-                f"stage {stage} lost the {role} {spec.name!r}; remaining: {', '.join(have) or 'nothing'}"
+                f"stage {stage} lost the {role} {spec.name!r}; the remaining {role}s: {', '.join(have) or 'none'}"
             )
         other = have[spec.name]
         if spec.dtype != other.dtype and "dtypes" not in may_change:

@@ -24,7 +24,7 @@ def read_key_values(
         key, equals, value = text.partition("=")
         key = key.replace("_", "-") if underscores else key
         if key not in known or not equals:
-            raise BadInputSpec(f"can't read {flag} {text!r}; write KEY=VALUE with one of: {', '.join(known)}")
+            raise BadInputSpec(f"can't read {flag} {text!r}; write KEY=VALUE with one of the keys {', '.join(known)}")
         read, example = known[key]
         try:
             made = read(value)

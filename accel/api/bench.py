@@ -170,9 +170,9 @@ def _shapes(
     if batches and batch is None:
         raise UsageError(f"the model has a fixed batch; leave out {option('batches')}")
     if lengths and len(others) != 1:
-        has = f"has {', '.join(others)}" if others else "has none"
+        has = f"the dynamic dims {', '.join(others)}" if others else "no dynamic dim"
         raise UsageError(
-            f"{option('lengths')} is for a model with one dynamic dim besides the batch, but this model {has}; use "
+            f"this model has {has} besides the batch, but {option('lengths')} needs exactly one dynamic dim; use "
             f"{option('sizes')}"
         )
     axes = [(batch, batches), *([(others[0], lengths)] if lengths else [])]
@@ -242,7 +242,8 @@ def _candidates(
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=session, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
         raise UsageError(
-            f"{also[0]} runs PyTorch sources, but no source is given; name a source with {option('against')}"
+            f"the runtime {also[0]} runs PyTorch sources, but no source is given; name a source with "
+            f"{option('against')}"
         )
     return ready
 
@@ -274,7 +275,9 @@ def _open(source: Source, like: Callable[[], Signature] | None) -> Artifact:
     path = Path(source.text)
     known = any((path / name).is_file() for name in _SOURCES) or saved_model_file(path) is not None
     if path.is_dir() and main_file(path) is None and not known:
-        raise BadSource(f"{path} holds no artifact; make one with accel optimize and {option('out', path)}")
+        raise BadSource(
+            f"the folder {path} holds no artifact; make an artifact with accel optimize and {option('out', path)}"
+        )
     return source.open(like=like)
 
 
@@ -303,7 +306,7 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
     batch_dim = signature.batch_dim
     if others := [dim for dim in sizes if dim != batch_dim]:
         allowed = f"give only the size of {batch_dim}" if batch_dim else f"leave out {option('sizes')}"
-        raise UsageError(f"dim {others[0]!r} gets its size from {data}; {allowed}")
+        raise UsageError(f"the size of dim {others[0]!r} comes from the samples in {data}; {allowed}")
     batch = signature.sizes(**sizes)[batch_dim] if batch_dim else 1
     dataset = Dataset.load(data, signature)
     whole: list[Any] = [

@@ -119,8 +119,8 @@ def bisect(
         for spec in ours:
             if len(spec.shape) != len(shapes[spec.name]):
                 raise UsageError(
-                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the "
-                    "other; give two versions of one model"
+                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} dims "
+                    "in the other model; give two versions of one model"
                 )
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
@@ -197,8 +197,8 @@ def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str
         feeds = list(Dataset.load(data, artifact.signature).batches(_BATCH, samples))
         if not feeds:
             raise BadData(
-                f"too few samples of {data} for one batch of the model's fixed size; raise {option('samples')} or add "
-                "samples"
+                f"the data {data} has too few samples for one batch of the model's fixed size; raise "
+                f"{option('samples')} or add samples"
             )
         return feeds
     batch = artifact.signature.batch_dim

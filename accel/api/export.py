@@ -106,8 +106,8 @@ def export(
         raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
         raise UsageError(
-            f"{option('channels')} is for TensorFlow models, and {named.text} is a model of kind {src.kind}; leave out "
-            f"{option('channels')}, or give the layout of images with {option('layout')}"
+            f"the model {named.text} is of kind {src.kind}, but {option('channels')} is for TensorFlow models; leave "
+            f"out {option('channels')}, or give the layout of images with {option('layout')}"
         )
     with ExitStack() as stack, _limit_named(limit):
         cache = open_cache(stack, use_cache)
@@ -131,9 +131,11 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
     if limit is not None and not 0 < limit < 1:
         raise UsageError(f"{limit:g} is not a valid limit; give a relative error such as 1e-3")
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
-        raise UnsupportedHere(f"opset {opset} can't be exported; pass {option('opset', MIN_OPSET)} to {MAX_OPSET}")
+        raise UnsupportedHere(
+            f"accel can't export opset {opset}; pass an opset from {MIN_OPSET} to {MAX_OPSET} with {option('opset')}"
+        )
     if channels not in CHANNELS:
-        raise UnknownName(f"unknown value in {option('channels', channels)}; pass one of {', '.join(CHANNELS)}")
+        raise UnknownName(f"unknown position of channels {channels!r}; pass one of {', '.join(CHANNELS)}")
 
 
 def _check_out(out: Path, to: str, main_file: str) -> None:
@@ -143,8 +145,8 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
         raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if to != "onnx" and (out.is_file() or out.suffix):
         raise UsageError(
-            f"{option('to', to)} writes a folder, and {out} is no folder; "
-            f"pass e.g. {option('out', f'{out.stem}_{to}/')}"
+            f"{option('to', to)} writes its files to a folder, but {out} is no folder; pass a folder, e.g. "
+            f"{option('out', f'{out.stem}_{to}/')}"
         )
     check_writable(out if out.suffix else out / main_file)
 
@@ -154,7 +156,7 @@ def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConf
     if to != "onnx" or preprocess is not None:
         asked = option("to", to) if to != "onnx" else option("preprocess")
         raise UsageError(
-            f"{asked} is for a single model, but this source is a pipeline of several models; leave out {asked}"
+            f"this source is a pipeline of several models, but {asked} is for a single model; leave out {asked}"
         )
     if out is not None and Path(out).suffix == ".onnx":
         raise UsageError(f"a pipeline is exported to a folder; pass e.g. {option('out', f'{Path(out).stem}/')}")

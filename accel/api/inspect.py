@@ -85,7 +85,8 @@ def inspect(
     """
     if against is not None and page is None:
         raise UsageError(
-            f"{option('against')} shows two graphs on one page; name the page with {option('page', 'out.html')}"
+            f"{option('against')} needs an HTML file that shows the two graphs; name the file with "
+            f"{option('page', 'out.html')}"
         )
     warnings: list[str] = []
     source = Source.of(model, **about)
@@ -109,10 +110,12 @@ def inspect(
     if page is not None:
         if artifact.kind == "pipeline":
             raise UnsupportedHere(
-                f"{artifact.path} has no graph of its own; draw one of its parts: {_first_part(artifact)}"
+                f"the pipeline {artifact.path} has no graph of its own; draw one of its parts: {_first_part(artifact)}"
             )
         if found is None:
-            raise UnsupportedHere(f"{artifact.path} was changed after it was made; make the artifact again to draw it")
+            raise UnsupportedHere(
+                f"the artifact {artifact.path} was changed after it was made; make the artifact again to draw its graph"
+            )
         drawn = [(artifact, found)]
         if against is not None:
             other = _open(Source.of(against), [])

@@ -38,7 +38,7 @@ def load(
     artifact = source.open()
     if artifact.kind != "pipeline":
         if call is not None:
-            raise UsageError(f"{source.text} is no exported pipeline; leave out {option('call')}")
+            raise UsageError(f"the model {source.text} is no exported pipeline; leave out {option('call')}")
         return open_session(artifact, runtime, options)
     from accel.runtimes.pipeline.session import PipelineSession
 

@@ -92,7 +92,10 @@ def preflight(
     for text in compute_capabilities:
         check_capability(text)
     if fix and out is None:
-        raise UsageError(f"{option('fix', True)} writes a new file; name the file with {option('out', 'fixed.onnx')}")
+        raise UsageError(
+            f"{option('fix', True)} needs a file for the rewritten model; name the file with "
+            f"{option('out', 'fixed.onnx')}"
+        )
     if out is not None:
         if not fix:
             raise UsageError(
@@ -111,7 +114,9 @@ def preflight(
             f"{source.text} is no ONNX file; export it with accel export and give the exported file"
         ) from error
     if src.kind != "onnx":
-        raise UnsupportedHere(f"{src.path} is of kind {src.kind}; give the ONNX file of the engine to build")
+        raise UnsupportedHere(
+            f"the model {src.path} is of kind {src.kind}; give the ONNX file that the engine is built from"
+        )
     supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:

@@ -26,7 +26,7 @@ COMMANDS = [
     ("export nett.py:make --input x:float32[batch,4] -o net.onnx", "nett.py", EXPORT),
     ("export net.py:make --input x:float32[batch,4] -o net.bin", "has to end in .onnx; rename the file", EXPORT),
     ("export net.py:make --input x:float33[batch,4] -o net.onnx", "float32", EXPORT),
-    (f"{EXPORT} --opset 99", "pass --opset 13 to 23", f"{EXPORT} --opset 23"),
+    (f"{EXPORT} --opset 99", "pass an opset from 13 to 23 with --opset", f"{EXPORT} --opset 23"),
     (f"{EXPORT} --to tflight", "--to takes onnx", f"{EXPORT} --to onnx"),
     (f"{EXPORT} --limit 2", "give a relative error such as 1e-3", f"{EXPORT} --limit 1e-3"),
     (f"{EXPORT} --channels last", "leave out --channels", EXPORT),

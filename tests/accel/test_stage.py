@@ -136,8 +136,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ("fault", "words"),
     [
         ("batch", "stage planted turned the dim 'batch' of the input 'x' into 1"),
-        ("opset", "stage planted gave opset 19 instead of 20; ask for opset=19"),
-        ("ir", "stage planted gave ir 9 instead of 10; save the model with ir_version 9"),
+        ("opset", "stage planted made a model with opset 19 instead of opset 20; ask for opset=19"),
+        ("ir", "stage planted made a model with ir 9 instead of ir 10; save the model with ir_version 9"),
         ("name", "stage planted lost the output 'y'"),
     ],
 )

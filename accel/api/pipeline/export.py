@@ -56,8 +56,8 @@ def export_pipeline(
     calls = record_calls(modules, pipeline.recorded_by, lambda feeds: run_own(whole, src.signature, feeds), _runs(src))
     if state_sha256(module) != before:
         raise BadSource(
-            f"{class_name(pipeline)} changes the weights or buffers of a part when it runs; an exported part "
-            "is constant, so return the new values and pass them to the next call"
+            f"the pipeline {class_name(pipeline)} changes the weights or buffers of a part, but exported parts are "
+            "constant; return the new values from the part, and pass them to its next call"
         )
     with TemporaryDirectory(prefix="accel-") as temporary:
         parts: dict[str, Artifact] = {}

@@ -54,8 +54,8 @@ def optimize_pipeline(
     """
     if request.profiles:
         raise UsageError(
-            f"{option('profiles')} names the inputs of a single model; leave it out, or pass it when you optimize a "
-            "part alone"
+            f"this source is a pipeline, but {option('profiles')} names the inputs of a single model; leave out "
+            f"{option('profiles')}, or optimize each part alone"
         )
     check_folders(request.out, parts_of(src))
     stream = SampleStream(request.data, src.signature) if request.data else None

@@ -90,8 +90,8 @@ class LabelMetric:
         if len(fitting) != 1:
             has = shapes_of(outputs)
             raise UsageError(
-                f"the metric {self.kind} with the labels {self.where} {list(self.labels.shape)} needs one output of "
-                f"{wanted}, and {len(fitting)} outputs fit (the outputs are {has}); "
+                f"for the labels {self.where} {list(self.labels.shape)}, the metric {self.kind} needs exactly one "
+                f"output of {wanted}, but {len(fitting)} outputs fit (the outputs are {has}); "
                 f"{self._way_out(outputs, len(fitting))}"
             )
         return next(iter(fitting.values())), labels
@@ -139,8 +139,8 @@ class LabelMetric:
         from_one = labels.max() == classes and counted.min() == 1
         way_out = "the labels start at 1: save y - 1" if from_one else "correct the labels or leave these samples out"
         raise BadData(
-            f"{self.where}: the label of sample {sample}{at} is {value}, and the output {output!r} has {classes} "
-            f"classes, 0 to {classes - 1}{several}; {way_out}"
+            f"{self.where}: the label of sample {sample}{at} is {value}, but the output {output!r} has the {classes} "
+            f"classes 0 to {classes - 1}{several}; {way_out}"
         )
 
 
@@ -182,7 +182,9 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         names = list(archive.files)
         chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]
         if len(chosen) != 1:
-            raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; name the array of labels 'label'")
+            raise BadData(
+                f"the file {path} has the arrays {', '.join(names) or 'none'}; rename the array of labels to 'label'"
+            )
         labels = archive[chosen[0]]
     where = f"{path}: {chosen[0]!r}"
     if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # [samples, 1], as in Keras' datasets

@@ -188,8 +188,8 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         path = Path(text)
         if not path.is_file():
             raise BadData(
-                f"the lengths {text} are neither numbers nor a file; give {_lengths_option('8,16,128')}, a file of "
-                "whole numbers, or data"
+                f"the lengths {text} are neither numbers nor a file; give numbers as in "
+                f"{_lengths_option('8,16,128')}, a file of whole numbers, or the word data"
             )
         try:
             numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
@@ -211,7 +211,8 @@ def _lengths_option(text: str) -> str:
 def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
     if data is None:
         raise UsageError(
-            f"{_lengths_option('data')} takes the lengths of the samples; pass the samples with {option('data')}"
+            f"{_lengths_option('data')} reads the lengths from samples, but no samples are given; pass samples with "
+            f"{option('data')}"
         )
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]

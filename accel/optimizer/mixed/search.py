@@ -112,7 +112,9 @@ class _Search:
             have = dict(chosen)
             more = [step for step in steps if have.get(step.node) not in (step.precision, "fp32")]
             if not more:
-                raise NothingPassed(f"the drop is over the budget even without int8 layers; raise {option('max_drop')}")
+                raise NothingPassed(
+                    f"even without int8 layers, the quality drop is too large; raise {option('max_drop')}"
+                )
             chosen = assigned_after(have, more[: max(1, len(chosen) // 4)], found.layers)
         found.kept = tuple(node for node, _ in chosen)
         found.in_fp32 = self._in_fp32(chosen)

@@ -90,7 +90,7 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"{option(stage)} is for the stage {stage}, but no candidate has this stage; "
+                f"no candidate has the stage {stage}, so {option(stage)} has no effect; "
                 f"leave out {option(stage)} or choose another {option('precision')}"
             )
     return made, left_out

@@ -111,7 +111,7 @@ def test_a_part_that_spoils_the_whole_stays_as_it_was(
 
 def test_options_of_a_single_model(model: str, tmp_path: Path) -> None:
     """Checks that accel refuses an option that names the inputs of a single model."""
-    with pytest.raises(accel.AccelError, match="names the inputs of a single model; leave it out"):
+    with pytest.raises(accel.AccelError, match="names the inputs of a single model; leave out"):
         _optimize(model, tmp_path, profiles=["x=1x8,4x8,8x8"])
 
 

@@ -205,7 +205,7 @@ def _few(folder: Path) -> Path:
         (("{d}/a.onnx", "--also", "nonsense"), "unknown runtime"),
         (("{d}/a.onnx", "--rounds", "2"), "5"),
         (("{d}/a.onnx", "--data", "{d}/gone.npz"), "gone.npz does not exist"),
-        (("{d}/a.onnx", "--data", "{d}/few.npz", "--sizes", "length=3"), "gets its size from"),
+        (("{d}/a.onnx", "--data", "{d}/few.npz", "--sizes", "length=3"), "comes from the samples in"),
         ((), "Missing argument"),
     ],
 )

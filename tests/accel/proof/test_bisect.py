@@ -278,7 +278,7 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
     onnx.save(model, str(tmp_path / "ranks.onnx"))
     other = replace(digits.signature.inputs[0], shape=(*digits.signature.inputs[0].shape, 1))
     ranks = replace(digits, path=tmp_path / "ranks.onnx", signature=replace(digits.signature, inputs=(other,)))
-    with pytest.raises(UsageError, match="has 4 dims in one model and 5 in the other"):
+    with pytest.raises(UsageError, match="has 4 dims in one model and 5 dims in the other model"):
         bisect(digits, ranks)
     ran = cli("bisect", digits.path, tmp_path / "none.onnx")
     assert ran.code == 2

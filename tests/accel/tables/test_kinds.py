@@ -87,7 +87,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that accel uses the reader in the table to read the signature of a file of the new format."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
-    with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; remaining: lost"):
+    with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; the remaining outputs: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")
     assert not (tmp_path / "out" / "model.toy").exists()
 

@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
     ("fault", "words"),
     [
         ("", ""),
-        ("name", "stage torch_from_onnx lost the output 'z'; remaining: y"),
+        ("name", "stage torch_from_onnx lost the output 'z'; the remaining outputs: y"),
         ("batch", "stage torch_from_onnx turned the dim 'batch' of the input 'x' into 2"),
         (
             "dtype",

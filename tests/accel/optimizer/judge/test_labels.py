@@ -105,7 +105,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which output has the classes
         read({"y": either, "z": rng.normal(size=(4, 3, 7))}, {})
     with pytest.raises(
-        BadData, match=r"the label of sample \d at \[\d, \d\] is 2, and the output 'mask' has 2 classes"
+        BadData, match=r"the label of sample \d at \[\d, \d\] is 2, but the output 'mask' has the 2 classes"
     ):
         metric({"mask": last[..., :2]}, {})
 
@@ -137,13 +137,14 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
     assert "one-hot" not in refused(np.eye(7, dtype=np.int64)[classes] * 2)
     assert "one-hot" not in refused(np.ones((20, 7), np.int64))
     found = refused(classes.astype(np.float32))
-    assert "needs one output of one number a sample, and 0 outputs fit" in found
+    assert "needs exactly one output of one number a sample, but 0 outputs fit" in found
     assert "if they are classes, save them as integers, y.astype('int64')" in found
     assert "save them as integers" in refused(classes.astype(np.float64), "top1")
     assert "save them as integers" not in refused(classes + 0.5)
     found = refused(classes + 1)
     assert (
-        "the label of sample 6 is 7, and the output 'logits' has 7 classes, 0 to 6 (2 labels are not a class)" in found
+        "the label of sample 6 is 7, but the output 'logits' has the 7 classes 0 to 6 (2 labels are not a class)"
+        in found
     )
     assert found.endswith("; the labels start at 1: save y - 1")
     for other in (np.where(classes == 0, -1, classes + 1), classes + 2, np.where(classes == 0, 8, classes)):
@@ -170,7 +171,9 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
         path = save(tmp_path / "y.npz", label=np.array([0, 9, wrong, wrong]))
         with pytest.raises(BadData) as caught:
             read_labels(path, kind)(scores, {})
-        assert f"the label of sample 2 is {wrong}, and the output 'logits' has 10 classes, 0 to 9" in str(caught.value)
+        assert f"the label of sample 2 is {wrong}, but the output 'logits' has the 10 classes 0 to 9" in str(
+            caught.value
+        )
         assert "(2 labels are not a class)" in str(caught.value)
         with pytest.raises((BadData, UsageError)):  # a wide embedding isn't mistaken for class scores
             read_labels(path, kind)({**scores, "embedding": np.zeros((4, 512), np.float32)}, {})
@@ -209,7 +212,7 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     for extra, message in (
         (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
         (["--labels", one_hot], "outputs fit (the outputs are logits [128, 10]); they look one-hot: save y.argmax(1)"),
-        (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
+        (["--labels", beyond], "the label of sample 7 is 10, but the output 'logits' has the 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
             "flat.npz: 'label': the metric top1 needs one finite number a sample as labels, but the array is "
@@ -227,5 +230,5 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
         read_labels(save(tmp_path / "f.npz", label=np.ones(3)), "top1")
     with pytest.raises(BadData, match="one finite number a sample"):
         read_labels(save(tmp_path / "n.npz", label=np.array([np.nan])))
-    with pytest.raises(UsageError, match="needs one output of one number a sample, and 0 outputs fit"):
+    with pytest.raises(UsageError, match="needs exactly one output of one number a sample, but 0 outputs fit"):
         read_labels(save(tmp_path / "s.npz", label=np.ones(3)))({"y": np.ones((3, 4))}, {})
