@@ -57,7 +57,7 @@ _PUBLIC = {
     "load": "accel.api.load:load",
     "optimize": "accel.api.optimize:optimize",
     "verify": "accel.api.verify:verify",
-    # Version 0.1.0 used these names for bench and verify.
+    # In version 0.1.0, the functions bench and verify had the names benchmark and compare.
     "benchmark": "accel.api.bench:bench",
     "compare": "accel.api.verify:verify",
 }

@@ -150,8 +150,8 @@ class Manifest:
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest isn't signed, so an attacker can recompute the digest. Checks the file names, because accel later
-        # copies files by name.
+        # The digest isn't signed, so an attacker can change a file name and recompute the digest. The file names are
+        # checked, because accel later copies files by these names.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
             raise ChainBroken(f"the manifest {path} names files outside its folder; make the artifact again")
         return manifest

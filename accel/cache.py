@@ -122,7 +122,7 @@ class StageCache:
             _unfinished.reset(token)
             _kept.reset(kept)
             with contextlib.suppress(OSError):
-                folder.rmdir()  # rmdir keeps a folder with files
+                folder.rmdir()  # fails if the folder contains files, and then keeps the folder
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:

@@ -22,7 +22,8 @@ from typing import Any
 # A check returns None while the work may continue, and raises an error to end the work.
 Check = Callable[[], None]
 
-# The number of seconds between two calls of the check, by the separate thread or by a waiting ``Child``.
+# The number of seconds between two calls of a check function. The calls come from the separate thread of
+# ``interruptible``, or from a waiting ``Child``.
 INTERVAL = 0.5
 
 # Ctrl-C sets this event, because the exporters of some libraries swallow KeyboardInterrupt.
@@ -102,7 +103,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
             watch.join()
             _raise_inside(caller, None)  # cancels an interrupt that was not raised yet
     except (Exception, Interrupted):
-        check_cancelled()  # the check's error says more than the caught error
+        check_cancelled()  # prefers the error of the check, because it says more than the caught error
         raise
     check_cancelled()
     return result

@@ -90,8 +90,8 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # The child runs in its own session, so that a Ctrl-C reaches only the parent. The parent then ends the
-                # child.
+                # The child runs in its own session, so that a Ctrl-C reaches only the parent. After a Ctrl-C, the
+                # parent ends the child.
                 start_new_session=True,
                 cwd=folder,
                 env={

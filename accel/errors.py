@@ -139,7 +139,7 @@ class MissingExtra(UsageError):
     """A library is not installed. ``what`` is the library, and ``extra`` is the pip extra that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(what, extra)  # both values are in ``args``, so that the error survives pickling
+        super().__init__(what, extra)  # puts ``what`` and ``extra`` into ``args``, so that the error survives pickling
         self.what = what
         self.extra = extra
 

@@ -54,7 +54,8 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     engine. Raises ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
-    if src.source.get("kind") == "torch" or source.inputs:  # the range is a guess if it was derived from another graph
+    # Data isn't checked against ranges that accel only guessed from a TensorFlow or ONNX graph.
+    if src.source.get("kind") == "torch" or source.inputs:
         for path in data:
             check_values(path, src.signature)
     if "pipeline" in src.source and src.kind == "torch":

@@ -25,7 +25,7 @@ from .bench import bench
 if TYPE_CHECKING:
     import numpy as np
 
-# The time limit, in seconds, of the comparison with the source in its own framework.
+# The time limit, in seconds, for timing the published model against the source in the source's own framework.
 _SECONDS = 10.0
 # Styles for the report's plot in a notebook, where the report's own styles are missing.
 _PLOT_STYLE = (

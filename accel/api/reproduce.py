@@ -71,6 +71,6 @@ def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Pa
     with ExitStack() as stack:
         made, rows = remake(found, given, open_cache(stack, use_cache=False))
         kept = made.copy_to(Path(out)) if out is not None else None
-    assert found.manifest is not None  # remake raises the error for a missing manifest
+    assert found.manifest is not None  # the function remake raises an error if the manifest is missing
     intact = found.hashes() == dict(found.manifest.files)
     return Reproduction(stages=tuple(rows), artifact=kept, intact=intact)

@@ -21,8 +21,8 @@ from accel.sources.source import Source
 from .as_onnx import as_onnx
 from .optimize import optimize
 
-# The largest allowed relative error of a part on the inputs of its first call. This limit only catches gross errors,
-# because the gates of the export have lower limits.
+# The largest allowed relative error of a part on the inputs of its first call. The gates of the export, which have
+# lower limits, catch small errors. This limit catches gross errors.
 _LIMIT = 1e-2
 # A part is compiled again if its weights or sizes change. After ``_MOST_COMPILED`` compilations, the part stays in
 # eager mode.
@@ -69,7 +69,8 @@ class _Part:
         self._sizes = [i for i, node in enumerate(nodes) if not isinstance(_value(node), torch.Tensor)]
         self._weights = [i for i, node in enumerate(nodes) if "_dynamo_static_input_type" in _about(node)]
         self._inputs = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
-        # Maps (input, axis) to the symbol of each dynamic dim. A size that torch.compile fixed is a number.
+        # Maps (input, axis) to the symbol of each dynamic dim. If torch.compile fixed the size of a dim, the size is a
+        # plain number and is left out of this dict.
         self._symbols = {
             (i, axis): str(size)
             for i in self._inputs
@@ -77,8 +78,8 @@ class _Part:
             if isinstance(size, torch.SymInt) and not str(size).isdigit()
         }
         self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
-        # Maps an (input, axis) to the only size that the session takes. Contains the axes that are dynamic in the graph
-        # but fixed in the session.
+        # Maps (input, axis) to the only size that the session takes on this axis. Contains each axis that is dynamic in
+        # the graph and fixed in the session.
         self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
@@ -95,7 +96,8 @@ class _Part:
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
-            with torch.inference_mode(False), torch.no_grad():  # PyTorch counts no writes to inference tensors
+            # Inference mode is off, because PyTorch doesn't count writes to inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)
@@ -122,9 +124,9 @@ class _Part:
         if any(one.untyped_storage().data_ptr() in held for one in wanted):
             return "it returns a view of an input or a weight"
         reason = ""
-        # torch.compile makes an axis dynamic if its size differed between models with the same code. The exported part
-        # may fail at other sizes of this axis. The export is tried with all dynamic axes, then with the first axis
-        # only, and then with fixed sizes.
+        # torch.compile makes an axis dynamic if the size of the axis differed between models with the same code. The
+        # exported part may fail if a dynamic axis gets another size than in the example. The export is tried with all
+        # dynamic axes, then with only axis 0 dynamic, and then with fixed sizes.
         for dynamic in dict.fromkeys(
             (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
         ):

@@ -30,7 +30,7 @@ def command(say: Output) -> None:
         parts = Table(title="parts", title_justify="left")
         for column in ("part", "version", "brings", "install"):
             parts.add_column(column)
-        told: dict[str, str] = {}  # maps an install command to the first part that needs it
+        told: dict[str, str] = {}  # maps an install command to the first package that needs the command
         for part in found["parts"]:
             version = part["version"] or "[red]missing[/red]"
             if part["version"] and not part["installed"]:

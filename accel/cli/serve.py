@@ -212,7 +212,7 @@ def command(
         end()
 
 
-# The options that a manifest doesn't pass on to the server in the container.
+# The options that a Kubernetes manifest doesn't pass on to the server in the container.
 _OWN = (
     "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
 )  # fmt: skip

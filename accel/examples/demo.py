@@ -74,8 +74,8 @@ def main(folder: Path) -> None:
     text = ("--metric", "accel.examples.minilm:similarity", "--eval-data", "judged", "--data", "calib.npz")
     run("export", "accel.examples.minilm:model", "-o", "minilm.onnx")
     run("optimize", "minilm.onnx", *text, "--fixed-session", "-o", "minilm/")
-    # Judging a transformer's engines takes long, so only int8 is tried. In the int8 candidate, all other layers are
-    # fp16.
+    # Judging a transformer's engines takes long, so only int8 is tried. In the int8 candidate, all layers that aren't
+    # int8 are fp16.
     engine = ("--target", "tensorrt-rtx", "--compute-capability", "8.6", "--precision", "int8")
     run("optimize", "minilm.onnx", *text, *engine, "-o", "minilm-rtx/")
     shape = ("--sizes", "batch=1,sequence=128", "--budget-seconds", "15")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 64
-# The last twentieth of the text is held out.
+# The last twentieth of the text is held out for the evaluation.
 _HELD_OUT = 20
 
 

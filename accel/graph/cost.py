@@ -24,7 +24,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 
-# Maps an operator to its number of floating-point operations per output element, if the operator needs several. For
+# For each operator that needs several floating-point operations per output element, gives the number of operations. For
 # example, Softmax needs an exp, a sum and a division.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
 _QUANTIZED = frozenset(

@@ -22,7 +22,8 @@ from .mixed.search import assign
 from .recipes.recipe import Recipe
 
 # No new step begins once the share ``_BUILDING`` of the time budget is spent. The running step is stopped once the
-# share ``_GIVING_UP`` is spent. ``Budget.over`` lowers both limits if the measurement needs more time.
+# share ``_GIVING_UP`` is spent. If the measurement needs more time, ``Budget.over`` lowers ``_BUILDING`` and
+# ``_GIVING_UP``.
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 

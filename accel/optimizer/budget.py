@@ -14,7 +14,7 @@ from accel.spelling import option
 
 # A note names at most this many steps, and at most this many candidates.
 _NAMED = 4
-# The seconds that each process of a short measurement takes, with loading, warm-up and five short blocks.
+# The number of seconds that one process takes in a short measurement, including loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
 # The number of processes that run the source in a measurement.
 SOURCES = 2

@@ -108,8 +108,9 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A candidate is compared with its base if the base is the source model, or if the base is faster than the
-            # source model. The function ``fastest`` compares every candidate with the source model.
+            # A copy with other session options is compared with the original candidate (its base) if the base is faster
+            # than the source model, or is the source model itself. The function ``fastest`` compares every candidate
+            # with the source model.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
@@ -173,7 +174,8 @@ class Search:
             return effort
         left = self.budget.left
         timing = max(0.0, left - (count + SOURCES) * _SECONDS_TO_LOAD)
-        a_round = (count + SOURCES) * 2 * effort.block_seconds  # warm-up adds half a block to each block
+        # The warm-up before a block takes half as long as the block.
+        a_round = (count + SOURCES) * 2 * effort.block_seconds
         fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
         # If not even the minimum number of rounds fits the time budget, the blocks get shorter.
         share = min(1.0, timing / (MIN_ROUNDS * a_round))

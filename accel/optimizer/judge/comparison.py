@@ -34,8 +34,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# The name of the method that computes the drop if the user gives no metric. Cache keys contain this name, so a changed
-# method needs a new name.
+# The name of the method that computes the quality drop if the user gives no metric. Cache keys contain this name, so a
+# changed method needs a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -179,7 +179,7 @@ class Judge:
         arrays = self._arrays()
         try:
             found: Any = self.metric(joined, arrays)
-        except UsageError:  # the metric raised this error with its own advice
+        except UsageError:  # keeps the error of the metric, which has its own advice
             raise
         except (Exception, SystemExit) as error:
             told = raised(f"the metric {self.metric_name}", error)

@@ -108,9 +108,10 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output counts as [samples, classes, ...] if its shape also fits [samples, ..., classes]. If an output fits
-        # only [samples, ..., classes], its last axis may hold features of each pixel instead of classes. Outputs with
-        # classes last are left out if another output fits only [samples, classes, ...].
+        # If the shape of an output fits both [samples, classes, ...] and [samples, ..., classes], the classes are
+        # assumed to be on axis 1. If an output fits only [samples, ..., classes], its last axis may hold features of
+        # each pixel instead of classes. Outputs that fit only [samples, ..., classes] are left out if another output
+        # fits only [samples, classes, ...].
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -127,7 +128,8 @@ class LabelMetric:
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
 
-        # ``iou`` ignores pixels with negative labels. For all metrics except ``iou``, each label has to be a class.
+        # ``iou`` ignores pixels with negative labels. For all metrics except ``iou``, each label has to be a class
+        # number.
         wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
         if not wrong.any():
             return

@@ -137,6 +137,6 @@ def _a_request(
         # The tail latencies and load times of a pass can't be converted to times per request.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     rate = row["samples_per_second"]
-    # The measured rate counts only the samples of one request in each pass.
+    # The measured rate counts the samples of only one request per pass, so it is multiplied by the number of requests.
     body["samples_per_second"] = None if rate is None else rate * count
     return body

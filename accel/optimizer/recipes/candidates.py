@@ -69,7 +69,7 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     """
     made: list[Recipe] = []
     left_out: list[NotTried] = []
-    is_fp8 = precision_of(src) == "fp8"  # an fp8 source allows only fp8
+    is_fp8 = precision_of(src) == "fp8"  # fp8 is the only precision for an fp8 source
     alone = len(request.targets) == 1
     for target in request.targets:
         for precision in request.precisions or _usual(src, target, request):

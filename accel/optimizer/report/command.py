@@ -29,7 +29,7 @@ def command_line(request: OptimizeRequest) -> str:
         if isinstance(value, bool):
             words.append(SWITCHES.get((one.name, value), flag(one.name)))
             continue
-        # accel bench also has an argument ``lengths``, but spells the option --length
+        # for accel bench, the option for ``lengths`` is --length
         spelled = "--lengths" if one.name == "lengths" else flag(one.name)
         for text in _texts(one.name, value):
             words += [spelled, text]

@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The smallest divergence on the logarithmic axis. Smaller values, such as 0, are drawn at this value.
+# The smallest divergence on the logarithmic axis. A smaller divergence, such as 0, is drawn as if it were this value.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # the largest number of rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
