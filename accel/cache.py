@@ -112,7 +112,8 @@ class StageCache:
 
     @contextmanager
     def resuming(self, key: str) -> Iterator[None]:
-        """Keeps the stage's ``unfinished()`` folder until the block succeeds."""
+        """Makes the stage's ``unfinished()`` folder, and removes the folder after the block has succeeded. If the block
+        fails, a folder with files is kept."""
         folder = self.root / "unfinished" / key
         folder.mkdir(parents=True, exist_ok=True)
         token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")

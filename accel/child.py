@@ -1,5 +1,5 @@
-"""Runs code in child processes, so that the code can't crash or slow down the caller. Examples are native parsers,
-engine builders and timed candidates.
+"""Runs code in child processes, so that the code can't crash or slow down the caller. Native parsers, engine builders
+and timed candidates run in child processes.
 
 A child process is a new Python interpreter. The child does not inherit the parent's thread pools, and does not run the
 caller's script again. A child process calls any importable ``module:function``, can keep an object between calls,
@@ -170,7 +170,7 @@ class Child:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stops every thread of the child, including spinning thread pools. Returns when all threads have stopped."""
+        """Pauses every thread of the child, including spinning thread pools. Returns after all threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

@@ -50,8 +50,9 @@ def available_cores() -> int:
 
 def cpu_limit() -> int:
     """Returns this container's CPU limit in cores, rounded up. Returns 0 if there is no limit, or if the limit covers
-    all cores. Reads Linux control groups. Version 2 has the quota and the period, in microseconds, in the file
-    ``cpu.max``. Version 1 has one file for the quota and one file for the period.
+    all cores. Reads the files of Linux control groups. Version 2 of control groups has the quota and the period, in
+    microseconds, in the file ``cpu.max``. Version 1 of control groups has one file for the quota and one file for the
+    period.
     """
     try:
         if (file := _CGROUP / "cpu.max").is_file():
@@ -79,8 +80,8 @@ def available_memory() -> int | None:
 def trim_memory() -> None:
     """Returns freed memory to the system, if the C library has ``malloc_trim`` (as glibc does).
 
-    By itself, glibc does not return small freed blocks, such as most weights. Without this call, the process keeps most
-    of the memory that closed models took.
+    On its own, glibc does not return small freed blocks, such as most weights, to the system. Without a call of
+    ``malloc_trim``, the process keeps most of the memory that closed models took.
     """
     if (function := _malloc_trim()) is not None:
         function(0)

@@ -31,8 +31,8 @@ class Exported:
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Runs the model and its source on ``samples`` samples of ``data`` (see ``check_samples``).
 
-        Returns two warnings. The first warning is about rounding above the limit of the export gate, and the second
-        warning is about NaN outputs. A warning that doesn't apply is "".
+        Returns two warnings. The first warning says that the rounding error is above the limit of the export gate. The
+        second warning says that outputs are NaN. Each warning is an empty text if it doesn't apply.
         """
         tolerance = max(ROUNDING, self.limit)
         apart = check_samples(self.artifact, data, samples, cache, source=self.source, tolerance=tolerance)

@@ -56,7 +56,8 @@ def bench(
     seed: int = 0,
     **about: Unpack[SourceOptions],
 ) -> BenchReport:
-    """Times ``candidates`` beside ``against`` (default: the first candidate). Each model runs in its own process.
+    """Times ``candidates`` side by side with the baseline ``against`` (default: the first candidate). Each model runs
+    in its own process.
 
     A candidate is an artifact, an artifact's folder, an ONNX file or a source. An artifact runs on the runtime it was
     optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as ``torch-compile``.
@@ -64,18 +65,18 @@ def bench(
     first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate uses the threads and streams that its manifest records. If its manifest records no numbers, a candidate
-    uses one stream and one thread per core of this process. With several streams, the report compares throughputs. With
-    ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of ``accel.timing.paired.measure``
-    describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
+    candidate uses the threads and streams that its manifest records. A candidate whose manifest records no threads and
+    streams uses one stream, and one thread for each core that this process may use. With several streams, the report
+    compares throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of
+    ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
     declare its inputs gets the inputs of the first artifact.
 
     Before timing, compares each candidate's outputs with the outputs of ``against``. A candidate that fails gets a row
-    with the reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and
-    ``BadInputSpec`` for a size outside the range declared for ``against``.
+    with the reason. Raises ``BadSource`` if a model is not found, and ``BadData`` if the data doesn't fit. Raises
+    ``BadInputSpec`` if a size is outside the range that ``against`` declares.
 
     >>> report = accel.bench(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
@@ -184,11 +185,12 @@ def _shapes(
 
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:
-    """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range that
-    an engine was built for. A default range that accel assumed doesn't limit the sizes.
+    """Raises ``BadInputSpec`` if a size is outside the range that the user declared for a dim, or outside the range
+    that an engine was built for. If the user declared no range, accel assumes a default range, which doesn't limit the
+    sizes.
 
-    If a source got its range from an artifact among the candidates, the error names the artifact. A wider range of the
-    source would not help, because the artifact's own range would not change.
+    If a source got its range from an artifact among the candidates, the error names the artifact. A wider range for the
+    source would not help, because the artifact would keep its own range.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():
@@ -322,7 +324,7 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
 
 
 def _in_one(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Flattens and concatenates the batches of each input, because the shapes of the batches may differ."""
+    """Flattens the batches of each input and concatenates the results, because the shapes of the batches may differ."""
     import numpy as np
 
     return {name: np.concatenate([one[name].ravel() for one in feeds]) for name in feeds[0]}

@@ -31,12 +31,13 @@ class BisectReport:
     """Holds the result of a bisection.
 
     ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors. ``by_structure`` counts the pairs that were matched by operators and inputs, because their names
-    differ. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ, but
-    don't change the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of the graph,
-    and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or an OpenVINO
-    model. ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate's own outputs do
-    not. Then ``as_run`` is the output with the largest difference. Otherwise ``as_run`` is None.
+    tensors that have a counterpart in the other model. ``by_structure`` counts the tensors that were matched with their
+    counterparts by operators and inputs, because the names differ. ``unmatched`` is the number of tensors without a
+    counterpart. ``harmless`` lists tensors that differ, but don't change the outputs. With ``scan``, ``earlier`` lists
+    the differing tensors that come before ``divergence`` in the order of the graph. Without ``scan``, ``earlier`` is
+    None. ``notes`` names the ONNX files that were compared in place of an engine or an OpenVINO model. If the
+    candidate's ONNX file agrees with the reference, but the candidate's own outputs do not, ``as_run`` is the output
+    with the largest difference. In all other cases, ``as_run`` is None.
     """
 
     divergence: Divergence | None
@@ -82,16 +83,16 @@ def bisect(
     models with the same inputs and outputs. Either model may be the result of a stage such as simplification, a cast or
     quantization. A PyTorch or TensorFlow source is exported first.
 
-    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from. The ONNX file must
-    still have the sha256 that the manifest records. If this machine can run the engine or the OpenVINO model, also
-    compares the model's outputs with the outputs of the ONNX file.
+    For an engine or an OpenVINO model, ``bisect`` compares the last ONNX file that the model was made from. The ONNX
+    file must still have the sha256 that the manifest records. If this machine can run the engine or the OpenVINO model,
+    also compares the model's outputs with the outputs of the ONNX file.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
     ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0
-    requires bitwise equality. Takes O(log n) runs. Keeps only the tensors of one cut of the graph in memory. With
-    ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
-    ``accel.Source``.
+    requires bitwise equality. Takes O(log n) runs. A cut divides the graph into two halves, and only the tensors that
+    cross one cut are in memory at a time. With ``scan``, also compares every tensor before the first difference. The
+    other arguments set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed. Raises
     ``UsageError`` if the inputs or outputs differ, and ``BadData`` if the data doesn't fit.

@@ -63,8 +63,8 @@ def export(
     relative error of an output after each stage. A model whose float32 rounding exceeds the usual 1e-4 needs a larger
     limit.
 
-    Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
-    correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
+    Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened. Raises ``ExportFailed`` if no exporter makes
+    a correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
     """
     formats = export_formats()
     _check_arguments(to, opset, channels, limit)
@@ -125,7 +125,7 @@ def export(
 
 
 def _check_arguments(to: str, opset: int | None, channels: str, limit: float | None) -> None:
-    """Raises an error for arguments of ``export`` that no source can take."""
+    """Raises an error if an argument of ``export`` is wrong for every source."""
     if to not in export_formats():
         raise UnknownName(f"unknown format {to!r}; {option('to')} takes {', '.join(export_formats())}")
     if limit is not None and not 0 < limit < 1:
@@ -139,8 +139,8 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
 
 
 def _check_out(out: Path, to: str, main_file: str) -> None:
-    """Raises an error for a path that can't be written. A path without a suffix may be the folder of a pipeline. Only
-    the opened source shows whether the model is a pipeline."""
+    """Raises an error for a path that can't be written. Accepts a path without a suffix, which may be the folder of a
+    pipeline. The source isn't opened yet, so it is unknown whether the source is a pipeline."""
     if to == "onnx" and (out.suffix not in (".onnx", "") or (not out.suffix and out.is_file())):
         raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if to != "onnx" and (out.is_file() or out.suffix):
@@ -152,7 +152,7 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
 
 
 def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConfig | None) -> Path:
-    """Returns the folder to export a pipeline to. Raises ``UsageError`` for arguments that no pipeline takes."""
+    """Returns the folder to export a pipeline to. Raises ``UsageError`` if an argument is wrong for every pipeline."""
     if to != "onnx" or preprocess is not None:
         asked = option("to", to) if to != "onnx" else option("preprocess")
         raise UsageError(
@@ -166,7 +166,8 @@ def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConf
 def _dims_of_each(
     dims: Dims | None, preprocess: PreprocessConfig | None
 ) -> tuple[Dims | None, PreprocessConfig | None]:
-    """Returns the ranges of the model's dims, and ``preprocess`` with the size ranges of the images before resizing."""
+    """Splits ``dims`` into the ranges of the model's dims and the size ranges of the images before resizing. Returns
+    the ranges of the model's dims, and ``preprocess`` with the size ranges of the images."""
     if not dims or preprocess is None or preprocess.resize is None:
         return dims, preprocess
     from accel.sources.declare import parse_dims
@@ -178,8 +179,9 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """Adds advice to the message of a failed gate if the outputs exceed the usual limit only slightly. The advice is to
-    raise the limit. The float32 rounding of a deep recurrent net alone may exceed the usual limit.
+    """If a gate fails because the error of the outputs is only slightly above the usual limit, adds advice to the
+    message. The advice is to raise the limit. The float32 rounding of a deep recurrent net alone may exceed the usual
+    limit.
     """
     try:
         yield

@@ -24,8 +24,8 @@ class Inspection:
 
     ``chain`` holds the checked hashes, and is empty without ``check``. ``intact`` tells whether all hashes are
     unchanged, and is None without ``check``. ``kernels`` lists the name, type, dtypes and ONNX nodes of each kernel of
-    an engine, in the order in which the kernels run. ``problem`` is the TensorRT toolkit's reason to refuse the engine,
-    or "" if the toolkit accepts the engine or is missing.
+    an engine, in the order in which the kernels run. If the TensorRT toolkit refuses the engine, ``problem`` is the
+    toolkit's reason. Otherwise ``problem`` is empty.
     """
 
     artifact: Artifact
@@ -80,8 +80,8 @@ def inspect(
     side by side. The other arguments set the fields of ``accel.Source``. For a ``.pb`` or ``.meta`` file,
     ``graph_inputs`` and ``graph_outputs`` default to the likely inputs and outputs.
 
-    Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
-    ``UnsupportedHere`` if ``page`` is given for an engine.
+    Raises ``BadSource`` if the model is not found, and ``ChainBroken`` if ``check`` is given for a model without a
+    manifest. Raises ``UnsupportedHere`` if ``page`` is given for an engine.
     """
     if against is not None and page is None:
         raise UsageError(
@@ -134,8 +134,8 @@ def _first_part(pipeline: Artifact) -> Path:
 
 
 def _engine_problem(engine: Artifact) -> str:
-    """Returns the TensorRT toolkit's reason to refuse the engine, or "" if the toolkit accepts the engine or is not
-    installed."""
+    """Returns the TensorRT toolkit's reason if the toolkit refuses the engine. Returns an empty text if the toolkit
+    accepts the engine or is not installed."""
     from accel.converters.to_tensorrt.engine_from_onnx import check_engine
     from accel.runtimes.tensorrt_toolkit import toolkit_runtime
 

@@ -102,9 +102,9 @@ def optimize(
 
     Speed:
 
-    - ``sizes``: the sizes of the dims to measure at. By default the dims have the sizes of a sample of the data.
+    - ``sizes``: the sizes of the dims for the measurement. By default the dims have the sizes of a sample of the data.
       Without data, the batch is 1 and the other dims have their usual sizes.
-    - ``batch``: the batch to measure at.
+    - ``batch``: the batch size for the measurement.
     - ``lengths``: a mix of lengths to measure (``8,16,128``), a file of integers, or ``data`` for the lengths of the
       samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
@@ -185,7 +185,8 @@ def _path(given: str | Path | None) -> Path | None:
 
 
 def _opened(request: OptimizeRequest, cache: StageCache, budget: Budget) -> Exported:
-    """Opens the model, exports it unless it is ONNX, and widens its dims to the sizes of the user's samples."""
+    """Opens the model and exports it to ONNX if necessary. Widens the ranges of the dims to include the sizes of the
+    user's samples."""
     given = [path for path in (request.data, request.eval_data) if path is not None]
     with budget.spending("opening the model"):
         exported = as_onnx(request.source, cache, given)

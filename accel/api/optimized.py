@@ -47,7 +47,7 @@ class Optimized(Optimization):
 
     @classmethod
     def of(cls, result: Optimization, source: Artifact | None) -> Optimized:
-        """Returns an ``Optimized`` with the fields of ``result`` and ``source``."""
+        """Returns an ``Optimized`` with all fields of ``result``, and with ``source`` as a further field."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(Optimization)}, source=source)
 
     @cached_property
@@ -65,8 +65,8 @@ class Optimized(Optimization):
 
     @cached_property
     def comparison(self) -> BenchReport | None:
-        """At the first use, times the published model and the source in its own framework. Returns None if the user
-        gave an ONNX model, or if this machine can't run the published model."""
+        """At the first use, times the published model against the source, which runs in its own framework. Returns None
+        if the user gave an ONNX model, or if this machine can't run the published model."""
         if self.source is None or not self.environment:
             return None
         sizes = self.environment.get("sizes") or {}

@@ -43,8 +43,8 @@ class PreflightReport:
 
     @property
     def passed(self) -> bool:
-        """Tells whether the rewritten model has no refused nodes. If nothing was rewritten, tells whether the given
-        model has no refused nodes."""
+        """Returns True if the engine build accepts all nodes of the rewritten model. If nothing was rewritten, returns
+        True if the build accepts all nodes of the given model."""
         return not (self.left if self.fixed else self.refusals)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,9 +77,9 @@ def preflight(
     the fields of ``accel.Source``. For an ONNX file, only the fields ``inputs`` and ``dims`` have an effect.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
-    ``UnsupportedHere`` if the model isn't an ONNX model, or if the target doesn't build for a compute capability.
-    Raises ``UnknownName`` if the target builds no engines, and ``GateFailed`` if the outputs of the rewritten model
-    differ too much.
+    ``UnsupportedHere`` if the model isn't an ONNX model, or if the target can't build for a requested compute
+    capability. Raises ``UnknownName`` if the target builds no engines, and ``GateFailed`` if the outputs of the
+    rewritten model differ too much.
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
     from accel.converters.to_tensorrt.preflight import parser_says
@@ -135,7 +135,7 @@ def preflight(
 
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
-    """Returns the gate's ``error`` with the rewritten nodes and the fix added to its message."""
+    """Returns the gate's ``error``, and adds the rewritten nodes and the fix to its message."""
     from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]

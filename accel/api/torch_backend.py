@@ -33,7 +33,7 @@ def accel_backend(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
     """Returns a function that runs ``graph`` on one of accel's runtimes. If ``graph`` has to stay in eager mode,
-    returns the function of ``graph``.
+    returns ``graph.forward``.
 
     ``options`` are keyword arguments of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``.
     Without ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager
@@ -53,7 +53,7 @@ def accel_backend(
 
 
 def _eager(graph: torch.fx.GraphModule, reason: str) -> Callable[..., Any]:
-    """Warns that ``graph`` stays in eager mode, and returns the function that runs ``graph``."""
+    """Warns that ``graph`` stays in eager mode, and returns ``graph.forward``."""
     count = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
     warnings.warn(f"accel: a part of {count} operators stays in eager mode: {reason}", stacklevel=2)
     return graph.forward
@@ -170,8 +170,8 @@ class _Part:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because PyTorch counts no writes
-    to inference tensors."""
+    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because PyTorch doesn't count
+    writes to inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 

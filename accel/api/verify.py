@@ -104,10 +104,9 @@ def verify(
     depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last entry of
     ``problems`` advises the user to pass ``data``.
 
-    The other arguments set the fields of ``accel.Source`` for the models that are
-    sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
-    also apply to the reference if the reference is a file. A source that doesn't declare its inputs gets the inputs of
-    the other model.
+    If a model is a source, the other arguments set the fields of its ``accel.Source``. An option for one TensorFlow
+    file format applies only to models of that format. ``inputs`` and ``dims`` also apply to the reference if the
+    reference is a file. A source that doesn't declare its inputs gets the inputs of the other model.
 
     Raises ``UnsupportedHere`` if a model can't run on this machine. Raises ``BadData`` if the data doesn't fit, or if a
     model fails on an integer in the data.
@@ -180,8 +179,8 @@ def verify(
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
-    """Returns advice to pass weights if one model is a PyTorch source without weights and the other model was made from
-    a source with weights. Otherwise returns ""."""
+    """Checks whether one model is a PyTorch source without weights, while the other model was made from a source with
+    weights. In this case, returns advice to pass the weights. Otherwise returns ""."""
     for bare, other in ((first, second), (second, first)):
         weights = other.source.get("weights")
         if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
@@ -247,7 +246,7 @@ def _feeds(
 
 
 def _common(first: Artifact, second: Artifact) -> Signature:
-    """Returns the inputs of ``first`` with the shapes and integers that both models take.
+    """Returns the inputs of ``first``, limited to the shapes and the ranges of integers that both models take.
 
     The profile of an engine may be narrower than the ranges of its source, and an ONNX file without a manifest declares
     no ranges.
@@ -278,8 +277,8 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 def _both(one: TensorSpec, other: TensorSpec) -> tuple[Bound, Bound] | None:
     """Returns the range of the integers that both inputs take, or None if both inputs take all integers. If the ranges
-    don't overlap, returns the range of ``other``. A range with bounds that name dims takes precedence over a range of
-    numbers."""
+    don't overlap, returns the range of ``other``. If only one of the two ranges has a bound that names a dim, returns
+    the range with this bound."""
     first, second = one.range_at({}), other.range_at({})
     if first is None or second is None:
         return (one.values if one.bound_dims or other.values is None else other.values) or one.values

@@ -241,7 +241,7 @@ def _convolution(text: str) -> ConvSpec:
 
 
 def _sizes(spec: GemmSpec | ConvSpec) -> str:
-    """Returns a problem in the notation of ``--shape`` or ``--conv``."""
+    """Returns the sizes of a matrix product or a convolution, in the notation of ``--shape`` or ``--conv``."""
     from accel.kernels.catalogue.spec import ConvSpec
 
     if not isinstance(spec, ConvSpec):

@@ -19,7 +19,7 @@ _HELD_OUT = 20
 
 @cache
 def _text() -> torch.Tensor:
-    """Returns the topics of Python's help() as int64[bytes]."""
+    """Returns the text of all topics of Python's help(), with one int64 per byte."""
     from pydoc_data.topics import topics
 
     import torch

@@ -105,7 +105,8 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
 
 
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
-    """Returns the files of a data folder, which hold inputs and human similarity scores.
+    """Returns the content of a data folder, which has the files ``lee`` and ``wordsim``. Each file holds inputs and
+    human similarity scores.
 
     ``lee`` holds the model's inputs for 50 documents. ``lee_human`` float64[50, 50] is the mean human similarity score
     of each pair (0 to 1). ``wordsim`` holds the model's inputs for 353 word pairs: all left words, followed by all

@@ -41,8 +41,8 @@ class Operation:
 class ForeignGraph:
     """The operations of a graph in the order in which they run.
 
-    ``inputs`` and ``outputs`` map names of values in the graph to specs. ``constants`` holds the dtype and shape of
-    each weight. ``weight_bytes`` holds the bytes of the weights by dtype.
+    ``inputs`` and ``outputs`` map the names of the graph's inputs and outputs to their specs. ``constants`` holds the
+    dtype and shape of each weight. ``weight_bytes`` holds the bytes of the weights by dtype.
     """
 
     operations: tuple[Operation, ...]

@@ -12,8 +12,9 @@ def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int
     """Returns the center of each of ``count`` nodes, and the width and the height of the drawing, in pixels.
 
     The nodes are numbered in topological order, so each edge leads from a lower to a higher number. A node's layer is
-    the length of its longest path from an input (Sugiyama's method). Alternate passes move each node to the mean
-    position of its neighbors in the layers above, or in the layers below.
+    the length of its longest path from an input (Sugiyama's method). A pass from top to bottom moves each node to the
+    mean position of its neighbors above. The next pass, from bottom to top, moves each node to the mean position of its
+    neighbors below. The two kinds of passes alternate.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]

@@ -88,7 +88,8 @@ def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Forei
 
 
 def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Returns each operation as OpenVINO reads it, with inputs of ``shapes``. Runs in a child process."""
+    """Returns each operation that OpenVINO reads from the file, if the inputs have the shapes ``shapes``. Runs in a
+    child process."""
     try:
         import openvino
     except ImportError as error:
@@ -141,8 +142,8 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Maps the names of values in the graph to ``specs``. A spec whose name is not in the IR is matched by its
-    position."""
+    """Returns a dict that maps the names of the graph's inputs or outputs to ``specs``. If the name of a spec is not in
+    the IR, the spec is matched by its position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}

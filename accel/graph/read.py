@@ -1,5 +1,5 @@
 """Reads the graph of a model of any kind, with its cost. ONNX models, IRs and ncnn nets are read directly. TensorFlow,
-TFLite and PyTorch models are exported to ONNX and read from there.
+TFLite and PyTorch models are exported to ONNX, and the graph is read from the ONNX file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
     ``counted_as`` is "onnx" if the FLOPs were counted in an ONNX export of the model, and "" if the FLOPs were counted
-    in the model's own file. ``known`` holds the operators and weights that were counted in the model's own format. The
-    values of ``known`` replace the counted values. ``warnings`` lists further warnings, which aren't in ``cost``. If
-    there is no graph, ``problem`` is the reason.
+    in the model's own file. ``known`` holds the operators and weights that were counted in the model's own format. In
+    the JSON output, the values of ``known`` replace the values that were counted in an ONNX export. ``warnings`` lists
+    further warnings, which aren't in ``cost``. If there is no graph, ``problem`` is the reason.
     """
 
     model: onnx.ModelProto | None = None

@@ -21,14 +21,14 @@ SOURCES = 2
 
 
 class OutOfTime(AccelError):
-    """Running work was stopped to leave time for measuring."""
+    """Work that was still running was stopped, to leave time for measuring."""
 
 
 class Budget:
-    """A budget of ``seconds`` from now on. None means no limit.
+    """A time budget that starts now and is spent after ``seconds``. If ``seconds`` is None, there is no limit.
 
-    Callers check ``over`` before each step. ``within`` stops running work as soon as ``over`` is true. ``clock``
-    returns the current time in seconds.
+    Callers check ``over`` before each step. ``within`` stops the work inside its ``with`` block as soon as ``over`` is
+    true. ``clock`` returns the current time in seconds.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:

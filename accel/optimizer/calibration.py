@@ -26,7 +26,7 @@ def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -
 
 def samples_to_calibrate(count: int, asked: int | None, *, apart: bool) -> int:
     """Returns the number of calibration samples, at most half of ``count``, so that candidates can be judged on the
-    other half. ``asked`` is the number that the user requests. If there are separate samples for judging (``apart``),
-    ``asked`` may be up to ``count``.
+    other half. ``asked`` is the number of calibration samples that the user requests. If there are separate samples for
+    judging (``apart``), ``asked`` may be up to ``count``.
     """
     return min(asked or _USUAL_SAMPLES, count if asked and apart else max(1, count // 2))

@@ -42,10 +42,10 @@ def publish(
     report: Callable[[Artifact], Mapping[str, Any]],
     page: Callable[[Path, Artifact], None] | None,
 ) -> Artifact:
-    """Copies ``artifact`` into ``folder`` and returns the copy. Removes the model of an earlier run afterwards.
-    ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
-    ``optimize.json`` for the copy. ``page`` writes the report page for the copy to a path. If ``page`` is None, no page
-    is written.
+    """Copies ``artifact`` into ``folder`` and returns the copy. After copying, removes the model of an earlier run.
+    ``session`` holds the runtime, options and figures for the manifest. ``report`` is a function that takes the copy
+    and returns the content of ``optimize.json``. ``page`` is a function that takes the copy and a path, and writes the
+    report page to the path. If ``page`` is None, no page is written.
     """
     if artifact.manifest is None:  # the chosen model is a source that accel did not make
         artifact = _recorded(artifact)

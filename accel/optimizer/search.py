@@ -71,7 +71,8 @@ class Search:
         *,
         vary_threads: bool,
     ) -> tuple[CandidateResult, list[CandidateResult]]:
-        """Tries other session options for ``best``, and only the most promising options for the second best.
+        """Tries other session options for the candidate ``best``. For the second best candidate, tries only the most
+        promising options.
 
         Returns the new best candidate, and a row for each combination of candidate and options.
         """

@@ -28,9 +28,9 @@ _MOST_KEPT = 128
 
 @dataclass(kw_only=True)
 class Calls:
-    """Holds the calls of one part. ``sizes`` holds the size of each axis of each input in every call. For every call,
-    ``runs`` holds the sizes of the pipeline's own dims in the run that made the call. ``largest`` holds the arguments
-    of the part in the largest call of the first run."""
+    """Holds the calls of one part. ``sizes`` holds the size of each axis of each input in every call. Each call was
+    made in a run of the pipeline. For every call, ``runs`` holds the sizes of the pipeline's own dims in that run.
+    ``largest`` holds the arguments of the part in the largest call of the first run."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
     sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -50,8 +50,9 @@ class Calls:
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Returns the name of each axis whose size differs between calls. Axes with equal sizes in every call share one
-        name. If a dim of the pipeline has the sizes of the axes, the axes get the name of this dim. Otherwise, the axes
-        get a name such as ``x_1``, which consists of the input and the number of the first axis."""
+        name. If a dim of the pipeline has the same size as the axes in every call, the axes get the name of this dim.
+        If no dim has the same sizes, the axes are named after the first of them. For example, ``x_1`` is axis 1 of the
+        input ``x``."""
         names: dict[tuple[int, ...], str] = {}
         for dim in self.runs[0]:
             names.setdefault(tuple(sizes.get(dim, 0) for sizes in self.runs), dim)
@@ -68,8 +69,8 @@ def record_calls(
     run: Callable[[Feeds], object],
     runs: Iterable[tuple[Mapping[str, int], Feeds]],
 ) -> dict[str, Calls]:
-    """Runs a pipeline on the feeds of ``runs``, and returns the calls of each part. ``runs`` also gives the sizes of
-    the pipeline's dims.
+    """Runs a pipeline on all feeds in ``runs``, and returns the calls of each part. Each entry of ``runs`` holds the
+    sizes of the pipeline's dims and the feeds of one run.
 
     Raises ``BadSource`` if a part is never called, or is called with different kinds of arguments.
     """

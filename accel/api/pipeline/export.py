@@ -107,7 +107,7 @@ def _runs(src: Artifact) -> Iterator[tuple[Mapping[str, int], Feeds]]:
 
 
 def _example(src: Artifact) -> dict[str, Any]:
-    """Returns a dict of the user's example by input name, or an empty dict if the example doesn't fit the declared
+    """Returns the user's example as a dict by input name, or an empty dict if the example doesn't fit the declared
     inputs."""
     from accel.sources.torch.call import to_array
     from accel.sources.torch.live import kept_example
@@ -121,7 +121,7 @@ def _example(src: Artifact) -> dict[str, Any]:
 
 
 def _spread(calls: Calls) -> list[dict[str, Any]]:
-    """Returns at most 8 of the recorded calls, from the first to the last."""
+    """Returns recorded calls at equal distances, starting with the first call."""
     step = max(1, (len(calls.kept) - 1) // 7)
     return calls.kept[::step]
 

@@ -48,8 +48,8 @@ class Judgement:
 
     With a metric, ``drop`` is (reference - candidate) / |reference|, computed from the metric of the source and of the
     candidate. Without a metric, ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest
-    difference of any output value. ``judged_on`` names the batches and the runtime. ``problem`` is the reason why the
-    outputs can't be compared, or empty.
+    difference of any output value. ``judged_on`` names the batches and the runtime on which the candidate was judged.
+    ``problem`` is the reason why the outputs can't be compared, or empty.
     """
 
     drop: float
@@ -102,7 +102,7 @@ class Judge:
         )
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
-        """Runs ``candidate`` on the data and judges its outputs. Requires that this machine can run ``candidate``."""
+        """Runs ``candidate`` on the data and judges its outputs. This machine has to be able to run ``candidate``."""
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
@@ -196,7 +196,7 @@ class Judge:
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Returns every array of the data, as an argument of the metric.
+        """Returns all arrays of the data, to pass them to the metric.
 
         Returns no arrays for a ``LabelMetric``, because a ``LabelMetric`` holds its own labels.
         """

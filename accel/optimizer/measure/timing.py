@@ -26,9 +26,9 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 class Effort:
     """The length of a measurement, which has at least ``rounds`` rounds. Each block takes ``block_seconds``.
 
-    ``seconds`` is the time for further rounds while a confidence interval is wide. ``limit`` is the maximum number of
-    seconds for the whole measurement, including loading. A short limit reduces the number of rounds. A ``limit`` of
-    None means no limit.
+    ``seconds`` is the time limit for further rounds, which run while a confidence interval is too wide. ``limit`` is
+    the maximum number of seconds for the whole measurement, including loading. A short limit reduces the number of
+    rounds. A ``limit`` of None means no limit.
     """
 
     rounds: int

@@ -161,11 +161,11 @@ def _known(objective: str) -> Objective:
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
     """Returns the name of the length dim, and the list of all lengths, including repeated lengths.
 
-    ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
-    ``data`` selects the lengths of the samples. If the model has a mask input, a sample's length is the number of
-    nonzero values in its mask. If the model has several dynamic dims besides the batch, the text has to begin with
-    ``DIM=``, the name of the length dim. Raises ``BadInputSpec`` if the dim is ambiguous, and ``BadData`` if the file
-    holds anything but whole numbers.
+    ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``. If
+    ``given`` is the word ``data``, returns the lengths of the samples. If the model has a mask input, a sample's length
+    is the number of nonzero values in its mask. If the model has several dynamic dims besides the batch, the text has
+    to begin with ``DIM=``, the name of the length dim. Raises ``BadInputSpec`` if several dims could be the length dim,
+    and ``BadData`` if the file holds anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -227,7 +227,8 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """Returns ``lengths`` sorted, or ``_MOST_LENGTHS`` evenly spaced quantiles if there are more lengths."""
+    """Sorts ``lengths``. If there are more than ``_MOST_LENGTHS`` lengths, returns ``_MOST_LENGTHS`` evenly spaced
+    quantiles instead."""
     ordered = sorted(lengths)
     if len(ordered) <= _MOST_LENGTHS:
         return ordered

@@ -1,4 +1,4 @@
-"""Lists the recipes to try for a request. Lists the impossible precisions with their reasons, too."""
+"""Lists the recipes to try for a request. Also lists the impossible precisions, with their reasons."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Axis:
         return round(self._start + min(1.0, max(0.0, share)) * (self._end - self._start), 1)
 
     def ticks(self) -> list[dict[str, Any]]:
-        """Returns the axis ticks, which are round numbers with their coordinates.
+        """Returns the ticks of the axis. Each tick is a round number with its coordinate.
 
         A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten. If the
         range is long, a logarithmic axis has ticks only at powers of ten. If the range is short, a logarithmic axis has
@@ -239,7 +239,7 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
     """For each stage that made ``artifact``, returns the comparison with the largest error, and the limit of the
     stage's gate.
 
-    ``share`` is the position of the value on a logarithmic scale from 1e-8 to the limit, in percent.
+    ``share`` is the position of the error on a logarithmic scale from 1e-8 to the limit, in percent.
     """
     found = []
     for proof in artifact.proof() if artifact is not None else ():
