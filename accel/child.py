@@ -278,7 +278,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Returns ``error`` if instances of its class can be pickled. Otherwise returns a ``ChildCrashed`` with the text of
+    """Returns ``error`` if instances of its class can be pickled, or else a ``ChildCrashed`` with the text of
     ``error``."""
     if isinstance(error, AccelError | OSError):
         return error

@@ -167,7 +167,7 @@ class GateFailed(AccelError):
     """A stage's output differs from its input by more than the gate's limit.
 
     ``value`` is the relative error, or None if the model before or after the stage could not run. ``finding`` is the
-    message without the path of the rejected file, or empty if no rejected file was saved.
+    message without the path of the rejected file. If no rejected file was saved, ``finding`` is empty.
     """
 
     value: float | None = None

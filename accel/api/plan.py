@@ -21,7 +21,8 @@ def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Pla
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
     """Returns the ``ModelSpec`` of the config's model. If the config's ``[shape]`` table is complete, reads the spec
-    from the table. Otherwise builds the model with the config's factories and measures the model.
+    from the table. If the table isn't complete, builds the model with the config's factories and finds missing values
+    of the spec by measuring the model.
 
     Raises ``BadConfig`` if the ``[shape]`` table isn't complete and the config names no model.
     """

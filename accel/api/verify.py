@@ -98,11 +98,11 @@ def verify(
     """Runs both models on the same inputs and compares every output by name.
 
     The models run on ``samples`` samples of ``data``, which is an .npz file or a folder of .npz files. Without data,
-    the models run on random inputs. The batch sizes of the random inputs are 1, 2 and the largest batch, and every
-    other dim has the smallest or the largest size in its range. ``limit`` is the largest allowed ||candidate -
-    reference||₂ / ||reference||₂, both for a whole output and for the median over its samples. The default limit
-    depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last entry of
-    ``problems`` advises the user to pass ``data``.
+    the models run on random inputs. Random inputs have a batch size of 1, 2 or the largest batch. Every other dim has
+    the smallest or the largest size in its range. ``limit`` is the largest allowed ||candidate - reference||₂ /
+    ||reference||₂, both for a whole output and for the median over its samples. The default limit depends on the
+    candidate's precision. If a quantized candidate differs too much on random inputs, the last entry of ``problems``
+    advises the user to pass ``data``.
 
     If a model is a source, the other arguments set the fields of its ``accel.Source``. An option for one TensorFlow
     file format applies only to models of that format. ``inputs`` and ``dims`` also apply to the reference if the

@@ -74,8 +74,8 @@ def group() -> None:
 
 def main() -> None:
     """The ``accel`` command."""
-    # A SIGTERM ends a run in the same way as Ctrl-C, and the run ends its child processes and removes half-written
-    # files. SIGINT stays ignored if a shell started accel as a background job.
+    # A SIGTERM ends a run in the same way as Ctrl-C. In both cases, the run ends its child processes and removes
+    # half-written files. SIGINT stays ignored if a shell started accel as a background job.
     signal.signal(signal.SIGTERM, on_interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)

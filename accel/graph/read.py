@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
-    """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
-    ``counted_as`` is "onnx" if the FLOPs were counted in an ONNX export of the model, and "" if the FLOPs were counted
-    in the model's own file. ``known`` holds the operators and weights that were counted in the model's own format. In
-    the JSON output, the values of ``known`` replace the values that were counted in an ONNX export. ``warnings`` lists
-    further warnings, which aren't in ``cost``. If there is no graph, ``problem`` is the reason.
+    """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None. If the
+    FLOPs were counted in an ONNX export of the model, ``counted_as`` is "onnx". If the FLOPs were counted in the
+    model's own file, ``counted_as`` is empty. ``known`` holds the operators and weights that were counted in the
+    model's own format. In the JSON output, the values of ``known`` replace the values that were counted in an ONNX
+    export. ``warnings`` lists further warnings, which aren't in ``cost``. If there is no graph, ``problem`` is the
+    reason.
     """
 
     model: onnx.ModelProto | None = None

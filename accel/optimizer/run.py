@@ -196,7 +196,7 @@ def _choose(
 def _choose_measured(
     request: OptimizeRequest, search: Search, runnable: list[CandidateResult], judge: Judge
 ) -> Outcome:
-    """Measures the candidates that this machine can run. Then measures the best candidates with other session
+    """Measures the candidates that this machine can run, and then measures the best candidates with other session
     options."""
     source = search.source
     outcome = Outcome(chosen=search.best(runnable))

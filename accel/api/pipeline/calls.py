@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel.signature import Feeds
     from accel.sources.pipeline import Record
 
-# A loop may call a part any number of times. accel records the sizes of all calls, but the values of at most
+# A loop may call a part any number of times. accel records the sizes of all calls, but keeps the values of at most
 # ``_MOST_KEPT`` calls.
 _MOST_KEPT = 128
 

@@ -145,8 +145,7 @@ class Judge:
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
 
     def nan_note(self) -> str:
-        """Returns a warning if the source itself outputs NaN on the samples for judging. Otherwise returns an empty
-        text."""
+        """Returns a warning if the source itself outputs NaN on the samples for judging, or else an empty text."""
         reference = self._reference_outputs()
         count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
         return nan_words(sum(map(nan_samples, reference)), count, self.data)

@@ -25,11 +25,11 @@ class LabelMetric:
     """A metric ``f(outputs, data) -> float`` that compares the labels with the only output whose shape fits. Higher is
     better.
 
-    ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is among the K largest
-    values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output that has
-    one number per sample. ``iou`` is the mean intersection over union of the classes. For ``iou``, the output is
-    [samples, classes, ...] or [samples, ..., classes], and the labels hold a class number for each pixel. ``where``
-    names the labels' file and array.
+    ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is one of the K classes
+    with the largest values in the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an
+    output that has one number per sample. ``iou`` is the mean intersection over union of the classes. For ``iou``, the
+    output is [samples, classes, ...] or [samples, ..., classes], and the labels hold a class number for each pixel.
+    ``where`` names the labels' file and array.
 
     The ``repr`` of the metric is part of the cache key of a judgement, and includes the sha256 of the labels.
     """

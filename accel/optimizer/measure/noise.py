@@ -16,7 +16,7 @@ _UNDECIDED: tuple[Verdict, ...] = ("no measurable difference", "too noisy")
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    Returns True if the verdict on the candidate is undecided, but its measured speedup is above the smallest noise
+    Returns True if the verdict on the candidate is undecided, and its measured speedup is above the smallest noise
     floor.
     """
     return bool(measured.get("verdict") in _UNDECIDED and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)

@@ -51,11 +51,11 @@ def measured(
     depends on noise, the candidates are measured again and the new figures are cached.
 
     Sets ``measured`` of each row to a dict with all fields of a row of ``accel bench``. Times in ``measured`` are in ms
-    per request, and energies are in J per request. ``samples_per_second`` is the samples of all requests divided by the
-    time of all blocks. ``measured`` also holds ``percentiles_ms`` (at ``PERCENTILES``) and ``noise_floor``. If a pass
-    has several requests, only whole passes are timed, and the percentiles are taken over passes. A candidate that fails
-    is rejected with the error as the reason. The environment describes the machine. The environment also holds
-    ``sizes``, ``noise_floor`` and ``cached`` (True if the figures come from the cache).
+    per request, and energies are in J per request. ``samples_per_second`` is the number of samples in all requests,
+    divided by the time of all blocks. ``measured`` also holds ``percentiles_ms`` (at ``PERCENTILES``) and
+    ``noise_floor``. If a pass has several requests, only whole passes are timed, and the percentiles are taken over
+    passes. A candidate that fails is rejected with the error as the reason. The environment describes the machine. The
+    environment also holds ``sizes``, ``noise_floor`` and ``cached`` (True if the figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure

@@ -58,7 +58,8 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[NotTried]]:
-    """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made with their reasons.
+    """Returns the recipes for ``src`` (an ONNX artifact). Also returns each precision that is impossible for ``src``,
+    with the reason.
 
     Raises ``UsageError`` if the request has options for a stage that no recipe contains. Raises ``UnsupportedHere`` in
     each of these cases:
