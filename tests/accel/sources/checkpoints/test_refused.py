@@ -174,7 +174,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _shorter(f), "holds .* its shapes need"),
     ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"),
      "lacks the folder mp_rank_01 .the checkpoint has 2 x 1"),
-    ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "lacks model_optim_rng"),
+    ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "file model_optim_rng"),
     ("megatron/legacy", LEGACY, lambda f: _edit(f / "mp_rank_01" / "model_optim_rng.pt", "iteration", 9), "mixes"),
     ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names the folder iter_0000002, which does not exist"),
     ("megatron/legacy", LEGACY, lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("../2"),
