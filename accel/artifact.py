@@ -79,8 +79,8 @@ class Manifest:
     ``files`` maps the name of each file to its sha256. The main file comes first. ``source`` holds the spec of the
     source and the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest
     first. A record has the stage's name, options, versions, sha256 of the input and output, seconds, gates and notes.
-    ``Artifact`` describes ``properties``. ``session`` holds the runtime and the options that ``accel optimize`` chose,
-    and the figures measured with these options.
+    The class ``Artifact`` explains ``properties``. ``session`` holds the runtime and the options that ``accel
+    optimize`` chose, and the figures measured with these options.
     """
 
     kind: str
@@ -145,7 +145,8 @@ class Manifest:
         # sequences.
         if body.get("format") != FORMAT:
             raise ChainBroken(
-                f"{path} has manifest format {body.get('format')}, but this accel reads {FORMAT}; export again"
+                f"{path} has manifest format {body.get('format')}, but this version of accel reads format {FORMAT}; "
+                "export the model again"
             )
         if manifest.to_text() != text:
             raise broken
@@ -169,8 +170,8 @@ class Artifact:
     ``path`` is the main file. For a source, ``path`` is the path or name that the source was opened with.
     ``properties`` holds facts about the file, such as its opset, ir, precision or compute capability. ``notes`` holds
     facts for the record of the stage that made the model, such as the exporter or the kernels. ``companions`` lists the
-    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder.
-    ``Manifest`` describes ``source``.
+    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder. The
+    class ``Manifest`` explains ``source``.
     """
 
     path: Path
@@ -242,12 +243,16 @@ class Artifact:
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():
-            raise InvalidModel(f"{path} has no {sidecar.name} beside it; make it with accel export or accel optimize")
+            raise InvalidModel(
+                f"{path} has no manifest {sidecar.name}; make the model with accel export or accel optimize"
+            )
         manifest = Manifest.read(sidecar)
         names = _names_beside(path, list(manifest.files), manifest.kind)
         manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
         if (kind_of(path) or manifest.kind) != manifest.kind:
-            raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, but {path.name} is not; make the artifact again")
+            raise ChainBroken(
+                f"{sidecar} is for kind {manifest.kind}, but {path.name} is another kind; make the artifact again"
+            )
         return cls(
             path=path,
             kind=manifest.kind,

@@ -142,8 +142,8 @@ class StageCache:
         return path.resolve().parent.parent == self._stages.resolve()
 
     def get_record(self, kind: str, key: str) -> Any | None:
-        """Returns the JSON value that ``put_record`` stored under ``key``, such as a measurement. Returns None if there
-        is no such record."""
+        """Returns the JSON value that ``put_record`` stored under ``key``, such as a measurement. Returns None if no
+        value is stored under ``key``."""
         try:
             body = json.loads((self._records / f"{kind}-{key}.json").read_text())
         except (OSError, ValueError):

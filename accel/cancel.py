@@ -1,5 +1,5 @@
-"""Cancels running work. The caller that starts the work sets a check function. If the check raises an error, the work
-ends with this error.
+"""Cancels running work. The code that starts cancellable work sets a check function. If the check function raises an
+error, the work ends with this error.
 
 The check also ends work that reports no progress, because the check is called in three places:
 
@@ -64,7 +64,7 @@ def on_interrupt(number: int = signal.SIGINT, *_: object) -> None:
 
 
 def forget_interrupt() -> None:
-    """Clears the signal that ``on_interrupt`` recorded. Called after the signal was handled."""
+    """Clears the signal that ``on_interrupt`` recorded. Call this function after the signal was handled."""
     _interrupted.clear()
 
 

@@ -1,5 +1,5 @@
-"""Runs work that could crash or slow down the caller in child processes. Examples are native parsers, engine builders
-and timed candidates.
+"""Runs code in child processes, so that the code can't crash or slow down the caller. Examples are native parsers,
+engine builders and timed candidates.
 
 A child process is a new Python interpreter. The child does not inherit the parent's thread pools, and does not run the
 caller's script again. A child process calls any importable ``module:function``, can keep an object between calls,
@@ -210,7 +210,8 @@ class Child:
 
 
 def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:
-    """Calls ``target(**arguments)`` in a new child process and returns the result. ``Child`` describes ``hidden``."""
+    """Calls ``target(**arguments)`` in a new child process and returns the result. The class ``Child`` explains
+    ``hidden``."""
     with Child(hidden=hidden) as child:
         return child.call(target, timeout=timeout, **arguments)
 

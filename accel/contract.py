@@ -23,7 +23,6 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
 
     Raises ``SignatureDrift`` if ``result`` breaks the contract of ``src``.
     """
-    where = f"stage {stage.name}"
     found, properties = result.signature, dict(result.properties)
     reader = KINDS[result.kind].reader
     if reader is not None:
@@ -33,17 +32,16 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         if mend is not None and only_shapes and resolve(mend)(result.path, src.signature):
             found, read = resolve(reader)(result.path, src.signature)
         properties |= read
-    _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
+    _compare_specs(stage.name, "input", src.signature.inputs, found.inputs, stage.may_change)
     if src.signature.outputs:
-        _compare_specs(where, "output", src.signature.outputs, found.outputs, stage.may_change)
+        _compare_specs(stage.name, "output", src.signature.outputs, found.outputs, stage.may_change)
     for name, wanted in (("opset", opset or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
         has = properties.get(name)
         asked_for = name == "opset" and bool(opset)
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
-            raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
-    # A stage may narrow the ranges of dims, for example to an engine's profile. The model file doesn't record these
-    # ranges.
+            raise SignatureDrift(f"stage {stage.name} gave {name} {has} instead of {wanted}; {fix}")
+    # A stage may narrow the ranges of dims, for example to an engine's profile. The ranges are not in the model file.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     inputs = with_values_of(found.inputs, known.inputs)
@@ -66,7 +64,7 @@ def _only_shapes_differ(stage: Stage, wanted: Signature, found: Signature) -> bo
 
 
 def _compare_specs(
-    where: str,
+    stage: str,
     role: str,
     wanted: Sequence[TensorSpec],
     found: Sequence[TensorSpec],
@@ -78,21 +76,24 @@ def _compare_specs(
     have = {spec.name: spec for spec in found}
     for spec in wanted:
         if spec.name not in have:
-            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; remaining: {', '.join(have) or 'nothing'}")
+            raise SignatureDrift(
+                f"stage {stage} lost the {role} {spec.name!r}; remaining: {', '.join(have) or 'nothing'}"
+            )
         other = have[spec.name]
         if spec.dtype != other.dtype and "dtypes" not in may_change:
             raise SignatureDrift(
-                f"{where} made the {role} {spec.name!r} {other.dtype}, but it has to stay {spec.dtype}"
+                f"stage {stage} changed the dtype of the {role} {spec.name!r} to {other.dtype}; the dtype has to stay "
+                f"{spec.dtype}"
             )
         if "shapes" in may_change:
             continue
         if len(spec.shape) != len(other.shape):
-            raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
+            raise SignatureDrift(f"stage {stage} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
         for dim, now in zip(spec.shape, other.shape, strict=True):
             # A dynamic output dim may get another name, such as a formula, but has to stay dynamic.
             if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
-                raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
+                raise SignatureDrift(f"stage {stage} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
             if role == "input" and dim != now:
-                raise SignatureDrift(f"{where} renamed the dim {dim!r} of the {role} {spec.name!r} to {now!r}")
+                raise SignatureDrift(f"stage {stage} renamed the dim {dim!r} of the {role} {spec.name!r} to {now!r}")
     if extra := set(have) - {spec.name for spec in wanted}:
-        raise SignatureDrift(f"{where} added the {role} {sorted(extra)[0]!r}, which the model did not have")
+        raise SignatureDrift(f"stage {stage} added the {role} {sorted(extra)[0]!r}, which the model did not have")

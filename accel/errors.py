@@ -43,8 +43,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """Returns the system's error about a full disk that caused ``error``, or None if the disk isn't full. Also finds an
-    error that a library wrapped in another error."""
+    """Returns the ``OSError`` about a full disk if a full disk caused ``error``, else None. Also finds an ``OSError``
+    that a library wrapped in another error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error
@@ -58,7 +58,8 @@ def one_line(error: object, most: int | None = 300) -> str:
 
 
 def shortened(error: object, most: int = 300) -> str:
-    """Returns an error's text in one line. A longer text is cut between words and ends in "..."."""
+    """Returns an error's text in one line. A text with more than ``most`` characters is cut between words and ends in
+    "..."."""
     text = one_line(error, None)
     return text if len(text) <= most else text[: most - 3].rpartition(" ")[0].rstrip(",;:") + "..."
 
@@ -155,7 +156,7 @@ class ExportFailed(StageFailed):
 
 
 class BuildFailed(StageFailed):
-    """An engine or an IR could not be built."""
+    """An engine or an OpenVINO model could not be built."""
 
 
 class SignatureDrift(StageFailed):

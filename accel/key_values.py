@@ -35,5 +35,5 @@ def read_key_values(
 
 
 def yes_or_no(text: str) -> bool:
-    """Returns True for "yes" and False for "no". Raises ``KeyError`` unless ``text`` is "yes" or "no"."""
+    """Returns True for "yes" and False for "no". Raises ``KeyError`` if ``text`` is neither "yes" nor "no"."""
     return {"yes": True, "no": False}[text]

@@ -34,8 +34,8 @@ def cpu_flags() -> frozenset[str]:
 
 def int8_saturates() -> bool:
     """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
-    16 bits, which are too few for the largest sums. ONNX Runtime's page "Quantize ONNX models" explains this under
-    ``reduce_range``. Returns True for an x86 CPU whose instruction sets are unknown.
+    16 bits, which are too few for the largest sums. ONNX Runtime's page "Quantize ONNX models" explains the saturation
+    under ``reduce_range``. Returns True for an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 

@@ -99,7 +99,8 @@ def options(*names: str) -> str:
 
 
 def arguments(**values: Any) -> str:
-    """Returns several options with their values in the caller's spelling, to be passed together."""
+    """Returns the text of several options and their values in the caller's spelling. The text can be copied into one
+    call."""
     return (" " if _command_line else ", ").join(option(name, value) for name, value in values.items())
 
 

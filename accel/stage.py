@@ -41,7 +41,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# A disk with fewer free bytes than this counts as full, even if the file to write is smaller.
+# A disk with less than 1 MiB of free space counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 
@@ -50,8 +50,9 @@ class StageConfig:
     """The options of a stage. Every option that can change the result is a field. The cache key covers the name and the
     content of a file that a ``Path`` field names.
 
-    A field that is added later has ``omit_default`` in its metadata. A field with ``omit_default`` joins the cache key
-    only if its value differs from the default. Results made before the field existed therefore stay valid.
+    A field that is added to an existing config has ``omit_default`` in its metadata. A field with ``omit_default``
+    joins the cache key only if its value differs from the default. Results in the cache therefore stay valid when a
+    field is added.
     """
 
 
@@ -93,8 +94,9 @@ class Proof:
     """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
-    marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked the
-    returned file last, ``run_stage`` reuses the results of the gates, so that a model runs only once at each shape.
+    marks the stages that try several files. ``run_stage`` also checks the returned file. If the returned file is the
+    last file that the stage checked, ``run_stage`` reuses the results of the gates. The model then runs only once at
+    each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -155,8 +157,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``, because the field was added later (``omit_default``) and has its
-    default value."""
+    """Tells whether the record leaves out ``field``. A field is left out if it has ``omit_default`` and its default
+    value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -190,7 +192,10 @@ def run_stage(
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
-        raise UnsupportedHere(f"stage {stage.name} takes {' or '.join(stage.takes)}, but {src.path} is {src.kind}")
+        takes = " or ".join(stage.takes)
+        raise UnsupportedHere(
+            f"the stage {stage.name} takes {takes} artifacts, but the artifact {src.path} has the kind {src.kind}"
+        )
     cache = cache or StageCache()
     options = config_json(config)
     used = versions(stage.packages)

@@ -93,7 +93,7 @@ def _digits_evaluation(folder: Path) -> Path:
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model of the benchmarks. ``data`` makes the given number of input samples. ``evaluation`` writes labeled data
-    for ``metric`` into a folder. ``train`` makes the weights of a model that is trained here."""
+    for ``metric`` into a folder. ``train`` trains the model and writes its weights to a file."""
 
     title: str
     source: str

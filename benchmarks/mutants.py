@@ -9,9 +9,9 @@ Needs cosmic-ray (``pip install cosmic-ray``), which makes the mutants. The firs
 ``results/mutants.json``, and each run adds its results to this file. An interrupted run continues with the mutants that
 have no result yet. The tests run in a copy of the checkout.
 
-A mutant counts as caught if the tests hang, or if a test fails only with the mutant. A mutant counts as absent if the
-checkout doesn't have its line, or has the line several times. With ``--before``, the results show whether the older
-tests catch a mutant that today's tests miss.
+A mutant counts as caught if the tests hang, or if a test fails only with the mutant. A mutant counts as absent if its
+original line of code isn't in the checkout, or occurs several times. With ``--before``, the results show whether the
+older tests catch a mutant that today's tests miss.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def run(mutant: Mutant, tree: Path, python: str) -> tuple[str, str]:
 
 
 def _failed(tree: Path, python: str, arguments: Sequence[str]) -> str | None:
-    """Returns the first test that fails, ``hangs``, or None if all pass."""
+    """Returns the name of the first failed test, the text ``hangs`` after a timeout, or None if all tests pass."""
     command = [
         python,
         "-m",

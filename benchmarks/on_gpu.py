@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
-# The versions on a GPU machine may differ from constraints.txt, and their warnings must not fail a test.
+# Shows warnings without failing the tests, because a GPU machine may have other package versions than constraints.txt.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
 # -v prints a line with the name of each test. A run that crashes or is cut off prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
@@ -181,7 +181,7 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
                     process.wait(timeout=max(0.0, end - time.monotonic()))
                 lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
                 names += [line for line in lines if "::" in line and not line.startswith("ERROR")]
-                if process.returncode not in (0, 5):  # 5 means that pytest selected no test
+                if process.returncode not in (0, 5):  # exit status 5: pytest selected no test
                     reasons = [line.strip() for line in lines if re.match(r"E   +\w+: ", line)]
                     why = "no answer in time" if process.returncode is None else f"exit status {process.returncode}"
                     missing += [f"not run: {file}: {'; '.join(dict.fromkeys(reasons)) or why}"]

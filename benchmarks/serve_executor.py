@@ -82,7 +82,7 @@ def mlp(path: Path) -> Path:
 
 
 def per_call(call: Callable[[], object]) -> float:
-    """Returns microseconds per call."""
+    """Returns the mean time of a call in microseconds."""
     start = time.perf_counter()
     for _ in range(BLOCK):
         call()

@@ -12,8 +12,8 @@ Rates = Mapping[tuple[str, str, int], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A goal of a benchmark. The median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``
-    is true. A goal without rounds was not measured."""
+    """A goal of a benchmark. The median of ``rounds`` has to be at least ``bound``. If ``at_most`` is true, the median
+    has to be below ``bound``. A goal without rounds was not measured."""
 
     what: str
     bound: float
@@ -27,7 +27,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """Tells whether the goal is met, or None if the goal was not measured."""
+        """Returns True if the goal is met, False if the goal is missed, and None if the goal was not measured."""
         if self.found is None:
             return None
         return self.found < self.bound if self.at_most else self.found >= self.bound
@@ -59,9 +59,9 @@ def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
 
 
 def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: int) -> list[float]:
-    """Returns the ratio of accel's rate to the peer's rate in each round. A disturbance of the machine slows both
-    servers of a round, so the ratio hardly changes. If the peer has several setups, uses the setup with the highest
-    median rate."""
+    """Returns the ratio of accel's rate to the peer's rate in each round. If other work disturbs the machine, both
+    servers of a round become slower, so the ratio hardly changes. If the peer has several setups, uses the setup with
+    the highest median rate."""
     own = rates.get((scenario, "accel", concurrency))
     peers = [rates[key] for other in others if (key := (scenario, other, concurrency)) in rates]
     if own is None or not peers:

@@ -51,9 +51,9 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model, as medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. ``waited_in_bound`` is the share of requests
-    that waited in the queue for at most ``BOUND_MS``, at half of the largest rate. ``in_bound`` has this share for each
-    round."""
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. At half of the largest rate,
+    ``waited_in_bound`` is the share of requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has the
+    value of ``waited_in_bound`` for each round."""
 
     model: str
     requests_per_second: float
@@ -94,7 +94,7 @@ class Asked:
         self._started: dict[int, float] = {}
         self._answers: dict[int, int] = {}
         self._numbers = itertools.count()
-        self.latencies: list[tuple[float, float]] = []  # the time of the answer, and the seconds that the request took
+        self.latencies: list[tuple[float, float]] = []  # the time of each answer, and the request's latency in seconds
         self.wrong = 0
 
     def send(self) -> None:

@@ -68,7 +68,7 @@ SCENARIOS = (
         ("accel", "floor", "floor-model", "mlserver", "mlserver-workers", "litserve"),
         40,
     ),
-    # The input has 1 x 4 x 16 x 16 floats (4,096 bytes), so the server itself takes nearly all the time.
+    # The input has only 4,096 bytes (1 x 4 x 16 x 16 floats), so the server itself takes nearly all of the time.
     Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor", "floor-model"), 16),
     # The input has 1 x 3 x 224 x 224 floats (602,112 bytes).
     Scenario(
@@ -80,9 +80,9 @@ SCENARIOS = (
 @dataclass(frozen=True)
 class Row:
     """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
-    ``spread`` is (max - min) / median of ``rates``. ``lost`` counts the lost requests of all rounds, and ``twice``
-    counts the requests that the server answered twice, according to the server's own counts. Both numbers are None for
-    a server without counts."""
+    ``spread`` is (max - min) / median of ``rates``. ``lost`` counts the lost requests of all rounds, and ``twice`` the
+    requests that the server answered twice. Both counts come from the server's statistics. ``lost`` and ``twice`` are
+    None for a server without statistics."""
 
     scenario: str
     server: str
@@ -100,8 +100,8 @@ class Row:
 @dataclass(frozen=True)
 class Overhead:
     """The time that serving adds for one caller, as medians over the rounds. ``rpc_us`` is the p50 of a remote call.
-    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``rounds`` has the difference between
-    these two times in each round, and ``overhead_us`` is the median of ``rounds``."""
+    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``rounds`` has the time of a remote
+    call minus the time of ``session.run`` in each round, and ``overhead_us`` is the median of ``rounds``."""
 
     scenario: str
     rpc_us: float
@@ -136,8 +136,8 @@ def main() -> None:
 def measure(
     scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int
 ) -> tuple[list[Row], list[tuple[float, float]]]:
-    """Measures every server of the scenario in turn, ``rounds`` times, and returns their rows. Also returns a pair for
-    each round of accel with one caller: the p50 in microseconds of a remote call and of ``session.run``."""
+    """Measures every server of the scenario in turn, ``rounds`` times, and returns the rows of the servers. For each
+    round of accel with one caller, also returns the p50 in microseconds of a remote call and of ``session.run``."""
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     model.parent.mkdir(parents=True)
     accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
@@ -173,12 +173,12 @@ def measure(
 
 @contextlib.contextmanager
 def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
-    """Compares the requests sent inside this context with the server's own counts.
+    """Compares the number of requests that are sent inside this context with the server's own counts.
 
     The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
-    requests when h2load stopped. On exit, this context appends the number of lost requests and the number of requests
-    that the server answered more than once. A request counts as lost if h2load counted an answer and the server counted
-    no success. Raises RuntimeError if a request was lost or answered more than once.
+    requests when h2load stopped. At its end, the context appends the number of lost requests and the number of requests
+    with several answers. A request counts as lost if h2load counted an answer and the server counted no success. Raises
+    RuntimeError if a request was lost or answered more than once.
     """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent
@@ -279,7 +279,7 @@ def grpc_body(model: str, x: np.ndarray) -> bytes:
 
 
 def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float = 60.0) -> None:
-    """Waits until the server answers. Without this wait, h2load would count an error in the trailers as an answer."""
+    """Waits until the server answers without an error. h2load counts an error in the trailers as an answer."""
     tensor = triton.InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
     deadline = time.monotonic() + patience
@@ -420,7 +420,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """Returns lines of Markdown with the results of the bare servers in the same run."""
+    """Returns lines of Markdown with the results of the bare gRPC servers in the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def accel_row(name: str) -> dict[str, Any]:
-    """Runs export and optimize with an empty cache, then both again, and returns the row."""
+    """Runs export and optimize twice, first with an empty cache and then with a filled cache, and returns the row."""
     from cpu_models import MODELS
 
     model = MODELS[name]

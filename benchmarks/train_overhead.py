@@ -10,14 +10,14 @@ of two steps in one process group. The order rotates from turn to turn, so that 
 loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that the
 gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
 pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
-the mean over the batch. The bare loop has no check, no clipping and no log. If DeepSpeed is installed, a DeepSpeed loop
-with the same stage and optimizer takes part. DeepSpeed may also be in a separate environment with the same Python
-version. ``--deepspeed`` names the interpreter of the separate environment. These commands make the environment for
-DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
-py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This script sets
-DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the median ratio of
-all turns, minus 1, with the 95% bootstrap interval. Needs a quiet machine: other work on the cores makes the interval
-wider than the result.
+the mean over the batch. The bare loop doesn't check or clip the gradients, and writes no log. If DeepSpeed is
+installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate
+environment with the same Python version. ``--deepspeed`` names the interpreter of the separate environment. These
+commands make the environment for DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 &&
+PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This
+script sets DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the
+median ratio of all turns, minus 1, with the 95% bootstrap interval. Needs a quiet machine: other work on the cores
+makes the interval wider than the result.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from zoo_models.case import FAMILIES, names_of
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
 DEFAULT = ("own", "transformers")
-# The modules that are imported, in addition to accel and torch, before the children of a family are forked.
+# The modules to import before the children of a family are forked, in addition to accel and torch.
 PRELOAD = {
     "transformers": "transformers,transformers.modeling_utils,transformers.models.auto.modeling_auto",
     "torchvision": "torchvision,torchvision.models",
@@ -168,7 +168,8 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        # accel usually runs some code in its own child process, so a crashed try is repeated with this child process.
+        # For users, accel simplifies the graph in a child process. After a crash, the try is repeated with this child
+        # process.
         if row["class"] == "crashed" and "SIG" in row["message"]:
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":

@@ -19,11 +19,11 @@ author = "the accel developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["myst.xref_missing"]  # allows links to files outside docs/; a test checks these links
+suppress_warnings = ["myst.xref_missing"]  # without this line, Sphinx warns about links to files outside docs/
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 smartquotes = False  # Smart quotes would turn the two hyphens of an option into an en dash.
-autodoc_typehints = "none"  # The signature already shows the types.
+autodoc_typehints = "none"  # The signature of a function already shows the types of its arguments.
 autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = f"accel {version}"
@@ -32,9 +32,10 @@ html_copy_source = False
 
 
 def whole_metavars(_: Sphinx, context: click.Context, lines: list[str]) -> None:
-    """Restores the brackets at the ends of metavars such as ``NAME:DTYPE[DIM,...]``, which sphinx-click cuts off."""
+    """Restores the last bracket of metavars such as ``NAME:DTYPE[DIM,...]``, because sphinx-click cuts this bracket
+    off."""
     for option in context.command.params:
-        cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # strips the same characters as sphinx_click
+        cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # sphinx-click strips these characters
         if isinstance(option, click.Option) and option.metavar and cut != option.metavar:
             head = f".. option:: {', '.join(option.opts)} <"
             lines[:] = [f"{head}{option.metavar}>" if line == f"{head}{cut}>" else line for line in lines]

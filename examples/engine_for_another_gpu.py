@@ -1,8 +1,9 @@
 """Builds a TensorRT engine for a GPU that this machine does not have.
 
 Run ``python examples/engine_for_another_gpu.py 8.6``. The number 8.6 is the compute capability of an RTX 3090. A T4 has
-compute capability 7.5, and an RTX 4090 has 8.9. The example needs accel-toolchain[tensorrt-rtx]. On this machine, accel
-checks the accuracy of the engine with the rounding of fp16. Measure the speed of the engine on the other GPU.
+compute capability 7.5, and an RTX 4090 has 8.9. The example needs accel-toolchain[tensorrt-rtx]. This machine can't run
+the engine, so accel runs the ONNX model with the rounding of fp16 to check the accuracy. Measure the speed of the
+engine on the other GPU.
 """
 
 import sys

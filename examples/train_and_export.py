@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the samples. A sample has three numbers as inputs, and a price computed from these numbers as target."""
+    """Returns the samples. The input of a sample is three numbers. The target is a price computed from the numbers."""
     generator = torch.Generator().manual_seed(0)
     rides = torch.rand((512, 3), generator=generator)
     prices = 2 + rides @ torch.tensor([[3.0], [1.0], [-1.0]])

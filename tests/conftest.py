@@ -55,8 +55,9 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the measurements of ``accel optimize``, because no test needs precise times. Normally, extra rounds take
-    up to 30 s to narrow the intervals. The tests of the search set their own limits."""
+    """Shortens the measurements of ``accel optimize``, because no test needs precise times. Without this fixture,
+    ``accel optimize`` measures extra rounds for up to 30 s to narrow its confidence intervals. The tests of the search
+    set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.02)
         patch.setattr("accel.api.optimized._SECONDS", 0.0)

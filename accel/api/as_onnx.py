@@ -50,8 +50,8 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     """Opens ``source``, and exports it to ONNX if it isn't an ONNX model. Before the export, checks the integers in
     ``data`` against the ranges that the source declares.
 
-    Raises the errors of ``accel.export``, and ``UsageError`` if ``source`` is an engine or an IR. Raises
-    ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
+    Raises the errors of ``accel.export``, and ``UsageError`` if ``source`` can't be exported to ONNX, such as an
+    engine. Raises ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
     if src.source.get("kind") == "torch" or source.inputs:  # the range is a guess if it was derived from another graph
@@ -71,7 +71,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
         raise UsageError(
-            f"{src.path} is of kind {src.kind} already; give the ONNX file or the source that it was made from"
+            f"the model {src.path} is already of kind {src.kind}; give the ONNX file or the source of this model"
         )
     if not src.history:
         check_runs(src)

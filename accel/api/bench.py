@@ -208,7 +208,7 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
         }
         again = f"export or optimize the model again with {wider}"
         raise BadInputSpec(
-            f"{dim} {size} is outside {known.min}..{known.max}, which is the range of {dim} in {name}; "
+            f"size {size} of dim {dim} is outside the range {known.min}..{known.max} of the model {name}; "
             f"give a size within the range, or {how.get(artifact.kind, again)}"
         )
 
@@ -303,7 +303,7 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
     batch_dim = signature.batch_dim
     if others := [dim for dim in sizes if dim != batch_dim]:
         allowed = f"give only the size of {batch_dim}" if batch_dim else f"leave out {option('sizes')}"
-        raise UsageError(f"the size of {others[0]!r} comes from {data}; {allowed}")
+        raise UsageError(f"dim {others[0]!r} gets its size from {data}; {allowed}")
     batch = signature.sizes(**sizes)[batch_dim] if batch_dim else 1
     dataset = Dataset.load(data, signature)
     whole: list[Any] = [

@@ -34,9 +34,9 @@ class BisectReport:
     paired tensors. ``by_structure`` counts the pairs that were matched by operators and inputs, because their names
     differ. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ, but
     don't change the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of the graph,
-    and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or an IR.
-    ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate's own outputs do not.
-    Then ``as_run`` is the output with the largest difference. Otherwise ``as_run`` is None.
+    and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or an OpenVINO
+    model. ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate's own outputs do
+    not. Then ``as_run`` is the output with the largest difference. Otherwise ``as_run`` is None.
     """
 
     divergence: Divergence | None
@@ -82,15 +82,15 @@ def bisect(
     models with the same inputs and outputs. Either model may be the result of a stage such as simplification, a cast or
     quantization. A PyTorch or TensorFlow source is exported first.
 
-    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from. This file must still
-    have its recorded sha256. If this machine can run the engine or the OpenVINO model, also compares the model's
-    outputs with the outputs of the ONNX file.
+    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from. The ONNX file must
+    still have the sha256 that the manifest records. If this machine can run the engine or the OpenVINO model, also
+    compares the model's outputs with the outputs of the ONNX file.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
     ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0
-    requires bitwise equality. Takes O(log n) runs. Keeps only those tensors in memory that cross the current cut of the
-    graph. With ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
+    requires bitwise equality. Takes O(log n) runs. Keeps only the tensors of one cut of the graph in memory. With
+    ``scan``, also compares every tensor before the first difference. The other arguments set the fields of
     ``accel.Source``.
 
     Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed. Raises
@@ -112,15 +112,15 @@ def bisect(
     ):
         if {s.name for s in ours} != {s.name for s in theirs}:
             raise UsageError(
-                f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
-                "give two versions of one model"
+                f"the two models have different {role}: {', '.join(s.name for s in ours)} and "
+                f"{', '.join(s.name for s in theirs)}; give two versions of one model"
             )
         shapes = {spec.name: spec.shape for spec in theirs}
         for spec in ours:
             if len(spec.shape) != len(shapes[spec.name]):
                 raise UsageError(
-                    f"{spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the other; "
-                    "give two versions of one model"
+                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the "
+                    "other; give two versions of one model"
                 )
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
@@ -170,8 +170,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that it "
-            "was made from"
+            f"{artifact.path} is of kind {artifact.kind}, but bisect compares ONNX files; give the ONNX file that this "
+            "model was made from"
         )
     notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from
@@ -197,7 +197,8 @@ def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str
         feeds = list(Dataset.load(data, artifact.signature).batches(_BATCH, samples))
         if not feeds:
             raise BadData(
-                f"{data} gives less than one batch of the model's fixed size; raise {option('samples')} or add samples"
+                f"too few samples of {data} for one batch of the model's fixed size; raise {option('samples')} or add "
+                "samples"
             )
         return feeds
     batch = artifact.signature.batch_dim

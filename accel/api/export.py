@@ -103,7 +103,7 @@ def export(
         out = folder / "model.onnx" if to == "onnx" else folder
     out = Path(out)
     if to == "onnx" and out.suffix != ".onnx":
-        raise UsageError(f"{out} has to end in .onnx; rename it")
+        raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
         raise UsageError(
             f"{option('channels')} is for TensorFlow models, and {named.text} is a model of kind {src.kind}; leave out "
@@ -133,14 +133,14 @@ def _check_arguments(to: str, opset: int | None, channels: str, limit: float | N
     if opset is not None and not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedHere(f"opset {opset} can't be exported; pass {option('opset', MIN_OPSET)} to {MAX_OPSET}")
     if channels not in CHANNELS:
-        raise UnknownName(f"unknown {option('channels', channels)}; pass one of {', '.join(CHANNELS)}")
+        raise UnknownName(f"unknown value in {option('channels', channels)}; pass one of {', '.join(CHANNELS)}")
 
 
 def _check_out(out: Path, to: str, main_file: str) -> None:
     """Raises an error for a path that can't be written. A path without a suffix may be the folder of a pipeline. Only
     the opened source shows whether the model is a pipeline."""
     if to == "onnx" and (out.suffix not in (".onnx", "") or (not out.suffix and out.is_file())):
-        raise UsageError(f"{out} has to end in .onnx; rename it")
+        raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if to != "onnx" and (out.is_file() or out.suffix):
         raise UsageError(
             f"{option('to', to)} writes a folder, and {out} is no folder; "
@@ -153,7 +153,9 @@ def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConf
     """Returns the folder to export a pipeline to. Raises ``UsageError`` for arguments that no pipeline takes."""
     if to != "onnx" or preprocess is not None:
         asked = option("to", to) if to != "onnx" else option("preprocess")
-        raise UsageError(f"{asked} is for a single model, and this is a pipeline of several; leave it out")
+        raise UsageError(
+            f"{asked} is for a single model, but this source is a pipeline of several models; leave out {asked}"
+        )
     if out is not None and Path(out).suffix == ".onnx":
         raise UsageError(f"a pipeline is exported to a folder; pass e.g. {option('out', f'{Path(out).stem}/')}")
     return Path(out) if out is not None else StageCache().result_folder()

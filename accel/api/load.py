@@ -21,11 +21,12 @@ def load(
 ) -> BaseSession:
     """Opens a session for ``model``, which is an artifact, an artifact's folder, an ONNX file or any other source.
 
-    ``runtime`` defaults to the runtime that the artifact was optimized for. Any other model runs on the first installed
-    runtime for its kind by default. ``options`` sets fields of ``SessionOptions``, such as ``threads``, and overrides
-    the options recorded with the artifact. ``call`` is the function of a pipeline, or the function's name as
-    ``module:function``. Leave out ``call`` for a pipeline that was exported on this machine, because the cache still
-    has the pipeline's function. The other arguments set the fields of ``accel.Source``.
+    By default, ``runtime`` is the runtime that the artifact was optimized for. If the model isn't an optimized
+    artifact, ``runtime`` is by default the first installed runtime for the model's kind. ``options`` sets fields of
+    ``SessionOptions``, such as ``threads``, and overrides the options recorded with the artifact. ``call`` is the
+    function of a pipeline, or the function's name as ``module:function``. Leave out ``call`` for a pipeline that was
+    exported on this machine, because the cache still has the pipeline's function. The other arguments set the fields of
+    ``accel.Source``.
 
     Raises ``BadSource`` if the model can't be opened, or if the function of a pipeline is neither given nor in the
     cache. Raises ``UnsupportedHere`` if no runtime on this machine can run the model.

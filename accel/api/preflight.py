@@ -96,11 +96,11 @@ def preflight(
     if out is not None:
         if not fix:
             raise UsageError(
-                f"{option('out', out)} is only written with {option('fix', True)}; "
+                f"the output file {option('out', out)} is only written with {option('fix', True)}; "
                 f"add {option('fix', True)} or leave out {option('out')}"
             )
         if Path(out).suffix != ".onnx":
-            raise UsageError(f"{out} has to end in .onnx; rename it")
+            raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
         check_writable(Path(out))
     try:
         src = source.open()
@@ -111,7 +111,7 @@ def preflight(
             f"{source.text} is no ONNX file; export it with accel export and give the exported file"
         ) from error
     if src.kind != "onnx":
-        raise UnsupportedHere(f"{src.path} is of kind {src.kind}; give the ONNX file from which to build the engine")
+        raise UnsupportedHere(f"{src.path} is of kind {src.kind}; give the ONNX file of the engine to build")
     supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:

@@ -95,7 +95,7 @@ class _Part:
         changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
-            with torch.inference_mode(False), torch.no_grad():  # an inference tensor doesn't count writes
+            with torch.inference_mode(False), torch.no_grad():  # PyTorch counts no writes to inference tensors
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)
@@ -168,8 +168,8 @@ class _Part:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because inference tensors don't
-    count writes."""
+    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because PyTorch counts no writes
+    to inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 

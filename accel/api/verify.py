@@ -131,7 +131,7 @@ def verify(
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
     if names[0] != names[1]:
         raise UsageError(
-            f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
+            f"the two models have different inputs: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
             "give two versions of one model"
         )
     limit = limit if limit is not None else VERIFY_LIMITS[effective_precision(second)]
@@ -257,7 +257,9 @@ def _common(first: Artifact, second: Artifact) -> Signature:
     theirs = {spec.name: spec for spec in second.signature.inputs}
     for spec in first.signature.inputs:
         if len(spec.shape) != len(theirs[spec.name].shape):
-            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two versions of one model")
+            raise UsageError(
+                f"the two models have different inputs: {spec} and {theirs[spec.name]}; give two versions of one model"
+            )
     common = what_both_take(first.signature, second.signature)
     inputs = tuple(replace(spec, values=_both(spec, theirs[spec.name])) for spec in common.inputs)
     declares = [artifact.kind != "onnx" or artifact.manifest is not None for artifact in (first, second)]

@@ -85,8 +85,8 @@ def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of ``accel.Source``. ``function`` gets one mapping with the options, ``source``, whose keys are
-    the names of the Python arguments."""
+    """Adds the options of ``accel.Source``. ``function`` gets the options in the argument ``source``, a dict by the
+    names of the Python arguments."""
 
     @_input
     @_weights

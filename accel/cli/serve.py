@@ -57,7 +57,9 @@ class _Serve(click.Command):
         except click.NoSuchOption as error:
             if error.option_name not in _TRITON:
                 raise
-            raise UsageError(f"{error.option_name} is an option of Triton; {_TRITON[error.option_name]}") from None
+            raise UsageError(
+                f"{error.option_name} is an option of Triton's server; {_TRITON[error.option_name]}"
+            ) from None
 
 
 @click.command("serve", cls=_Serve)
@@ -185,7 +187,7 @@ def command(
         raise UsageError("--load-model is for --mode explicit; the other modes load every model")
     if manifest:
         if no_http:
-            raise UsageError("the probes of a manifest use HTTP; leave out --no-http")
+            raise UsageError("the health probes of a Kubernetes manifest use HTTP; leave out --no-http")
         fields = {"repository": repository, "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
         fields |= {"grpc_port": given["grpc_port"], "http_port": http_port, "words": _words(context)}
         _manifest(manifest, {**fields, **_deployed(deploy)}, say)

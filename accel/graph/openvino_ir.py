@@ -23,8 +23,8 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# Maps an operation to the number of leading kernel axes that ``_flops`` leaves out. Those axes, such as the output
-# channels, are also axes of the operation's output or input.
+# Maps an operation to the number of leading kernel axes, such as the output channels, that ``_flops`` leaves out. The
+# axes that ``_flops`` leaves out are also axes of the operation's output or input.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip

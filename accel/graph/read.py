@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
-    ``counted_as`` is the format in which FLOPs were counted, if the file has a different format. ``known`` holds the
-    operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
-    lists further warnings, which aren't in ``cost``. If there is no graph, ``problem`` is the reason.
+    ``counted_as`` is "onnx" if the FLOPs were counted in an ONNX export of the model, and "" if the FLOPs were counted
+    in the model's own file. ``known`` holds the operators and weights that were counted in the model's own format. The
+    values of ``known`` replace the counted values. ``warnings`` lists further warnings, which aren't in ``cost``. If
+    there is no graph, ``problem`` is the reason.
     """
 
     model: onnx.ModelProto | None = None
@@ -84,7 +85,7 @@ def read_graph(
 
 
 def _known(artifact: Artifact) -> dict[str, Any]:
-    """Returns the operators and weights that the format itself lists."""
+    """Counts the operators and weights in the model's own format, without the ONNX export."""
     if artifact.kind == "torch":
         from accel.sources.torch.source import module_of
 

@@ -38,8 +38,8 @@ def attempt(
 ) -> CandidateResult:
     """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
-    Raises ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error. Raises
-    ``KeyboardInterrupt`` if no candidate is built yet.
+    Raises ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error. After a
+    Ctrl-C, raises ``KeyboardInterrupt`` if no candidate is built yet.
     """
     row = CandidateResult(
         name=recipe.name,
@@ -74,8 +74,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. The message about a stopped step ends in "before" and
-    the clause ``unfinished``, such as "it was judged"."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` completes the message about a stopped
+    step. For example, the message ends in "before it was judged" if ``unfinished`` is "it was judged"."""
 
     row: CandidateResult
     src: Artifact

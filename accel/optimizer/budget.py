@@ -1,4 +1,4 @@
-"""The time budget of a run. Only the budget decides when running work is stopped."""
+"""The time budget of a run. The class ``Budget`` decides when the run has to stop a step."""
 
 from __future__ import annotations
 
@@ -97,17 +97,18 @@ class Budget:
             yield
 
     def reason(self, what: str) -> str:
-        """Returns the reason why a step was skipped or stopped. The reason contains "before" and the clause ``what``,
-        such as "it was measured"."""
+        """Returns the reason why a step was skipped or stopped. The reason ends in "before" and ``what``, as in "before
+        it was measured"."""
         if self.interrupted:
             return f"Ctrl-C came before {what}"
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager
     def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
-        """Adds the time that the ``with`` block takes to the step ``what``, even if the block fails.
+        """Measures how long the ``with`` block runs, and adds the time to the total of the step ``what``, even if the
+        block fails.
 
-        ``quantizing`` marks work that fewer calibration samples would shorten.
+        ``quantizing`` is True if the block would take less time with fewer calibration samples.
         """
         begun = self._clock()
         if quantizing:

@@ -58,7 +58,7 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         late = f"give more {option('budget_seconds')}, " if any(row.out_of_time for row in rows) else ""
-        # A larger ``max_drop`` only helps candidates that passed their gates, because the gates have separate limits.
+        # A larger ``max_drop`` can't help a candidate that failed a gate, because gates have limits of their own.
         over = (
             f"raise {option('max_drop')} or "
             if any(row.over_budget and row.judgement is not None for row in rows)

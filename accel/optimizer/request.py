@@ -67,12 +67,14 @@ class OptimizeRequest:
                 f"the drop {self.max_drop} has to be at least 0 and below 1; give e.g. 0.01 for one percent"
             )
         if self.labels is None and self.label_metric is not None:
-            raise UsageError(f"{self.label_metric} compares outputs with labels; pass {option('labels')}")
+            raise UsageError(
+                f"the metric {self.label_metric} compares outputs with labels; pass the labels with {option('labels')}"
+            )
         if self.labels is not None and self.metric is not None:
             raise UsageError(f"labels have a metric of their own; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise UsageError(
-                f"nothing can be tried in {self.budget_seconds:g} s; give e.g. {option('budget_seconds', 60)}"
+                f"a budget of {self.budget_seconds:g} s is too short; give e.g. {option('budget_seconds', 60)}"
             )
         if self.target != "auto":
             targets_for(self.target)

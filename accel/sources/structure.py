@@ -20,8 +20,8 @@ from accel.errors import BadFeeds
 
 Template = Mapping[str, Any]
 
-# Result classes are imported only from these packages. A manifest may come from a stranger, and importing a module runs
-# its code.
+# The packages from which accel imports the classes of results. A manifest may come from a stranger, and importing a
+# module runs the module's code.
 _IMPORTED_FROM = ("transformers", "diffusers", "torch")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -52,7 +52,8 @@ def describe(
     if items is None:
         if strict:
             raise BadFeeds(
-                f"{name} is a {type(value).__name__}; give tensors, numbers or texts, or tuples, lists or dicts of them"
+                f"the argument {name} is a {type(value).__name__}; give tensors, numbers, strings, or tuples, lists or "
+                "dicts of tensors, numbers and strings"
             )
         return {"value": None}, {}
     found: dict[str, Any] = {}
@@ -140,7 +141,8 @@ def arguments_of(
     Raises ``BadFeeds`` if there are too many arguments, or if an argument is given twice.
     """
     if len(args) > len(parameters) and not rest:
-        raise BadFeeds(f"{len(args)} arguments are given, the model takes {', '.join(parameters) or 'none'}")
+        takes = ", ".join(parameters) or "none"
+        raise BadFeeds(f"{len(args)} arguments are given, but the model takes only the arguments {takes}")
     named = dict(zip(parameters, args, strict=False))
     if len(args) > len(parameters):
         named[rest] = tuple(args[len(parameters) :])
@@ -150,15 +152,15 @@ def arguments_of(
 
 
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors in the arguments ``given`` by name. The arguments must match ``templates``.
+    """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``.
 
     Raises ``BadFeeds`` if an argument's structure differs from its template, or if the value of a constant differs.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)
         raise BadFeeds(
-            f"the model was exported without the argument {unknown[0]!r}; give {takes}, or export it again with an "
-            f"example that has {unknown[0]!r}"
+            f"the model was exported without the argument {unknown[0]!r}; give only the arguments {takes}, or export "
+            f"the model again with an example that has {unknown[0]!r}"
         )
     found: dict[str, Any] = {}
     for name, template in templates.items():
@@ -183,22 +185,23 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
     kind, body = next(iter(template.items()))
     if kind == "tensor":
         if not is_array(value):
-            raise BadFeeds(f"{where} is a {type(value).__name__}; give a tensor or an array")
+            raise BadFeeds(f"the argument {where} is a {type(value).__name__}; give a tensor or an array")
         return {body: value}
     if kind == "value":
         if isinstance(value, _PLAIN) and value == body:
             return {}
         raise BadFeeds(
-            f"{where} was {body!r} when the model was exported, and the model keeps this value; leave {where} out, or "
-            f"export the model again with an example that has another {where}"
+            f"the argument {where} was {body!r} when the model was exported, so the model always uses {body!r}; leave "
+            f"out {where}, or export the model again with an example that has another value of {where}"
         )
     items = _items(value)
     if items is None:
-        raise BadFeeds(f"{where} is a {type(value).__name__}, the model takes a {kind}")
+        raise BadFeeds(f"the argument {where} is a {type(value).__name__}, but the model takes a {kind}")
     wanted = dict(template["fields"] if kind == "class" else body if kind == "dict" else enumerate(body))
     given = dict(items)
     if set(wanted) != set(given):
-        raise BadFeeds(f"{where} has {', '.join(map(str, given))}, the model takes {', '.join(map(str, wanted))}")
+        has, takes = (", ".join(map(str, keys)) for keys in (given, wanted))
+        raise BadFeeds(f"the argument {where} has the items {has}, but the model takes the items {takes}")
     found: dict[str, Any] = {}
     for key, item in wanted.items():
         found |= _match(item, given[key], f"{where}[{key!r}]")

@@ -11,14 +11,14 @@ class Kind:
     """A row of the table.
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
-    of companion files, which runtimes look for beside the main file under the same stem. ``runtimes`` lists the names
-    of the runtimes that can open the file, in the order of accel's attempts. ``reader`` is the import string of a
-    function in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file.
-    ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
-    for a file that states unexpected output shapes. The function runs the model in the file, and corrects the stated
-    shapes if nothing else is wrong. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be
-    exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's
-    format is a source if the file has no manifest.
+    of companion files. Companion files are beside the main file and have the same stem. ``runtimes`` lists the names of
+    the runtimes that can open the file, in the order of accel's attempts. ``reader`` is the import string of a function
+    in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
+    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function that corrects
+    wrong output shapes in a file. The function runs the model in the file, and corrects the shapes if the file has no
+    other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported.
+    ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's format is a
+    source if the file has no manifest.
     """
 
     name: str
@@ -66,7 +66,7 @@ KINDS: dict[str, Kind] = {
             companions=(".bin",),
             export_as="openvino",
         ),
-        # An engine can't be opened without its GPU, so this kind has no reader.
+        # The kind ``engine`` has no reader, because an engine can be opened only on its own GPU.
         Kind(name="engine", main_file="model.engine", runtimes=("tensorrt", "tensorrt-rtx")),
         Kind(
             name="tflite",
@@ -100,8 +100,8 @@ KINDS: dict[str, Kind] = {
             export_as="saved_model",
             framework=True,
         ),
-        # The main file names the function and the parts of a pipeline. The parts are artifacts in folders beside the
-        # main file.
+        # The main file of a pipeline contains the names of the pipeline's function and parts. The parts are artifacts
+        # in folders beside the main file.
         Kind(name="pipeline", main_file="model.pipeline", runtimes=("pipeline",)),
     )
 }

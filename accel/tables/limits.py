@@ -1,7 +1,8 @@
 """Defines the limits of the relative errors that rewriting a model may cause, one limit per row.
 
-A limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output, unless the row names another
-measure. Gates, judges and searches read their limits from this table, so that each step has the same limit everywhere.
+By default, a limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output. A row may name
+another measure. Gates, judges and searches read their limits from this table, so that each step has the same limit
+everywhere.
 """
 
 from __future__ import annotations

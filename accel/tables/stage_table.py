@@ -10,14 +10,14 @@ from accel.errors import UnknownName
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
+    """A row of the table. ``function`` and ``config`` are import strings, which are resolved at first use.
 
     ``takes`` lists the kinds of artifacts that the stage accepts, and ``gives`` is the kind that the stage makes.
     ``packages`` lists distributions whose versions are part of the cache key. ``may_change`` lists the parts of a model
     that the stage may change. The parts are called ``dtypes``, ``opset``, ``ir``, ``shapes``, and ``interface`` for all
-    inputs and outputs. Only the stage's own gate checks a changed interface. ``version`` is increased when a code
-    change changes the stage's result. ``proves`` is True if the stage's function checks its own files. A function with
-    ``proves`` takes the ``Proof`` of the run as a fourth argument.
+    inputs and outputs. If a stage may change ``interface``, the inputs and outputs are checked only by the stage's own
+    gate. ``version`` is increased when a code change changes the stage's result. ``proves`` is True if the stage's
+    function checks its own files. A function with ``proves`` takes the ``Proof`` of the run as a fourth argument.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stage:
     proves: bool = False
 
 
-# The stages are listed in a possible order of a run.
+# All stages. A run could go through the stages in the order of this tuple.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",

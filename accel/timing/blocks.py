@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# During warm-up, the median time of the last ``_WINDOW`` runs is divided by the median time of the ``_WINDOW`` runs
-# before. Warm-up ends once this ratio is at least ``_STILL_FALLING``.
+# Warm-up continues while the run time falls. The run time falls if the median of the last ``_WINDOW`` times is less
+# than ``_STILL_FALLING`` times the median of the previous ``_WINDOW`` times.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -141,8 +141,8 @@ class BlockRunner:
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
         if wanted != given:
             raise BadFeeds(
-                f"the inputs are {', '.join(sorted(wanted))}, but the baseline's are {', '.join(sorted(given))}; "
-                "give both the same names"
+                f"the inputs are {', '.join(sorted(wanted))}, but the inputs of the baseline are "
+                f"{', '.join(sorted(given))}; give the inputs of both models the same names"
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]
         sizes = [session.signature.check_feeds(one) for one in self._feeds]
@@ -163,7 +163,7 @@ class BlockRunner:
     def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
         """Warms up, then times ``passes`` passes over the feeds in each stream.
 
-        After ``limit_seconds``, the block ends early, but only at the end of a whole pass.
+        If the block takes longer than ``limit_seconds``, it ends after the current pass.
         """
         import numpy as np
 
@@ -208,8 +208,8 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``, which is the size of the first dim if all inputs share this size,
-    else 1."""
+    """Returns the number of samples in ``feeds``: the size of the first dim, or 1 if the inputs have different first
+    dims."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
@@ -227,8 +227,8 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields all of ``feeds`` up to ``passes`` times. Begins no pass after the time ``ends``, given in nanoseconds of
-    ``clock``.
+    """Yields all of ``feeds`` up to ``passes`` times. A new pass begins only before the time ``ends``, in nanoseconds
+    of ``clock``.
 
     Yields at least one pass. Every pass is completed, so that each set of inputs runs equally often.
     """

@@ -44,7 +44,7 @@ class Column:
 
 
 def as_text(table: Any, width: int = 100) -> str:
-    """Returns a table of rich as text of at most ``width`` columns."""
+    """Returns a ``rich`` table as text of at most ``width`` columns."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width)

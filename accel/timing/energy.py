@@ -17,8 +17,8 @@ class Zone:
 
 
 class EnergyCounter:
-    """Measures the energy of all CPU packages. The energy doesn't include memory and GPUs, but it includes the work of
-    other processes.
+    """Measures the energy of all CPU packages. The energy includes the work of other processes, but not the energy of
+    memory and GPUs.
 
     Linux reads Intel's and AMD's counters for the Running Average Power Limit, RAPL
     (Documentation/power/powercap/powercap.rst).

@@ -21,7 +21,9 @@ Body = Mapping[str, Any]
 def check_ending(path: Path) -> None:
     """Raises ``UsageError`` if the suffix of ``path`` is not in ``ENDINGS``."""
     if path.suffix not in ENDINGS:
-        raise UsageError(f"the suffix of {path} names no report format; use {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+        raise UsageError(
+            f"the suffix of {path} is not that of a report; use {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        )
 
 
 def write(path: Path, body: Body) -> None:

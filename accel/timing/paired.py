@@ -1,9 +1,9 @@
-"""Times candidates in a paired schedule: every candidate has its own process, and only the process that is being timed
-runs.
+"""Times candidates in a paired schedule. Every candidate has its own process. While a process is timed, all other
+processes are stopped.
 
-Thread pools of inference runtimes keep spinning after a run. Candidates slow one another down, by different factors up
-to 2, if they share a process or if their processes keep running. Therefore, the processes of all other candidates are
-stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
+Thread pools of inference runtimes keep spinning after a run. If candidates share a process, or if their processes keep
+running, each candidate slows down the others, by a factor of up to 2. Therefore, the processes of all other candidates
+are stopped while a block of runs is timed. The order of the candidates is shuffled in each round, and candidates are
 compared within the same round.
 """
 
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung if a block and its warm-up take longer than ``_PATIENCE_SECONDS`` and longer than
-# ``_PATIENCE`` times the block's planned time.
+# A process counts as hung if a block and its warm-up exceed two limits: ``_PATIENCE_SECONDS``, and ``_PATIENCE`` times
+# the block's planned time.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends early once it has taken this multiple of its planned time. The multiple is above 1, because a block that
-# begins with a slow run still needs enough runs for a robust median.
+# A block ends early after ``_OVERRUN`` times its planned time. ``_OVERRUN`` is above 1, so that even a block with a
+# slow first run contains enough runs for a robust median.
 _OVERRUN = 2.0
 
 
 class Lane:
-    """Holds a candidate's process and its results so far. The process is paused except while a block is timed."""
+    """Holds a candidate's process and its results so far. After calibration, the process runs only while a block is
+    timed."""
 
     def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
         self.name = name
@@ -93,7 +94,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # If other work slowed down the calibration, blocks that are planned with the calibrated time would be too
+        # If other work slowed down the calibration, ``pass_seconds`` is too long, and the planned blocks would be too
         # short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
@@ -103,9 +104,8 @@ class Lane:
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """Returns a float64 array with one value for each round in milliseconds, where smaller is better. The value is
-        the median time of the round's runs. For throughput, the value is the time of the round divided by its number of
-        runs.
+        """Returns a float64 array with one time in milliseconds for each round: the median time of the round's runs. If
+        throughputs are compared, the array has the total time of each round divided by the number of runs in the round.
         """
         import numpy as np
 
@@ -152,11 +152,11 @@ def measure(
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
     baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
-    compared with the two processes of the baseline together. After ``rounds`` rounds, further rounds run while the
-    confidence interval of a speedup, on a logarithmic scale, is wider than ``target_width``. The further rounds end
-    after four times ``rounds`` rounds in all, or ``budget_seconds`` after the first round began. ``limit_seconds``
-    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
-    to end within ``limit_seconds``.
+    compared with the times of both processes of the baseline. After ``rounds`` rounds, further rounds run until the
+    confidence interval of every speedup is at most ``target_width`` wide on a logarithmic scale. In all, there are at
+    most four times ``rounds`` rounds. No further round begins later than ``budget_seconds`` after the first round
+    began. ``limit_seconds`` limits the time of the whole call, including loading. After the first 5 rounds, a round
+    begins only if it is likely to end within ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
@@ -171,7 +171,7 @@ def measure(
     ends = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
     index = _check(candidates, sets, baseline, rounds, block_seconds, budget_seconds)
     if streams is not None and streams < 1:
-        raise UsageError(f"{streams} streams can't run anything; use 1 or more")
+        raise UsageError(f"the number of streams can't be {streams}; use 1 or more")
     ready = [_resolved(c, threads, streams) for c in candidates]
     most = max(c.streams for c in ready)
     machine = environment(threads or available_cores())
@@ -179,8 +179,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first to get the reference outputs. A second process of the baseline, the twin, is
-        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the baseline
-        # gets a part of this advantage, and the noise floor includes the advantage.
+        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the times of
+        # the baseline and the noise floor include the speedup of the last process.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -213,8 +213,8 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # The recorded numbers of streams and threads are a pair. If the caller gives one of the two numbers,
-        # both recorded numbers are replaced.
+        # The artifact records a number of streams and a number of threads that belong together. If the caller gives a
+        # number of streams or of threads, both recorded numbers are replaced.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
@@ -273,7 +273,8 @@ def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
     ``BadFeeds`` if the outputs can't be compared."""
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
-        raise BadFeeds(f"the outputs are {', '.join(sorted(has))}, but the baseline's are {', '.join(sorted(wanted))}")
+        own, others = (", ".join(sorted(names)) for names in (has, wanted))
+        raise BadFeeds(f"the outputs are {own}, but the outputs of the baseline are {others}")
     found = worst([compare(a, b) for a, b in zip(reference.outputs, first.outputs, strict=True)])
     for difference in found.values():
         if difference.problem:

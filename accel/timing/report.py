@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one candidate. Times are in ms per run, over all iterations, or None if the candidate was not
-    timed.
+    """The results of one candidate. Times are in ms per run, over all iterations. If the candidate was not timed, the
+    times per run are None.
 
     ``error`` is the reason why the candidate was not timed, or None. The ratio of a round is the baseline's median
     divided by the candidate's median. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95%
-    interval. ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the baseline's.
-    ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of
-    the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run.
-    ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library. ``samples_per_second``
-    is the number of samples in all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU
-    packages, or None if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``,
-    ``compute`` and ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the options of the session,
-    including threads and streams (concurrent runs).
+    interval. ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the outputs of the
+    baseline. ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine
+    similarity of the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the
+    first run. ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library.
+    ``samples_per_second`` is the number of samples in all runs divided by the time of all blocks. ``joules_per_run`` is
+    the energy of the CPU packages, or None if the machine has no readable counter. ``phases_ms`` holds the times of
+    ``host_to_device``, ``compute`` and ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the
+    options of the session, including threads and streams (concurrent runs).
     """
 
     name: str

@@ -16,10 +16,10 @@ Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "
 # With fewer rounds, even the interval from the smallest to the largest median contains the true value in less than 95%
 # of cases.
 MIN_ROUNDS = 5
-# The speeds of two processes of one model differ by up to 2% for the whole lifetime of the processes. Their memory
-# layouts differ, and the process loaded last tends to be faster. More rounds in the same processes don't average out
-# the difference between the processes. A single pair of processes may happen to differ by less than 2%, so the noise
-# floor is set to at least 2%.
+# The speeds of two processes of one model differ by up to 2% for the whole lifetime of the processes. The two processes
+# have different memory layouts, and the process loaded last tends to be faster. More rounds in the same processes don't
+# average out the difference between the processes. A single pair of processes may happen to differ by less than 2%, so
+# the noise floor is set to at least 2%.
 MIN_FLOOR = 0.02
 # Above this noise floor, a benchmark may miss relevant effects, such as a quantized model that is 10% faster.
 NOISY_FLOOR = 0.05
@@ -83,7 +83,7 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
     their ratio. The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An
     Introduction to the Bootstrap, 1993, ch. 13). Each resample draws whole rounds, so both medians of a round stay
     together. Rounds are the unit of repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
-    ISMM 2013. ``tail_probability`` widens the interval for few rounds.
+    ISMM 2013. If there are few rounds, ``tail_probability`` makes the interval wider.
     """
     import numpy as np
 
@@ -142,10 +142,10 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline. ``first`` and ``second`` are float64[rounds] with the medians of the baseline's two
     processes.
 
-    The baseline's median in a round is the geometric mean of the medians of both processes. The random offset of a
-    single process would affect every ratio. The A/A interval is the interval of the speedup of one process over the
-    other. The floor is the distance from 1 to the farther end of the A/A interval, and at least ``MIN_FLOOR``. Effects
-    inside the A/A interval occur even between identical processes.
+    The baseline's median in a round is the geometric mean of the medians of both processes. With the median of a single
+    process, the random speed difference of this process would affect every ratio. The A/A interval is the interval of
+    the speedup of one process over the other. The floor is the distance from 1 to the farther end of the A/A interval,
+    and at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 
@@ -166,7 +166,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval's width is at most ``target`` or a quarter of the effect, whichever is larger. Ignores
-    the verdict, because a benchmark that stops at the first verdict reports false verdicts.
+    """Tells whether the interval is at most as wide as ``target`` or as a quarter of the effect, whichever is larger.
+    Ignores the verdict, because a benchmark that stops at the first verdict reports false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

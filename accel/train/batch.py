@@ -48,7 +48,9 @@ def moved(targets: Any, device: torch.device) -> Any:
 def one_tensor(targets: Any, who: str) -> torch.Tensor:
     """Returns ``targets`` if ``targets`` is a tensor, and raises ``BadConfig`` for a tuple or dict."""
     if not isinstance(targets, torch.Tensor):
-        raise BadConfig(f"{who} cuts targets, so they can't be a tuple or dict; let the data give them as one tensor")
+        raise BadConfig(
+            f"{who} splits the targets, so the targets can't be a tuple or dict; let the data give one target tensor"
+        )
     return targets
 
 

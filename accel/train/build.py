@@ -90,7 +90,8 @@ def make_data(config: TrainConfig) -> Any:
     if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
             f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
-            "(__len__ and __getitem__), because an iterable dataset can't resume at a step (docs/how-to/training.md)"
+            "(__len__ and __getitem__), because a run can't resume an iterable dataset at a step "
+            "(docs/how-to/training.md)"
         )
     if not len(data):
         raise BadData(
@@ -106,7 +107,7 @@ def make_data(config: TrainConfig) -> Any:
         ) from error
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise BadData(
-            f"a sample of {config.data} is a {type(sample).__name__}; it has to be (inputs, targets) "
+            f"a sample of {config.data} is a {type(sample).__name__}; let each sample be a tuple (inputs, targets) "
             "(docs/how-to/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
@@ -169,7 +170,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Returns three times the FLOPs of the forward pass of a sample, to include the backward pass without
-    recomputation."""
+    """Returns the FLOPs of the forward and backward pass of a sample, without recomputation. The backward pass counts
+    as twice the FLOPs of the forward pass."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

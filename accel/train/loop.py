@@ -34,7 +34,7 @@ from .passes import take
 from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
 from .ranks import Ranks
 
-# The run stops if this many steps in a row overflow, because a smaller loss scale doesn't help any more.
+# The number of overflowing steps in a row after which a run stops. A smaller loss scale doesn't help any more then.
 _MOST_SKIPPED = 50
 
 
@@ -72,7 +72,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
         self.log: StepLog | None = None  # The log is open only on rank 0 and during run().
-        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
+        self.written = True  # True if no rank was writing a checkpoint when the last losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
@@ -154,8 +154,8 @@ class Trainer:
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
         # DDP and FSDP average gradients over the ranks. To keep float16 sums small, the loss is first divided by the
-        # previous step's number of targets. Most steps have as many targets as the previous step, and then the
-        # gradients need no second division.
+        # previous step's number of targets. If a step has as many targets as the previous step, its gradients need no
+        # second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -309,7 +309,7 @@ class Trainer:
             ) from error
         if not isinstance(found, Mapping):
             raise BadConfig(
-                f"{name} returned a {type(found).__name__}; return metrics by name, {{'top1': 0.97}} "
+                f"{name} returned a {type(found).__name__}; return metrics by name, such as {{'top1': 0.97}} "
                 "(docs/how-to/training.md)"
             )
         metrics = {}
@@ -318,8 +318,8 @@ class Trainer:
                 metrics[str(key)] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise BadConfig(
-                    f"{name} returned a {type(value).__name__} for {key!r}, which is not a number; return metrics by "
-                    "name, {'top1': 0.97} (docs/how-to/training.md)"
+                    f"{name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; return "
+                    "numbers by name, such as {'top1': 0.97} (docs/how-to/training.md)"
                 ) from error
         return metrics
 

@@ -53,12 +53,12 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(
-            f"the model returns {_kind(outputs)}, and the default loss takes a tensor of class scores; "
+            f"the model returns {_kind(outputs)}, but the default loss takes a tensor of class scores; "
             'name a loss of your own with loss = "FILE.py:NAME" (docs/how-to/training.md)'
         )
     if targets.is_floating_point():
         raise BadConfig(
-            f"the targets are {str(targets.dtype).removeprefix('torch.')}, and the default loss takes classes (int64); "
+            f"the targets are {str(targets.dtype).removeprefix('torch.')}, but the default loss takes classes (int64); "
             'for numbers, use loss = "accel.train.loss:squared_error"'
         )
     flat = targets.flatten()
@@ -73,6 +73,6 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
 
 
 def pair(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns [sum of losses, counted targets] in float64, detached."""
+    """Returns [sum of losses, counted targets] as a detached float64 tensor."""
     both = [value.full_tensor() if isinstance(value, DTensor) else value for value in (total.detach(), count)]
     return torch.stack([value.double() for value in both])

@@ -43,7 +43,7 @@ def keeps_master(mode: str) -> bool:
 
 
 def scales_loss(mode: str) -> bool:
-    """Tells whether the loss has to be scaled, because some gradients are float16."""
+    """Tells whether some gradients are float16, so that the loss has to be scaled."""
     return "fp16" in APEX.get(mode, mode)
 
 
@@ -224,8 +224,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
     """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank`` as a float32 scalar.
-    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``. No rank then
-    has to read all gradients.
+    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``, and each rank
+    reads only its part of the gradients.
     """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 class Ranks:
     """The rank of this process, the world size, the device, and the mesh of each technique (None if unused).
 
-    ``data`` is the mesh that ZeRO works over. This mesh has one axis, or two axes (replicas and shards), and includes
-    the ranks that share sequences (``cp``). This rank trains on part ``data_rank`` of the samples, out of
+    ``data`` is the mesh that ZeRO works over. The mesh ``data`` has one axis, or two axes (replicas and shards), and
+    includes the ranks that share sequences (``cp``). This rank trains on part ``data_rank`` of the samples, out of
     ``data_ranks`` parts. ``saving`` is a gloo group of all ranks.
     """
 

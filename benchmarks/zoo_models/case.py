@@ -21,7 +21,8 @@ FAMILIES = {
 
 
 class NotMade(Exception):
-    """Raised if the zoo can't make a model. The counts leave this model out, because no exporter was tried."""
+    """Raised if the zoo can't make a model. If a model can't be made, the zoo doesn't count the model, because no
+    exporter was tried."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The largest relative error that counts as rounding. In the zoo's small nets, the rounding of float32 causes smaller
-# errors.
+# The largest relative error that counts as rounding. The rounding of float32 causes smaller errors than this limit in
+# the zoo's small nets.
 LIMIT = 1e-3
 
 
@@ -85,8 +85,8 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
     """Returns the error of ``found`` against the model in float32, and whether ``found`` counts as right.
 
-    If the error is large, both float32 results are compared with the model in float64. The error of ``found`` may then
-    be at most four times the error of the model in float32.
+    If the error is large, both float32 results are compared with the model in float64. In this comparison, the error of
+    ``found`` may be at most four times the error of the model in float32.
     """
     apart = error(found, wanted)
     if apart <= LIMIT:

@@ -13,7 +13,8 @@ import torch
 
 from .case import Case, NotMade
 
-# An architecture gets its head from the first of these mappings that contains the architecture.
+# Names of transformers' mappings, one for each head. An architecture gets the head of the first mapping that contains
+# the architecture.
 _HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_CTC", "MODEL_FOR_AUDIO_CLASSIFICATION", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_OBJECT_DETECTION",
@@ -22,7 +23,7 @@ _HEADS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
 
-# Maps an architecture to its head if the head for its best-known task isn't the first match in ``_HEADS``.
+# Maps an architecture to the head for its best-known task, if another head comes first in ``_HEADS``.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -47,10 +48,10 @@ _SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
 
-# Maps each model that ONNX can't express to a part of the error message that accel.export must give. The text encoder
-# of aimv2 is causal if the mask has a zero, and a traced graph can't depend on the mask's values.
+# For each model that ONNX can't express, a part of the error message that accel.export must give. The text encoder of
+# aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# Only these sizes are reduced if the other sizes of an architecture depend on each other.
+# The only sizes that are reduced if the small sizes of an architecture don't fit together.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 

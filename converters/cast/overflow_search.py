@@ -67,7 +67,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
     """Retypes and runs the model again and again, until no 16-bit node overflows or loses precision.
 
     A node that overflows or loses precision stays float32 in all later runs. Raises ``StageFailed`` if an output still
-    has infinities or NaN that float32 avoids.
+    has infinities or NaN that the float32 model doesn't have.
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
@@ -141,8 +141,8 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. A value beyond ``clamped`` is a mask, which may become the format's largest or lowest
-    number."""
+    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. The format's largest or lowest number counts
+    as equal to a value of a mask."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -214,8 +214,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. If a node can't be changed to float32, yields the nearest
-    16-bit nodes before this node instead."""
+    """Yields the first nodes that give infinities or NaN. For a node that can't be changed to float32, yields the
+    nearest earlier 16-bit nodes instead."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):

@@ -72,7 +72,8 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Writes the retyped graph. ``have`` maps a tensor's old name and a dtype to the name of the written tensor."""
+    """Writes the retyped graph. ``have`` maps the old name of a tensor and a dtype to the tensor's new name in this
+    dtype."""
 
     source: Source
     kept: frozenset[int]
@@ -240,7 +241,7 @@ class _Writer:
 
 
 def _rename_free(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames the tensors that ``graph`` captures from its outer graph."""
+    """Renames the outer tensors that the subgraph ``graph`` reads."""
     own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
     for node in graph.node:
         visible = {old: new for old, new in names.items() if old not in own}

@@ -64,8 +64,8 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that cast floats to integers, and the index arithmetic before certain inputs. In 16 bits,
-    rounding could change a large size or position.
+    """Yields the nodes that cast floats to integers, and the nodes that compute sizes or positions (index arithmetic).
+    In 16 bits, rounding could change a large size or position.
 
     Yields the index arithmetic before each of these inputs:
 
@@ -126,8 +126,8 @@ _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative l2 error that the format causes in a constant, or 0 if the error is within the format's
-    usual rounding."""
+    """Returns the relative l2 error of a constant in the 16-bit format. Returns 0 if the error is at most the usual
+    rounding error of the format."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -143,7 +143,8 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes from ``start``, which adds an epsilon, to the divisions by the sum. Leaves out ``start``."""
+    """Yields the nodes after ``start``, up to the divisions by the result of ``start``. The node ``start`` adds an
+    epsilon. Leaves out ``start``."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}

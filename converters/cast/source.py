@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32, because
-# random operators, for example, would generate different numbers in 16 bits.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. For example,
+# random operators would generate different numbers in 16 bits.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -37,9 +37,9 @@ class Typing:
     """The dtypes of a node after the cast. ``inputs`` and ``outputs`` map the position of each float32 input or output
     to float32 or to the 16-bit format.
 
-    An input or output has no entry if it isn't float32 before the cast, or if it may have any dtype. ``reason`` tells
-    why the node can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that
-    allows 16 bits.
+    An input or output that isn't float32 before the cast has no entry. An input or output that takes any dtype has no
+    entry either. ``reason`` tells why the node can't be 16-bit. If the model's opset is too low for 16 bits,
+    ``least_opset`` is the first opset that allows 16 bits.
     """
 
     inputs: Mapping[int, int]
@@ -79,7 +79,7 @@ class Source:
         return self.nodes[index].op_type == "Constant" and self.nodes[index].output[0] in self.constants
 
     def typing(self, index: int) -> Typing:
-        """Returns the dtypes that node ``index`` gets from the cast unless a rule keeps the node in float32."""
+        """Returns the dtypes of node ``index`` after the cast, if no rule keeps the node in float32."""
         return self._typings[index]
 
     def castable(self, index: int) -> bool:
@@ -124,7 +124,7 @@ class Source:
 
         variables = {i: formal(list(schema.inputs), i) for i in floats_in}
         low = {v for v in variables.values() if allowed.get(v)}
-        # The output of DequantizeLinear has the dtype of its scale, unless an attribute sets the dtype.
+        # Without the attribute output_dtype, the output of DequantizeLinear has the dtype of its scale.
         follows = node.op_type == "DequantizeLinear" and not any(a.name == "output_dtype" for a in node.attribute)
         inputs = {i: self.low if v in low else FLOAT for i, v in variables.items()}
         outputs = {}

@@ -82,8 +82,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs of the search: random inputs for every case of the signature with a batch of at most two, and
-    then samples from ``config.data``."""
+    """Yields the inputs of the search. The first inputs are random, one for each case of the signature with a batch of
+    at most two. The other inputs are samples from ``config.data``."""
     from accel.proof.stream import SampleStream
 
     signature = src.signature
@@ -123,7 +123,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
     A model with most weights in float32 would be slower than the original.
     """
     sizes = {name: math.prod(tensor.dims) for name, tensor in source.constants.items()}
-    # Counts the weights that can't be cast. The keys are the reason and the first opset that would allow the cast.
+    # Counts the weights that can't be cast, by reason and by the first opset that would allow the cast.
     stuck: dict[tuple[str, int | None], int] = {}
     for name, size in sizes.items():
         typings = [source.typing(i) for i in source.consumers.get(name, [])]
@@ -133,7 +133,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
     if sum(stuck.values()) > sum(sizes.values()) / 2:
         reason, newer = max(stuck, key=lambda cause: stuck[cause])
         advice = f"export with {option('opset', newer)}" if newer else "keep the model in float32"
-        raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; {advice}")
+        raise UnsupportedHere(f"most weights of {src.path} can't be cast to {precision} ({reason}); {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
         raise UnsupportedHere(f"{src.path} has no float32 tensor that can become {precision}; leave out the cast")
 

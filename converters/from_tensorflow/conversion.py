@@ -38,8 +38,8 @@ Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset`` is the exact opset of the file. ``layout`` sets the layout of images inside the graph to
-    ``channels_first`` or ``channels_last``. The layout ``auto`` chooses the layout with fewer transposes. Inputs and
+    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
+    ``channels_first``, ``channels_last`` or ``auto``. ``auto`` chooses the layout with fewer transposes. Inputs and
     outputs of the model keep their layout."""
 
     opset: int = 20
@@ -53,8 +53,8 @@ class OpNotConverted(ExportFailed):
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
     """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of the signature of ``src``.
 
-    ``read`` (``module:function``) is called in the TensorFlow process with a ``TensorFlowSpec``, an opset and a layout,
-    and returns ``Converted``.
+    The TensorFlow process calls ``read`` (``module:function``) with a ``TensorFlowSpec``, an opset and a layout.
+    ``read`` returns ``Converted``.
 
     Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
     If the process died, the message names the last operator that was being converted.
@@ -150,7 +150,8 @@ def _operators_noted(file: Path) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Collects the log lines of tf2onnx. If tf2onnx can't convert an operator, it logs the operator and continues."""
+    """Collects the log lines of tf2onnx. The converter tf2onnx logs an operator that it can't convert, and
+    continues."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -24,8 +24,8 @@ def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProt
     of the model.
 
     ``auto`` tries channels first. If a model has convolutions and the result has transposes inside, ``auto`` also tries
-    channels last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the
-    TensorFlow process.
+    channels last. ``auto`` then takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs
+    in the TensorFlow process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)

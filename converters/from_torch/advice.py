@@ -20,8 +20,8 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     """If a fault of the model makes every exporter fail, returns a text that names the fault and the fix. The text
     begins with ``; ``. Returns "" if no fault is found.
 
-    ``module`` is the module of ``src``. ``off`` has one list for each exporter: the comparisons whose error exceeds the
-    limit.
+    ``module`` is the module of ``src``. ``off`` has the comparisons that exceed the error limit, as one list for each
+    exporter.
     """
     if training := in_training(module):
         return f"; {training}"

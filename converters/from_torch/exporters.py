@@ -33,8 +33,8 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the size divided by the step. The divided size must not be 1, so the
-        # size is at least two steps.
+        # If a dim has a step, the exporter sees the dim's size divided by the step. The exporter must not see a size of
+        # 1, so the example's size is at least two steps.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -227,7 +227,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
-            # TorchScript module. The inner TorchScript module keeps its branches.
+            # TorchScript module. In this TorchScript module, the branches of the inner module are kept.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -253,8 +253,9 @@ def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]
     """Yields ``module`` with an added output for each RNN that returns a packed sequence. The added output is the
     padded sequence.
 
-    Without the added outputs, the exporter fails if the model never reads the lengths of a packed sequence. An example
-    is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
+    A model that uses only the last hidden state never reads the lengths of a packed sequence. Without the added
+    outputs, the exporter fails for a model that never reads the lengths. ``_finish_graph`` removes the added outputs
+    from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

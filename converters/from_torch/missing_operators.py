@@ -36,8 +36,8 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of the torchvision operators that are registered in this process. If another library
-    declares these operators, the exporter leaves out their translations."""
+    """Returns the translations of the torchvision operators that are registered in this process. The exporter lacks
+    these translations if a library other than torchvision declares the operators."""
     import torch
 
     found: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -78,7 +78,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # True if torch.export found branches that depend on values.
-    read: list[Place] | None = None  # The lines that read values of the inputs, if already known.
+    read: list[Place] | None = None  # The lines that read values of the inputs, or None if not known yet.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -127,7 +127,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     fault = own_fault(src, named(src), off)
     if read and not fault:
         fault = f"; keep the values of the inputs in tensors: {_fixes(read)}"
-    raise ExportFailed(f"no exporter gave a right model of {spec} ({reasons}){fault or _advice(src)}")
+    raise ExportFailed(f"no exporter gave a correct model of {spec} ({reasons}){fault or _advice(src)}")
 
 
 def _name(src: Artifact) -> str:
@@ -177,8 +177,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a clause about a dim if the model can't run at the smallest or largest declared size. The clause gives
-    the real bound.
+    """Returns a part of an error message about a dim whose declared range is too wide for the model. The text gives the
+    bound up to which the model runs.
 
     Returns an empty string if PyTorch runs the model at the smallest and largest size of each dim.
     """
@@ -274,7 +274,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"the file's outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
+            f"the file's outputs are off: the error of {failed[0].output} at {failed[0].case} is {failed[0].value:.2g} "
             f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )
@@ -283,7 +283,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences the prints and logs of exporters, and yields the list of their warnings."""
+    """Silences the prints and logs of exporters, and yields the list of the exporters' warnings."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

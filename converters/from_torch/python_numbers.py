@@ -88,8 +88,8 @@ def _is_strided(value: Any) -> bool:
 def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[WarningMessage] = ()) -> list[Place]:
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
-    A place that only prints or checks values is left out, because it doesn't change the outputs. A place that reads
-    other values, such as the values of a buffer, is left out too. ``said`` has warnings of the older exporter, which
+    A place that only prints or checks values is left out, because it doesn't change the outputs. A place that only
+    reads values of other tensors, such as a buffer, is left out too. ``said`` has warnings of the older exporter, which
     also warns about branches on sizes that depend on values.
     """
     import torch
@@ -165,9 +165,9 @@ def _watch(found: _Found) -> Any:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame that reads a tensor, or None if the frame belongs to a library.
+    """Returns the frame of the code that reads a tensor, or None if this code belongs to a library.
 
-    The exporters support the functions of these libraries.
+    The exporters support the functions of the libraries in ``_LIBRARIES``.
     """
     while frame is not None and frame.f_globals.get("__name__", "") in _METHODS:
         frame = frame.f_back

@@ -56,7 +56,7 @@ def rewrite(file: str, span: Span) -> Rewrite | None:
 def branch(file: str, line: int) -> Rewrite | None:
     """Returns how to write the condition on ``line`` without a branch, or None if the branch only checks values.
 
-    The condition may test a size that depends on values, and a size isn't a tensor.
+    The condition may test a size instead of a tensor, so the advice is to choose by a mask.
     """
     fix = "choose by a mask with torch.where"
     tree, _ = _parsed(file)
@@ -85,8 +85,8 @@ def _of_branch(one: ast.If | ast.While | ast.IfExp, simple: bool, parents: dict[
 
 
 def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
-    """Returns ``one`` as a statement with ``torch.where``. Returns "" if a branch of ``one`` does more than return a
-    value or set a variable."""
+    """Returns the branch ``one`` rewritten as a statement with ``torch.where``. Returns "" if a branch of ``one`` does
+    more than return a value or set a variable."""
     if len(one.body) != 1 or len(one.orelse) > 1:
         return ""
     yes, no = one.body[0], one.orelse[0] if one.orelse else None
@@ -154,7 +154,7 @@ def _of_loop(one: ast.For, chain: list[ast.AST]) -> Rewrite:
 
 
 def _of_expression(chain: list[ast.AST]) -> Rewrite:
-    """Returns the rewrite of the largest expression around ``chain[0]`` that consists of functions of numbers."""
+    """Returns the rewrite of the largest expression around ``chain[0]`` that computes only with Python numbers."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
     # No function of ``math`` takes a tensor, but torch.export can record some of these functions if they take numbers.
@@ -213,8 +213,8 @@ def _shows(node: ast.AST) -> bool:
 
 
 def _checks(node: ast.AST, chain: list[ast.AST]) -> bool:
-    """Returns True for an assertion. Also returns True for an ``if`` that only raises or prints, if its condition is
-    in ``chain``."""
+    """Returns True for an assertion. Also returns True if ``node`` is an ``if`` that only raises or prints, and its
+    condition is in ``chain``."""
     if isinstance(node, ast.Assert):
         return True
     if not isinstance(node, ast.If) or node.test not in chain or node.orelse:
@@ -242,7 +242,7 @@ def _at(tree: ast.Module, span: Span) -> ast.expr | None:
     """Returns the smallest expression that covers ``span``. If ``span`` covers a whole loop or branch, returns the
     condition or iterable of that statement.
 
-    Python gives the span of the whole statement for a loop, and for a branch that only raises.
+    For a loop, and for a branch that only raises, Python gives the span of the whole statement.
     """
     first, last, start, end = span
     if start is None:

@@ -49,7 +49,8 @@ def mend(path: Path, known: Signature) -> bool:
 
 
 def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequence[Sequence[int]]) -> bool:
-    """Tells whether the shapes ``seen``, measured at the sizes ``cases``, match the declared ``shape``."""
+    """Tells whether the measured shapes ``seen`` match the declared ``shape``. ``seen`` has one shape for each entry of
+    ``cases``."""
     if len(seen) != len(cases) or any(len(one) != len(shape) for one in seen):
         return False
     for axis, dim in enumerate(shape):

@@ -19,7 +19,7 @@ from accel.stage import StageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """If ``residual`` is true, an addition after a product is fused too, if its shape equals the product's shape."""
+    """If ``residual`` is true, a product is also fused with the addition of a residual that has the product's shape."""
 
     residual: bool = True
 

@@ -38,7 +38,7 @@ def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contr
     for old, new in names.items():
         if new in ends and old not in used:
             raise SignatureDrift(f"the output {new!r} is missing in the converted model; export the model again")
-    # Values that already have one of the new names are renamed first.
+    # If a value inside the graph already has one of the new names, this value is renamed first.
     moved: dict[str, str] = {}
     for name in (*starts, *ends, *names):
         if name in used and name not in moved:

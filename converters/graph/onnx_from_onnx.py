@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # nodes, where shape inference reads them.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-# Maps each newer dtype (its name in TensorProto) to the IR version that introduced the dtype.
+# Maps the TensorProto name of each newer dtype to the IR version that introduced the dtype.
 _DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT6E2M3": 14, "FLOAT6E3M2": 14}
 
 
@@ -96,8 +96,8 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         least, why = max((least, f"opset {opset}"), *_newer_dtypes(model.graph))
         if least > config.max_ir:
             raise NotBroughtOver(
-                f"{path} needs IR {least} for {why}, and the target reads IR {config.max_ir} at most; export the model "
-                f"again without {why}"
+                f"{path} needs IR version {least} for {why}, and the target reads at most IR version {config.max_ir}; "
+                f"export the model again without {why}"
             )
         repaired.append(f"it declared IR {model.ir_version}, which it doesn't need and which not every runtime reads")
         model.ir_version = config.max_ir
@@ -106,7 +106,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    write_onnx(model, out)  # ONNX Runtime loads files of any size, but models in memory only up to 2 GB
+    write_onnx(model, out)  # ONNX Runtime loads files of any size, but only up to 2 GB from memory
     _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
@@ -161,7 +161,7 @@ def _redeclared(
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
             raise BadInputSpec(
-                f"the model takes {spec}, not {new}; only sizes can be changed, so correct {option('inputs')}"
+                f"the model takes the input {spec}, not {new}; only sizes can be changed, so correct {option('inputs')}"
             )
         if new.shape != spec.shape:
             repaired.append(
@@ -226,7 +226,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
 
     Removes an attribute only if it has its default value. Also removes a Reshape's ``allowzero`` if none of the sizes
-    is 0. The checker later refuses any other newer attribute.
+    is 0. The checker later refuses the model if other newer attributes remain.
     """
     import onnx
 
@@ -289,8 +289,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs only the default sizes and one end of each range, because the user chose these sizes. Many models take only
-    # multiples of a number, and would refuse other sizes in the range.
+    # Runs only sizes that the user chose: the default sizes and one end of each range. Many models require multiples of
+    # a step, such as 32, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

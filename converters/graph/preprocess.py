@@ -56,8 +56,9 @@ class NotPreprocessed(StageFailed):
 def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
     """Adds the preprocessing and postprocessing of ``config`` to ``src``, and writes the result to ``out``.
 
-    The input and the output keep their names, except that ``topk`` gives ``<output>_values`` and ``<output>_indices``.
-    Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly one output of scores.
+    The input and the output keep their names. With ``topk``, the outputs are ``<output>_values`` and
+    ``<output>_indices``. Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly
+    one output of scores.
     """
     model = read_proto(src.path, weights=True)
     if config.on_the_input:
@@ -165,7 +166,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
             raise NotPreprocessed(
-                f"a resize needs opset 18, but the model has {opset_of(model)}; pass {option('opset', 18)}"
+                f"a resize needs opset 18, but the model has opset {opset_of(model)}; pass {option('opset', 18)}"
             )
         steps.add("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
     around = (channels, 1, 1) if layout == "NCHW" else (channels,)
@@ -220,7 +221,7 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
         turn = [list(a.ints) for a in node.attribute if a.name == "perm"]
         if node.op_type != "Transpose" or turn != [[perm.index(axis) for axis in range(4)]] or node.output[0] in ends:
             return False
-    # A branch of an If may also read the value.
+    # A branch of an If may also read the value ``name``.
     if not readers or any(a.HasField("g") for node in graph.node for a in node.attribute):
         return False
     gone = {node.output[0]: name for node in readers}
@@ -236,9 +237,11 @@ def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.nda
 
     for name, numbers in (("mean", config.mean), ("std", config.std)):
         if len(numbers) not in (0, 1, channels):
-            raise BadInputSpec(f"{len(numbers)} numbers for {name} don't fit {channels} channels; give 1 or {channels}")
+            raise BadInputSpec(
+                f"{name} has {len(numbers)} numbers, which don't fit {channels} channels; give 1 number or {channels}"
+            )
         if not np.isfinite(numbers).all() or (name == "std" and not all(numbers)):
-            raise BadInputSpec(f"{name} {numbers} can't be used; give finite numbers, and a std other than 0")
+            raise BadInputSpec(f"{name} can't be {numbers}; give finite numbers, and a std other than 0")
     top = 255.0 if dtype == "uint8" else 1.0
     mean, std = np.array(config.mean or [0.0]), np.array(config.std or [1.0])
     scale = np.broadcast_to(1 / (top * std), (channels,))

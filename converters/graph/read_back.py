@@ -150,7 +150,8 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # An output size computed from dynamic sizes may be dynamic in the file, although its value is constant.
+            # The file may declare a dynamic output size although the size is constant, if the size is computed from
+            # dynamic sizes.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)
@@ -169,7 +170,7 @@ def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
 def _dim_of(symbol: str | None, dim: str, own: str, symbols: dict[str, str]) -> str:
     """Returns the name of the dim for ``symbol``, by default ``dim``.
 
-    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``symbols`` maps another symbol to ``dim``,
+    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``dim`` is already the name of another symbol,
     returns ``own``.
     """
     if symbol is None:

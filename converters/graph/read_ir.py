@@ -48,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the dims of each tensor that accel recorded in the IR. Without a record, the dicts are empty."""
+    """Returns the dims that accel recorded in the IR for each tensor. Without a record, the dicts are empty."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -75,8 +75,8 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # A size that is fixed in the ONNX file may be dynamic in OpenVINO. The recorded size is used if it is within
-        # OpenVINO's bounds.
+        # A size that is fixed in the ONNX file may be dynamic in OpenVINO. accel uses the size from the ONNX file if
+        # this size is within OpenVINO's bounds.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))
@@ -89,8 +89,8 @@ def _bounds(size: Any) -> range:
 
 def _precision(model: Any) -> str:
     """Returns the precision of ``model``. The precision is ``int8`` if the model has a FakeQuantize. If the model has
-    quantized weights, the precision is their dtype (``int4`` or ``int8``). Otherwise, the precision is the dtype of
-    most weights."""
+    quantized weights, the precision is the dtype of the quantized weights (``int4`` or ``int8``). Otherwise, the
+    precision is the dtype of most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

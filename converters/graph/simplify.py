@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # This onnxsim pass replaces every MatMul and Add on three dims by a Gemm between two Reshapes with computed shapes. The
 # graph gets more nodes, and runtimes no longer recognize the Linear layer. MiniLM has 288 nodes before the
-# simplification, 339 after a simplification with the pass, and 279 without the pass.
+# simplification. MiniLM has 279 nodes after a simplification without the pass, and 339 nodes after a simplification
+# with the pass.
 _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
 
 
@@ -78,8 +79,8 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
     """Simplifies the model ``path``, restores its header, and writes it to ``out``. Runs in a child process.
 
-    With ``light``, the large weights stay in their file. In this case, onnxsim treats the large weights as inputs and
-    can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
+    If ``light`` is true, the large weights stay in their file. With ``light``, onnxsim treats the large weights as
+    inputs and can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
     """
     import onnxsim
 

@@ -1,10 +1,10 @@
 """Counts values in histograms that need no range beforehand, and computes quantization ranges from the counts.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
-grows and neighboring bins are merged. Every bin width is a power of two, so merged bins have the same counts as bins
-that had the final range from the start. The order and the size of the batches therefore make no difference. The range
-from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at most 1/2048 of the
-largest absolute value.
+grows and neighboring bins are merged. All bin widths are powers of two, so merged bins give the same counts as a
+histogram that starts with the final range. The order and the size of the batches therefore make no difference. The
+range from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at most 1/2048 of
+the largest absolute value.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def value_range(
     """Returns the lowest and the highest value to represent in 8 bits. If ``symmetric``, lowest = -highest.
 
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
-    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] with the least Kullback-Leibler
-    divergence between the absolute values and their rounding to 128 levels (Migacz, "8-bit inference with TensorRT",
-    GTC 2017). ``mse`` takes the range with the least sum of squared errors. For a value inside the range, the squared
-    error is step**2 / 12, the mean squared rounding error. For a value outside the range, the squared error is the
-    squared distance to the range.
+    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which rounding the absolute values
+    to 128 levels causes the least Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017).
+    ``mse`` takes the range with the least sum of squared errors. For a value inside the range, the squared error is
+    step**2 / 12, the mean squared rounding error. For a value outside the range, the squared error is the squared
+    distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -189,7 +189,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # ends at 2**-11, because smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # shrinks down to 2**-11, because smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -202,13 +202,14 @@ def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
 
 
 def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
-    """Returns the sum of squared errors of all values for each range low to high, as an array [lows, highs]."""
+    """Returns an array [lows, highs] with the sum of the squared errors of all values for each range from a low to a
+    high end."""
     edges = found.edges
     centers = (edges[:-1] + edges[1:]) / 2
     counts = found.counts.astype(np.float64)
 
     def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the number of values beyond each end, and the sum of the squared distances from these values to the
+        """Returns, for each end, the number of values beyond the end, and the sum of their squared distances to the
         end."""
         outside = centers > ends[:, None] if upwards else centers < ends[:, None]
         distances = np.square(centers - ends[:, None])

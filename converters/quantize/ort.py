@@ -28,7 +28,7 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 
 _BATCH = 4
 
-# These operators between two convolutions are quantized, too, so that values stay int8 from one convolution to the
+# Between two convolutions, these operators are quantized as well, so that values stay int8 from one convolution to the
 # next. Softmax, normalizations and Where stay float. In int8, the mask of a Where would take up the whole range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
@@ -153,7 +153,7 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """Makes all nodes except quantized products read the original tensors again.
+    """Makes only quantized products read quantized tensors, and all other nodes the original tensors.
 
     Otherwise, a residual connection beside a product would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.

@@ -1,7 +1,7 @@
 """Measures the sensitivity of each layer: the error of the model's outputs if only this layer is int8 or 16-bit.
 
-A single ONNX model has every layer in all precisions. A flag for each layer and precision selects the branch of an If,
-so that each run changes one layer without loading another model.
+A single ONNX model has every layer in all precisions. Each layer has a flag for each precision, which selects the
+branch of an If. A run can therefore change one layer without loading another model.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Sensitivity:
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    ``config`` also selects the calibration method and the smoothing of transformers. ``config.keep`` accepts the node
-    names in the result. ``base`` is the precision of the layers that aren't int8. Raises the same errors as
+    ``config`` also selects the calibration method and the smoothing of transformers. The node names in the result can
+    be passed as ``config.keep``. ``base`` is the precision of the layers that aren't int8. Raises the same errors as
     ``quantize`` if the source, the data or ``config`` is wrong.
     """
     from accel.sources.onnx.weights import read_detached
@@ -142,8 +142,8 @@ def _with_all_forms(
 ) -> dict[tuple[str, str], str]:
     """Replaces each layer of ``model`` by an If that selects int8 or float32.
 
-    If the base of ``task`` has 16 bits, the float32 branch has a second If that selects the base or float32. Returns a
-    dict that maps a node name and a precision to the name of the flag.
+    If ``task`` has a 16-bit base precision, the float32 branch has a second If that selects the base precision or
+    float32. Returns a dict that maps a node name and a precision to the name of the flag.
     """
     import onnx
 

@@ -33,9 +33,9 @@ def smooth(
 ) -> int:
     """Smooths ``model`` in place, and returns the number of smoothed activations.
 
-    All products that read the same activation share smoothing factors. If only these products read the output of a
-    layer normalization, the factors are folded into the normalization. ``collect`` describes ``batches`` and
-    ``unfinished``.
+    All products that read the same activation share smoothing factors. If only products with the same factors read the
+    output of a layer normalization, the factors are folded into the normalization. For ``batches`` and ``unfinished``,
+    see ``collect``.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}

@@ -54,12 +54,12 @@ class Form:
 # Maps each kind of target to its quantization. A model quantized for the wrong kind of target was up to four times
 # slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Operators between two convolutions are
-#     quantized, too. Mode dynamic quantizes activations at run time, without calibration.
+#     quantized as well. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides which tensors to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
 #     because TensorRT refuses some quantized biases and outputs, and can't fuse the others. The products of attention
-#     stay float, because TensorRT fuses these products only in float. Cast to fp16 after this stage, not before,
-#     because the cast gives the scales the dtype of the engine's layers.
+#     stay float, because TensorRT fuses these products only in float. Cast a model to fp16 after its quantization,
+#     because the cast also gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -97,13 +97,14 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale, except that 8-bit weights for openvino have a scale for each channel.
+    of ``block_size`` weights has a scale. For openvino, 8-bit weights have a scale for each channel instead.
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``). The form openvino takes only minmax and percentile.
     ``smooth`` sets how far outliers move from activations into weights of a transformer, from 0 (not at all) to 1
-    (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. ``ops`` limits quantization to
-    these operators. ``keep`` lists shell patterns. Nodes whose name or operator matches a pattern stay float32.
+    (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. If ``ops`` is not empty, only
+    the operators in ``ops`` are quantized. ``keep`` lists shell patterns. Nodes whose name or operator matches a
+    pattern stay float32.
     """
 
     form: str = "ort-cpu"
@@ -119,7 +120,7 @@ class QuantizeConfig(StageConfig):
     block_size: int = 32
     smallest: int = 1 << 16
     # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
-    # None, this machine's CPU decides.
+    # reduce_range is None, this machine's CPU decides whether the weights have 7 bits.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class Task:
     excluded: tuple[str, ...]
     transformer: bool
     unfinished: Path | None = None  # A killed calibration leaves its state in this folder. See ``collect``.
-    base: str = "fp32"  # The precision of layers that aren't int8, for ``sensitivity.measure``.
+    base: str = "fp32"  # The precision of the layers that don't become int8, used by ``sensitivity.measure``.
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
@@ -190,9 +191,9 @@ def _form(config: QuantizeConfig) -> Form:
         ("calibration", config.calibration, FORMS[config.form].calibrations if config.form in FORMS else ()),
     ):
         if name not in known:
-            raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
+            raise UnknownName(f"unknown quantization {kind} {name!r}; use {' or '.join(known)}")
     if config.mode == "fp8" and config.calibration not in FP8_CALIBRATIONS:
-        raise UnknownName(f"fp8 has no calibration {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
+        raise UnknownName(f"fp8 has no calibration method {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
     form = FORMS[config.form]
     if form.extra and importlib.util.find_spec(form.module) is None:
         raise MissingExtra(form.module, form.extra)
@@ -231,7 +232,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
         raise UnsupportedHere(f"{src.path} is quantized already; start from the float32 model")
     if precision != "fp32":
         raise UnsupportedHere(
-            f"{src.path} is {precision}; quantize the float32 model, then cast the result to {precision}"
+            f"{src.path} has the precision {precision}; quantize the float32 model, then cast the result to {precision}"
         )
     least = least_opset(config)
     if opset_of(model) < least:

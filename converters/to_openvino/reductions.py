@@ -14,7 +14,7 @@ def keep_reduced_dims(model: Any) -> int:
 
     The CPU plugin (2026.4) fuses the elementwise operations after a reduction into the reduction. If the reduction
     drops dims (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following
-    multiplication along the wrong axis. NNCF's SmoothQuant inserts multiplications of this kind before a FakeQuantize.
+    multiplication along the wrong axis. For example, NNCF's SmoothQuant inserts a multiplication before a FakeQuantize.
     Without the rewrite, outputs were wrong by 40% to 75%.
     """
     import openvino.opset13 as opset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# These operators give finite numbers for finite inputs, unless the numbers overflow.
+# These operators give finite numbers for finite inputs if no number overflows.
 _ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
 _MOVEMENT = frozenset(
     {
@@ -22,8 +22,8 @@ def remove_softmax_guards(model: Any) -> int:
     only -inf gives NaN. With a finite mask, such as the dtype's lowest number in transformers, no row gives NaN.
     OpenVINO fuses an attention into one kernel only if the attention has no guard.
 
-    Also raises the mask to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. If the scores
-    are below 1e30, the softmax is the same in float32 as before.
+    Also raises the mask to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. The raised mask
+    doesn't change the softmax in float32 if the scores are below 1e30.
     """
     count = 0
     for guard in model.get_ordered_ops():

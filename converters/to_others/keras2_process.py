@@ -29,8 +29,8 @@ class NotTensorFlow(BuildFailed):
 def run_with_keras2(target: str, what: str, timeout: float, **arguments: Any) -> None:
     """Calls ``target(**arguments)`` in a new process with TensorFlow and Keras 2.
 
-    Raises ``NotTensorFlow`` with a message that begins with ``what`` if the process dies or takes longer than
-    ``timeout`` seconds.
+    Raises ``NotTensorFlow`` if the process dies or takes longer than ``timeout`` seconds. The error message begins with
+    ``what``.
     """
     try:
         # The process that reads TensorFlow sources can't be used here, because it has another Keras version.

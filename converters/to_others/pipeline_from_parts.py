@@ -23,7 +23,7 @@ class PipelineFromPartsConfig(StageConfig):
 
 
 def pipeline_from_parts(src: Artifact, config: PipelineFromPartsConfig, out: Path) -> Artifact:
-    """Copies each part to a folder beside ``out`` that has the part's name, and writes the pipeline file ``out``."""
+    """Copies each part to a folder with the part's name beside ``out``, and writes the pipeline file ``out``."""
     files: dict[str, str] = {}
     companions: list[str] = []
     for name, manifest in config.parts.items():

@@ -27,9 +27,10 @@ ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# These options of onnx2tf keep the ONNX layout of the inputs. With the first option, the SavedModel computes in the
-# channels-last layout of TensorFlow's convolutions. With the second option, onnx2tf adds no transposes. The second
-# option suits models from TensorFlow, which already have transposes.
+# These options of onnx2tf keep the ONNX layout of the inputs. With the option keep_ncw_or_nchw_or_ncdhw_input_names,
+# the SavedModel computes in the channels-last layout of TensorFlow's convolutions. With the option
+# keep_shape_absolutely_input_names, onnx2tf adds no transposes. Models that were made from TensorFlow already have
+# transposes and need no others.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -98,8 +99,8 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"{name} is not installed; no extra of accel installs it, because its pins exclude accel's libraries; "
-                f"run: {ONNX2TF}"
+                f"the package {name} is not installed; accel has no extra for {name}, because its pinned dependencies "
+                f"conflict with accel's; run: {ONNX2TF}"
             )
 
 

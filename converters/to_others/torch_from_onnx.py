@@ -22,8 +22,8 @@ from .torch_operators import OPERATORS, OperatorNotThere, tensor
 if TYPE_CHECKING:
     import onnx
 
-# Below this opset, some operators differ from their translation in ``OPERATORS``. For example, Softmax flattens its
-# input below opset 13.
+# In models with an older opset, some operators differ from their translation in ``OPERATORS``. For example, Softmax
+# flattens its input below opset 13.
 _OPSET = 13
 
 
@@ -50,7 +50,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     missing = sorted({n.op_type for n in model.graph.node if n.op_type not in (*OPERATORS, "Constant")})
     if missing:
         raise OperatorNotThere(
-            f"{', '.join(missing)} of {src.path.name} have no translation to PyTorch; export the part without them"
+            f"the operators {', '.join(missing)} of {src.path.name} have no translation to PyTorch; export the part of "
+            "the model without these operators"
         )
     report("torch_from_onnx")
     module = OnnxModule(model).eval()
@@ -58,8 +59,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     feeds = src.signature.example_inputs(**sizes)
     args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
-    # Tries an export without upper bounds first, because a program with upper bounds refuses larger sizes. Some models
-    # can only be exported with bounds.
+    # First tries an export without upper bounds, because a program with upper bounds refuses larger sizes. Some models
+    # can only be exported with upper bounds.
     for bounded in (False, True):
         try:
             program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))

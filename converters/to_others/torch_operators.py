@@ -194,7 +194,7 @@ def _slice(a: Attributes, x: Any, *given: Any) -> Any:
         if step < 0:
             if start != -1 or end > -x.shape[axis]:
                 raise OperatorNotThere(
-                    "a backward Slice of only a part of a dim has no translation; export the part without it"
+                    "a Slice that reverses only a part of a dim has no translation; export the part without it"
                 )
             x = x.flip(axis)[(slice(None),) * (axis % x.ndim) + (slice(None, None, -step),)]
             continue
@@ -260,7 +260,8 @@ def _resize(a: Attributes, x: torch.Tensor, *given: Any) -> torch.Tensor:
     nearest = mode == b"nearest" and where == b"asymmetric" and a.get("nearest_mode", b"floor") == b"floor"
     if not (linear or nearest) or x.ndim != 4 or "axes" in a:
         raise OperatorNotThere(
-            f"Resize {mode.decode()} with {where.decode()} has no translation; export the part without it"
+            f"Resize with mode {mode.decode()} and coordinates {where.decode()} has no translation; export the part "
+            "without it"
         )
     if sizes is not None:
         size = [int(n) for n in listed(sizes)[2:]]

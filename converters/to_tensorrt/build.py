@@ -67,7 +67,7 @@ def build(
     """Builds an engine from ``model`` into ``out``, and describes the network's inputs, outputs and kernels.
 
     ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
-    operators become plugins if possible, and transposed weights for plugins are written to the folder. Raises
+    operators become plugins if possible. Transposed weights for plugins are written to ``kernels``. Raises
     ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
     """
 
@@ -145,8 +145,8 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, loading a good file
-    # fails only at the first call to CUDA.
+    # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, an intact engine file
+    # fails to load only at this first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -236,7 +236,7 @@ def _config(
     if builder_level is not None:
         config.builder_optimization_level = builder_level
         if config.builder_optimization_level != builder_level:  # TensorRT only logs an error for a wrong level
-            raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
+            raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave out builder_level")
     return config
 
 

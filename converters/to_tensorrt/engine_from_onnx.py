@@ -32,9 +32,9 @@ class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
 
     ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text with the shapes min, opt and max for each
-    dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for an input belongs to the next profile. If
-    ``profiles`` is empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the
-    GPUs to build for, such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs.
+    dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for the same input gives the shapes in a second
+    profile. If ``profiles`` is empty, the engine has one profile with the signature's ranges. ``compute_capabilities``
+    lists the GPUs to build for, such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs.
     ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from 0 (fast
     build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later versions of
     TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If
@@ -63,8 +63,8 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # TensorRT for RTX doesn't support these options: it only logs a message, or searches for a library that is not
-        # part of the toolkit.
+        # TensorRT for RTX doesn't support these options. For unsupported options, TensorRT for RTX only logs a message,
+        # or searches for a library that is not part of the toolkit.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "

@@ -1,4 +1,4 @@
-"""Rewrites a graph for TensorRT, with symmetric int8 and without quantized biases and float64.
+"""Rewrites a graph for TensorRT: makes int8 symmetric, and removes quantized biases and float64.
 
 A gate later compares the outputs of the new graph with the outputs of the old graph.
 """
@@ -70,7 +70,7 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
-    # Local functions are inlined if the model computes in float64, so that their nodes can be rewritten.
+    # If the model computes in float64, its local functions are inlined, so that the nodes inside them can be rewritten.
     flat = inlined(model)
     double = computes_in_float64(flat.graph)
     model = flat if double else model
@@ -122,7 +122,7 @@ class _Fit:
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
-        self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to the node to insert before it.
+        self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to a new node before that node.
         for node in graph.node:  # A DequantizeLinear without a zero point has the dtype of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
@@ -191,8 +191,8 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Inserts a Relu before ``node``. Quantizers omit a Relu before a quantization to uint8 with zero point 0,
-        because this quantization already cuts off negative values."""
+        """Inserts a Relu before ``node``. With zero point 0, a quantization to uint8 cuts off negative values, so
+        quantizers leave out the Relu before the quantization."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name

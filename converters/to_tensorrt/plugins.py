@@ -33,7 +33,8 @@ CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # The version of accel's plugins, and of TensorRT's quick plugins.
-# The library's kernels load this many bytes at a time, so a row of weights has to be a multiple of ``_ALIGNED`` bytes.
+# The library's kernels load ``_ALIGNED`` bytes at a time. The size of a row of weights has to be a multiple of
+# ``_ALIGNED`` bytes.
 _ALIGNED = 16
 
 
@@ -169,11 +170,12 @@ def with_plugins(
 ) -> tuple[bytes, Path]:
     """Returns the bytes of ``model`` for TensorRT's parser, and a path in the folder of the external weights.
 
-    ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
+    ``model`` was read from ``source``. If some weights are transposed, the path is in ``folder``.
 
     A node with a plugin gets the plugin's version and namespace as attributes. Function bodies that no node uses any
     more are removed, because some versions of the parser prefer function bodies to plugins. The library has one plugin
-    for all products and one for all convolutions, so the options in an operator's name become attributes.
+    for all products and one plugin for all convolutions. The options in an operator's name become attributes of the
+    node.
     """
     takers: dict[str, set[str]] = {}
     for choice in choices:

@@ -19,7 +19,7 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# These fixes are advised if the outputs of the rewritten graph differ from the outputs of the original graph.
+# Error messages advise NEEDS_FLOAT64 or NEEDS_OWN_SCALES if a rewrite of the graph would change the outputs.
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
@@ -29,7 +29,8 @@ FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISION
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# The parser recurses along a chain of nodes. The largest stack of a build (1 GiB) is enough for LONGEST_CHAIN nodes.
+# TensorRT's parser is recursive. With the largest stack that accel gives it (1 GiB), the parser can read a chain of
+# LONGEST_CHAIN nodes.
 LONGEST_CHAIN = 400_000
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -68,7 +69,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # onnx.checker later describes this error better
+    except Exception:  # onnx.checker has better error messages than the type inference
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:
@@ -105,7 +106,7 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
     )
 
     trt = load_toolkit(toolkit)
-    if offered := offered_capabilities(trt):  # a toolkit without a choice of GPUs builds for this machine's GPU
+    if offered := offered_capabilities(trt):  # an empty list means that the toolkit builds only for this machine's GPU
         choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
     return known_operators(trt, trt.Builder(logger), logger, read_proto(path))
@@ -157,7 +158,7 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # Without a zero point, the ONNX standard assumes uint8. Since opset 21, an attribute can set another dtype.
+        # A QuantizeLinear without a zero point writes uint8. Since opset 21, ``output_dtype`` can set another dtype.
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 
@@ -242,8 +243,8 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the first dtype in the inputs and outputs of ``node`` that TensorRT lacks, or "" if TensorRT has all
-    dtypes.
+    """Returns the first dtype among the inputs and outputs of ``node`` that TensorRT doesn't support. Returns "" if
+    TensorRT supports all dtypes of the node.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """
@@ -294,7 +295,7 @@ def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> d
             toolkit=toolkit,
             capabilities=tuple(capabilities),
         )
-    except UnsupportedHere:  # an error about the requested compute capability
+    except UnsupportedHere:  # the toolkit can't build for a requested compute capability
         raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")

@@ -33,7 +33,8 @@ class InputShapes:
         for axis, (low, opt, high) in enumerate(zip(self.min, self.opt, self.max, strict=True)):
             if not 1 <= low <= opt <= high:
                 raise BadInputSpec(
-                    f"profile {self} has {low}, {opt}, {high} at dim {axis}; a profile needs 1 <= min <= opt <= max"
+                    f"profile {self} has the sizes {low}, {opt}, {high} at dim {axis}; "
+                    "a profile needs 1 <= min <= opt <= max"
                 )
 
     def __str__(self) -> str:
@@ -73,11 +74,12 @@ class OptimizationProfile:
 
 
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
-    """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
+    """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``. Each text has the shapes of one input in one
+    profile. If several texts name the same input, the second text belongs to the second profile, and so on.
 
-    A second text for an input belongs to the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and
-    for a shape of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or
-    if a dim has different ranges in two inputs.
+    Raises ``BadInputSpec`` for an unknown or missing input, and for a shape of the wrong rank. Also raises
+    ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or if a dim has different ranges in two
+    inputs.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -108,20 +110,22 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
         spec = specs[shapes.name]
         if len(shapes.min) != len(spec.shape):
             raise BadInputSpec(
-                f"profile {shapes} has rank {len(shapes.min)}, but the model takes {spec}; give {len(spec.shape)} sizes"
+                f"profile {shapes} has shapes of rank {len(shapes.min)}, but the model's input is {spec}; "
+                f"give shapes of {len(spec.shape)} sizes"
             )
         for axis, dim in enumerate(spec.shape):
             found = shapes.range(axis, signature.dims[dim].step if isinstance(dim, str) else 1)
             if isinstance(dim, int):
                 if not found.min == found.max == dim:
                     raise BadInputSpec(
-                        f"profile {shapes} has {_text(found)} at dim {axis}, which is fixed to {dim} in {spec}; "
-                        f"write {dim} there"
+                        f"profile {shapes} has the sizes {_text(found)} at dim {axis}, which is fixed to {dim} in the "
+                        f"model's input {spec}; write {dim} for min, opt and max"
                     )
             elif dims.setdefault(dim, found) != found:
                 raise BadInputSpec(
-                    f"the profile gives the dim {dim!r} {_text(dims[dim])} in {given_by[dim]!r} and {_text(found)} in "
-                    f"{shapes.name!r}; give both the same min, opt and max"
+                    f"the profile gives the dim {dim!r} the sizes {_text(dims[dim])} in the input {given_by[dim]!r} "
+                    f"and the sizes {_text(found)} in the input {shapes.name!r}; "
+                    "give the dim the same min, opt and max everywhere"
                 )
             else:
                 given_by.setdefault(dim, shapes.name)
@@ -140,10 +144,11 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 
 
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
-    """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't in ``given``.
+    """Raises ``BadInputSpec`` if a dynamic input isn't in ``given``. The error lists the shapes that the user has to
+    add.
 
-    The shapes to add have the ranges in ``dims``, which come from the shapes of other inputs. A dim that is not in
-    ``dims`` has the range that the signature gives.
+    ``dims`` has the ranges of the dims that occur in other inputs. The added shapes have the same ranges. A dim that is
+    not in ``dims`` gets the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def check_onnx(
     path: Path, model: onnx.ModelProto, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None
 ) -> None:
-    """Raises an error if TensorRT can't build ``path``. ``model`` is the result of ``read_proto(path)``.
+    """Raises an error if TensorRT can't build an engine from the ONNX file ``path``. ``model`` is the result of
+    ``read_proto(path)``.
 
     Raises ``InvalidModel`` if the ONNX checker refuses the file, because TensorRT reads an empty file or a text file as
     an empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes in another
@@ -34,6 +35,6 @@ def check_onnx(
         if not is_unknown_operator(error):
             raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
     if not model.graph.node or not model.graph.output:
-        raise InvalidModel(f"{path} has no nodes or no outputs; export it again")
+        raise InvalidModel(f"the graph in {path} has no nodes or no outputs; export the model again")
     if refusals := preflight(path, capabilities, supported, model):
         raise EngineNotBuilt(refused(refusals, path.name))

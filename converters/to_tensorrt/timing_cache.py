@@ -24,7 +24,8 @@ def timing_file(folder: Path, version: str, capability: str) -> Path:
 
 
 def use_timing_cache(config: Any, file: Path) -> None:
-    """Sets the saved timing cache, or an empty timing cache to fill, in the builder's ``config``.
+    """Puts the saved timing cache into the builder's ``config``. If there is no usable timing cache, puts an empty
+    timing cache into ``config``, which the builder then fills.
 
     Ignores a timing cache that is damaged or belongs to another GPU, because a build also works without the cache.
     """

@@ -23,12 +23,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns ``asked`` as the output dtype, or the dtype of ``a`` if ``asked`` is None. int8 and fp8 inputs need
-    ``asked``."""
+    """Returns ``asked`` as the output dtype, or the dtype of ``a`` if ``asked`` is None. With an int8 or fp8 input,
+    ``asked`` must not be None."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
         wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
-        raise BadFeeds(f"the output can't be {found}; {wanted}")
+        raise BadFeeds(f"the output can't have the dtype {found}; {wanted}")
     return found
 
 
@@ -39,13 +39,16 @@ def gemm_spec(
     act: str,
     out: torch.dtype | None,
 ) -> GemmSpec:
-    """Returns the spec of these tensors. Raises ``BadFeeds`` if shapes, dtypes or devices don't match."""
+    """Returns the spec of the product of ``a`` and ``b``. Raises ``BadFeeds`` if shapes, dtypes or devices don't
+    match."""
     if a.dim() != 2 or b.dim() != 2:
-        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; reshape both to matrices")
+        raise BadFeeds(f"a has the shape {list(a.shape)} and b {list(b.shape)}; reshape both to matrices")
     if a.shape[1] != b.shape[0]:
-        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; give b as many rows as a has columns")
+        raise BadFeeds(f"a has the shape {list(a.shape)} and b {list(b.shape)}; give b as many rows as a has columns")
     if a.dtype != b.dtype:
-        raise BadFeeds(f"a is {a.dtype} and b {b.dtype}; cast one of them, because a kernel never casts silently")
+        raise BadFeeds(
+            f"a has the dtype {a.dtype} and b {b.dtype}; cast one of them, because a kernel never casts silently"
+        )
     m, n = a.shape[0], b.shape[1]
     _check(a, b, operands, {"bias": [n], "residual": [m, n], "row_scale": [m], "col_scale": [n]})
     return GemmSpec(
@@ -61,7 +64,7 @@ def conv_spec(
     act: str,
     out: torch.dtype | None,
 ) -> ConvSpec:
-    """Returns the spec of these tensors.
+    """Returns the spec of the convolution of ``x`` with ``weight``.
 
     ``geometry`` is (stride, padding, dilation). Raises ``BadFeeds`` if shapes, dtypes or devices don't match.
     """
@@ -74,7 +77,8 @@ def conv_spec(
         )
     if x.dtype != weight.dtype:
         raise BadFeeds(
-            f"x is {x.dtype} and weight {weight.dtype}; cast one of them, because a kernel never casts silently"
+            f"x has the dtype {x.dtype} and weight {weight.dtype}; "
+            "cast one of them, because a kernel never casts silently"
         )
     stride, padding, dilation = geometry
     spec = ConvSpec(
@@ -101,9 +105,9 @@ def quantized_dtype(x: torch.Tensor, dtype: torch.dtype) -> str:
     Raises ``BadFeeds`` if ``x`` isn't a float matrix, or ``dtype`` is neither int8 nor float8_e4m3fn.
     """
     if x.dim() != 2 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise BadFeeds(f"quantize_rowwise takes a non-empty float matrix, got {x.dtype} {list(x.shape)}")
+        raise BadFeeds(f"quantize_rowwise takes a non-empty float matrix, got {x.dtype} with shape {list(x.shape)}")
     if dtype not in (torch.int8, torch.float8_e4m3fn):
-        raise BadFeeds(f"quantize_rowwise can't give {dtype}; pass torch.int8 or torch.float8_e4m3fn")
+        raise BadFeeds(f"quantize_rowwise can't quantize to {dtype}; pass torch.int8 or torch.float8_e4m3fn")
     return NAMES[dtype]
 
 
@@ -115,9 +119,11 @@ def _epilogue(operands: dict[str, torch.Tensor], act: str, out: torch.dtype) -> 
 def _check(a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], shapes: dict[str, list[int]]) -> None:
     for name, tensor in {"b": b, **operands}.items():
         if tensor.device != a.device:
-            raise BadFeeds(f"{name} is on {tensor.device} and the input on {a.device}; move {name} to {a.device}")
+            raise BadFeeds(
+                f"the tensor {name} is on {tensor.device} and the input on {a.device}; move {name} to {a.device}"
+            )
     for name, tensor in operands.items():
         if list(tensor.shape) != shapes[name]:
-            raise BadFeeds(f"{name} is {list(tensor.shape)}, but has to be {shapes[name]}; reshape it")
+            raise BadFeeds(f"{name} has the shape {list(tensor.shape)}, but needs the shape {shapes[name]}; reshape it")
         if NAMES.get(tensor.dtype) not in OUT_DTYPES:
-            raise BadFeeds(f"{name} is {tensor.dtype}; cast it to float32, float16 or bfloat16")
+            raise BadFeeds(f"{name} has the dtype {tensor.dtype}; cast it to float32, float16 or bfloat16")

@@ -169,11 +169,12 @@ def gemm_bound(
     """Returns the largest error that a correct implementation can have, for each element of the output. The result is
     (M, N) in float64.
 
-    In any order, a sum of K products has an error of at most K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1).
-    ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate sums. On a CPU, half of the default of
-    ``unit`` is enough, because a CPU rounds to nearest. The scales and the bias add four roundings. The activation
-    multiplies the error by its slope. The exp or erf in the activation adds an error of 2**-20 times the input, the
-    error of a GPU's fast exp. The residual and the rounding to the output dtype add the last errors.
+    A sum of K products, added in any order, has an error of at most K*u*|a|@|b| (Higham, Accuracy and Stability,
+    section 3.1). ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate sums. On a CPU, half of the
+    default of ``unit`` is enough, because a CPU rounds to nearest. The scales and the bias add four roundings. The
+    activation multiplies the error by its slope. The exp or erf in the activation adds an error of 2**-20 times the
+    input, which is the error of the fast exp of a GPU. Adding the residual and rounding to the output dtype add further
+    errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -1,4 +1,5 @@
-"""Describes problems for the reference, every implementation, the tests and the tuner.
+"""Describes the matrix products and convolutions that the kernels compute. The reference, the tests and the tuner use
+the same descriptions.
 
 A product computes ``out = act(row_scale * col_scale * (a @ b) + bias) + residual``. ``a`` is (M, K), ``b`` is (K, N),
 ``row_scale`` is (M,), and ``col_scale`` and ``bias`` are (N,). ``residual`` and ``out`` are (M, N). Products are summed
@@ -73,7 +74,9 @@ class GemmSpec:
         _one_of("input dtype", self.in_dtype, IN_DTYPES)
         for name in ("m", "n", "k"):
             if getattr(self, name) < 1:
-                raise BadFeeds(f"{name.upper()} is {getattr(self, name)}; a product needs M, N and K of at least 1")
+                raise BadFeeds(
+                    f"the size {name.upper()} is {getattr(self, name)}; a product needs M, N and K of at least 1"
+                )
         if self.in_dtype == "int8" and self.k > MAX_INT8_K:
             raise UnsupportedHere(
                 f"an int32 sum of K = {self.k} int8 products can overflow; split K into parts of at most {MAX_INT8_K}"

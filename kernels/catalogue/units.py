@@ -1,7 +1,8 @@
 """Lists the tensor-core GEMMs that are built with CUTLASS, by family and translation unit.
 
-A family is one source file, ``csrc/cutlass/<family>.cu``. A translation unit compiles this file for one input dtype and
-one output dtype. The source file gives each configuration a name, such as ``sm90_int8_bf16_pingpong_64x128``.
+A family is one source file, ``csrc/cutlass/<family>.cu``. A translation unit compiles the source file of a family for
+one input dtype and one output dtype. The source file gives each configuration a name, such as
+``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations

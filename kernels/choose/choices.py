@@ -47,7 +47,7 @@ def family(capability: tuple[int, int]) -> int | None:
 def native_arch(capability: tuple[int, int]) -> str:
     """Returns the architecture to compile for this compute capability, such as ``sm_90a`` for 9.0.
 
-    Raises ``UnsupportedHere`` below 8.0.
+    Raises ``UnsupportedHere`` for a compute capability below 8.0.
     """
     arch = family(capability)
     if arch is None:
@@ -201,7 +201,8 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """Chooses a tile of this GPU's family: the largest that fills the GPU, or the smallest if no tile fills it."""
+    """Chooses a tile size of this GPU's family. Takes the largest tile size that gives at least ``ENOUGH_TILES``
+    tiles, or else the smallest tile size."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 

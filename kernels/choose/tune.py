@@ -43,9 +43,12 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # larger than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # Python's overhead may take most of the time of a shorter call.
-MOST_SETS = 256  # The smallest layer of BERT-base has operands of 1 MiB, so 256 sets fill ROTATED_BYTES.
-RECORDED_CALLS = MOST_SETS  # A CUDA graph of short calls has a call for each set, so a replay takes milliseconds.
+# In calls that take less than LAUNCH_MICROSECONDS, most of the time may be Python's overhead.
+LAUNCH_MICROSECONDS = 500.0
+# The operands of the smallest layer of BERT-base take 1 MiB, so 256 sets of operands fill ROTATED_BYTES.
+MOST_SETS = 256
+# Short calls are recorded in a CUDA graph, one call for each set of operands, so that a replay takes milliseconds.
+RECORDED_CALLS = MOST_SETS
 BLOCKS = 5
 
 
@@ -121,7 +124,7 @@ def specs(
     """
     for words in added:
         if words not in ADDED:
-            raise UnknownName(f"{words!r} can't be added to a product; use one of {', '.join(ADDED)}")
+            raise UnknownName(f"the term {words!r} can't be added to a product; use one of {', '.join(ADDED)}")
     sizes = list(shapes) if shapes else [(m, n, k) for n, k in LAYERS for m in ROWS]
     return [
         GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue_for(dtype, act, words, out))
@@ -140,7 +143,8 @@ def conv_specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[ConvSpec]:
-    """Returns the convolutions to tune: the geometry of ``shapes`` with the dtypes and epilogues of ``specs``.
+    """Returns the convolutions to tune, with the sizes and strides from ``shapes`` and the dtypes and epilogues from
+    ``specs``.
 
     Leaves out the row scale, which a convolution doesn't have.
     """
@@ -170,7 +174,7 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     """Returns random operands, which are ``a`` (M, K), ``b`` (K, N) and a dict with the epilogue's operands by name.
     ``b`` is the transpose of a dense matrix.
 
-    For a convolution, ``a`` is the image and ``b`` the weights. The sums stay in the range of fp16.
+    For a convolution, ``a`` is the image and ``b`` the weights. The result stays in the range of fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -275,10 +279,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the rounding error of sums in fp8 tensor cores, which is added to the bound.
+    """Returns the rounding error of the sums in fp8 tensor cores. The caller adds this error to the bound.
 
-    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps along K, the sum
-    is added to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
+    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). After every four steps along K,
+    the sum in the tensor cores is added to a second sum, which is in fp32. Each step can add an error of 2**-13 of the
+    largest partial sum.
     """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
@@ -308,7 +313,7 @@ def microseconds(run: Run) -> float:
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
-        calls = max(calls, RECORDED_CALLS)  # for a single call, the measured time is mostly the launch
+        calls = max(calls, RECORDED_CALLS)  # the time of a single short call is mostly the time of its launch
     replay = recorded(run, calls)
     if replay is None:
         return statistics.median(block(calls) for _ in range(BLOCKS))
@@ -348,7 +353,9 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
         found = candidates_for(spec, sets, torch.cuda.get_device_capability(where))
         if not found:
             what = "convolutions" if isinstance(spec, ConvSpec) else "products"
-            raise UnsupportedHere(f"{torch.cuda.get_device_name(where)} has no kernel for {spec.in_dtype} {what}")
+            raise UnsupportedHere(
+                f"accel has no kernel for {spec.in_dtype} {what} on the GPU {torch.cuda.get_device_name(where)}"
+            )
         return choose_fastest(key_of(spec, dispatch.device_of(device)), found, timer=microseconds, table=table)
 
 

@@ -37,17 +37,18 @@ CUDA_HEADER = "cuda_runtime_api.h"
 
 
 def check_headers(*, onnxruntime: Path | None = None, tensorrt: Path | None = None) -> None:
-    """Raises ``UnsupportedHere`` if one of these folders lacks the headers that the bridge needs."""
+    """Raises ``UnsupportedHere`` if the folder ``onnxruntime`` or ``tensorrt`` lacks the header that accel needs."""
     if onnxruntime is not None and not (onnxruntime / ONNXRUNTIME_HEADER).is_file():
         raise UnsupportedHere(
-            f"{onnxruntime} holds no {ONNXRUNTIME_HEADER}; pass the include folder of an ONNX Runtime release"
+            f"the folder {onnxruntime} has no {ONNXRUNTIME_HEADER}; pass the include folder of an ONNX Runtime release"
         )
     if tensorrt is None:
         return
     header = tensorrt / TENSORRT_HEADER
     if not header.is_file() or b"IPluginV3OneRuntime" not in header.read_bytes():
         raise UnsupportedHere(
-            f"{tensorrt} holds no {TENSORRT_HEADER} with IPluginV3; pass the include folder of TensorRT 10 or later"
+            f"the folder {tensorrt} has no {TENSORRT_HEADER} with IPluginV3; "
+            "pass the include folder of TensorRT 10 or later"
         )
 
 
@@ -59,9 +60,9 @@ def build_for_onnxruntime(
     The operator names of a model's convolutions contain sizes. Therefore the session options have to list each name
     under a key such as ``custom_op.FusedConv2d.0``.
 
-    ``include`` is the folder of ``onnxruntime_cxx_api.h``. The header must not be newer than the runtime. ONNX
-    Runtime's release archives have this header, but its wheels don't. Raises ``UnsupportedHere`` if the header or g++
-    is missing, and ``BuildFailed`` with the compiler's first error.
+    ``include`` is the folder of ``onnxruntime_cxx_api.h``. ``onnxruntime_cxx_api.h`` must not be newer than the
+    installed ONNX Runtime. The file is in ONNX Runtime's release archives, but not in its wheels. Raises
+    ``UnsupportedHere`` if the header or g++ is missing, and ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
@@ -97,10 +98,10 @@ def build_for_tensorrt(
 ) -> Built:
     """Builds ``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for TensorRT 10 and later.
 
-    ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. TensorRT's
-    archives and -dev packages have this header, but its wheels don't. ``kernels`` is the compiled library that the
-    plugins call, by default the library that ``accel kernels build`` made. Don't move the kernel library afterwards,
-    because the plugins load it from this path.
+    ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. The file is
+    in TensorRT's archives and -dev packages, but not in its wheels. ``kernels`` is the compiled library that the
+    plugins call, by default the library that ``accel kernels build`` made. The plugins load the kernel library
+    ``kernels`` from its current path, so don't move the library afterwards.
 
     Raises ``UnsupportedHere`` if the header, the library or g++ is missing, and ``BuildFailed`` with the compiler's
     first error.
@@ -108,18 +109,23 @@ def build_for_tensorrt(
     check_headers(tensorrt=include)
     kernels = kernels or find_library()
     if kernels is None:
-        raise UnsupportedHere("the plugins call a kernel library and none is built; add --arch sm_90a or --arch native")
+        raise UnsupportedHere(
+            "the plugins need a kernel library, but none is built; add --arch sm_90a or --arch native"
+        )
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to build the plugins for TensorRT")
     folders = [include.absolute(), *cuda_includes()]
     if not any((folder / CUDA_HEADER).is_file() for folder in folders):
-        raise UnsupportedHere(f"TensorRT's headers need {CUDA_HEADER}, which is not here; install the CUDA toolkit")
+        raise UnsupportedHere(
+            f"TensorRT's headers include {CUDA_HEADER}, but it is not installed; install the CUDA toolkit"
+        )
     source = PLUGINS / "tensorrt.cpp"
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # Without --no-as-needed, some compilers drop a library that comes before the code that needs the library.
+        # With --no-as-needed, the library may come before the code that needs the library. Without this flag, some
+        # compilers would drop the library.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),
         file=TENSORRT_LIBRARY,

@@ -67,7 +67,8 @@ def build(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """Builds the library for architectures such as ``sm_90a``, or takes it from the cache if the sources are the same.
+    """Builds the library for architectures such as ``sm_90a``, or takes the library from the cache if the sources are
+    unchanged.
 
     ``units`` names the CUTLASS units to compile, by default all units of these architectures. If ``units`` is ``()``,
     no unit is compiled, and CUTLASS isn't needed. ``jobs`` is the number of files to compile at a time, by default one
@@ -222,8 +223,8 @@ def compile_library(
 ) -> Built:
     """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
 
-    ``also`` describes further inputs of the library, and is part of the cache key. ``noted`` has further entries for
-    the library's record.
+    The text in ``also`` describes further inputs of the library, and is part of the cache key. The entries in ``noted``
+    are added to the library's record.
     """
     from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
 

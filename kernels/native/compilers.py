@@ -1,7 +1,7 @@
 """Runs compilers. No temporary files or processes remain, even after a failed build.
 
 A build works in a scratch folder beside its result and holds a lock on the folder. Ctrl-C ends the compilers and
-removes the folder. A killed build leaves the folder unlocked, and the next build removes the folder.
+removes the scratch folder. If a build is killed, its scratch folder is no longer locked, and the next build removes it.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
     except AccelError as error:
         if os.environ.get(CHOSEN):
             raise BadConfig(
-                f"{CHOSEN} is {path}, which can't be loaded ({error}); set it to a library that accel kernels build "
-                "wrote, or unset it"
+                f"the environment variable {CHOSEN} is {path}, which can't be loaded ({error}); set it to a library "
+                "that accel kernels build wrote, or unset it"
             ) from error
-        return None  # Triton or the reference runs instead of a damaged library
+        return None  # instead of a damaged library, Triton or the reference runs
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
@@ -63,7 +63,7 @@ def _names_in(
     capability: tuple[int, int] | None,
 ) -> frozenset[str]:
     units = units_in(path, capability)
-    # Without a record, a library is assumed to have code for all architectures of its families.
+    # If a library has no record, assume that it has code for all architectures of its families.
     gemms = (name for name in compiled if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
     return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(path, capability) else frozenset())
 
@@ -83,14 +83,15 @@ def run_gemm(
     """Computes ``spec`` with the kernel ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of
     ``b`` are dense.
 
-    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch only passes a residual in the
-    output's dtype.
+    Raises ``BadFeeds`` if the dtype of the residual differs from the dtype of the output. Dispatch only passes a
+    residual in the output's dtype.
     """
     e = spec.epilogue
     residual = operands.get("residual")
     if residual is not None and residual.dtype != TORCH_DTYPES[e.out_dtype]:
         raise BadFeeds(
-            f"{config.name} takes a residual in {e.out_dtype}, and the residual is {residual.dtype}; use another kernel"
+            f"the kernel {config.name} takes a residual in {e.out_dtype}, but the residual has the dtype "
+            f"{residual.dtype}; use another kernel"
         )
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)

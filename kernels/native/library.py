@@ -45,13 +45,13 @@ class Library:
     """Loads a library that ``accel kernels build`` made. Loading works without a GPU, but the kernels then raise
     ``UnsupportedHere``.
 
-    Raises ``BuildFailed`` if the file is not a kernel library, or has another interface version.
+    Raises ``BuildFailed`` if the file is not a kernel library, or has an interface version other than ``ABI``.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not _is_whole(path):
-            raise BuildFailed(f"{path} is not a whole kernel library; run accel kernels build again")
+            raise BuildFailed(f"{path} is not a complete kernel library; run accel kernels build again")
         try:
             self._library = ctypes.CDLL(str(path))
             version = int(self._library.accel_abi_version())
@@ -60,7 +60,10 @@ class Library:
         except (OSError, AttributeError) as error:
             raise BuildFailed(f"{path} is not a kernel library ({error}); run accel kernels build again") from error
         if version != ABI:
-            raise BuildFailed(f"{path} has interface {version}, and accel needs {ABI}; run accel kernels build again")
+            raise BuildFailed(
+                f"the kernel library {path} has interface version {version}, but accel needs version {ABI}; "
+                "run accel kernels build again"
+            )
         self._library.accel_status_message.restype = ctypes.c_char_p
         self._library.accel_gemm_config_name.restype = ctypes.c_char_p
         count = int(self._library.accel_gemm_configs())

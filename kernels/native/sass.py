@@ -31,7 +31,7 @@ def products(library: Path) -> dict[tuple[str, str], set[str]]:
     command = [str(find_cuobjdump()), "-sass", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildFailed(f"cuobjdump can't read {library} ({done.stderr.strip()[:200]}); build it again")
+        raise BuildFailed(f"cuobjdump can't read the library {library} ({done.stderr.strip()[:200]}); build it again")
     found: dict[tuple[str, str], set[str]] = {}
     arch, kernel = "", ("", "")
     for line in done.stdout.splitlines():

@@ -105,7 +105,8 @@ def _fused_conv2d(
     dtype = int(x.dtype)
     if col_scale is not None or dtype not in DTYPES or (out_dtype is not None and int(out_dtype) != dtype):
         raise UnsupportedHere(
-            "accel::fused_conv2d with scales or another output dtype has no ONNX operator; export the unfused module"
+            "an accel::fused_conv2d with scales, or with different dtypes of input and output, has no ONNX operator; "
+            "export the unfused module"
         )
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     function = FusedConv2d(

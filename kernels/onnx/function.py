@@ -1,8 +1,9 @@
 """Defines the ONNX operators ``accel::FusedGemm``, ``accel::FusedConv2d`` and ``accel::QuantizeRowwise``, and their
 function bodies.
 
-A runtime that has the kernel finds the kernel by the operator's name. Any other runtime inlines the body. Each epilogue
-has a function with its own name, such as ``FusedGemm_gemm_nt_bias_gelu_erf_residual_fp32``.
+A runtime that has the kernel finds the kernel by the operator's name. A runtime without the kernel inlines the
+operator's function body. Each epilogue has a function with its own name, such as
+``FusedGemm_gemm_nt_bias_gelu_erf_residual_fp32``.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class FusedGemm:
     ``product`` is ``matmul`` if A can have any rank, and ``gemm_nn`` or ``gemm_nt`` if A is a matrix. B is (N, K) in
     ``gemm_nt``. ``dtype``, one of ``DTYPES``, is the dtype of the output and the residual. ``operand`` is the dtype of
     A and B, by default ``dtype``. The body computes in fp32 if ``operand`` differs from ``dtype``, or if there are
-    scales. In a body that computes in fp32, bias and scales are fp32. In all other bodies, the bias has the dtype
-    ``dtype``. The order of the inputs is A, B, bias, row_scale, col_scale, residual. The last four inputs are optional.
+    scales. In a body that computes in fp32, bias and scales are fp32. If the body does not compute in fp32, the bias
+    has the dtype ``dtype``. The order of the inputs is A, B, bias, row_scale, col_scale, residual. The last four inputs
+    are optional.
     """
 
     product: str
@@ -111,7 +113,9 @@ class FusedGemm:
                 f"{', '.join(ACTS)}"
             )
         if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
-            raise UnknownName(f"FusedGemm can't use this dtype; the output is one of {', '.join(DTYPES.values())}")
+            raise UnknownName(
+                f"FusedGemm doesn't support this dtype; the output has to be one of {', '.join(DTYPES.values())}"
+            )
 
     @property
     def wide(self) -> bool:
@@ -229,8 +233,9 @@ class FusedConv2d:
     """Describes the operator that computes ``act(conv2d(x, weight) + bias) + residual`` in ONNX's layout (NCHW, OIHW).
     The convolution has one group.
 
-    ``kernel``, ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Each geometry has its own function,
-    because TensorRT's parser needs constants and can't read attributes of the caller.
+    ``kernel``, ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Each combination of sizes has its
+    own function, because TensorRT's parser needs the sizes as constants in the body. The parser can't read them from
+    the attributes of the calling node.
     """
 
     kernel: tuple[int, int]

@@ -21,7 +21,9 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # The allowed change of an activation at _POINTS when its constants are rounded to bf16.
+# A model may hold the constants of an activation in bf16. This rounding may change the activation's values at _POINTS
+# by at most _ROUNDED.
+_ROUNDED = 2e-3
 _LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
@@ -113,16 +115,17 @@ class _Graph:
 
 
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
-    """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions, in
-    graph order.
+    """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions that
+    replace the chains, in graph order.
 
-    Raises ``UnsupportedHere`` below opset 13 or IR 8, because such a model can't hold accel's functions.
+    Raises ``UnsupportedHere`` if the model's opset is below 13 or its IR version is below 8, because accel's functions
+    need these versions.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
         raise UnsupportedHere(
-            f"the model has opset {opset} and IR {model.ir_version}, and local functions need opset {MIN_OPSET} and IR "
-            f"{MIN_IR}; export it again with {option('opset', 20)}"
+            f"the model has opset {opset} and IR version {model.ir_version}, but fused operators need opset "
+            f"{MIN_OPSET} and IR version {MIN_IR}; export it again with {option('opset', 20)}"
         )
     graph = _Graph(model)
     functions: dict[str, onnx.FunctionProto] = {}
@@ -267,8 +270,8 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. A function among these nodes, such as Erf, decides which activation the value is
-    compared with.
+    until a single value remains. If the nodes contain a function, such as Erf, the function decides with which
+    activation the value is compared.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []
@@ -279,7 +282,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
             continue
         given = [values.get(name, graph.scalar(name)) for name in node.input]
         if any(value is None for value in given):
-            continue  # an input is not a constant, or is computed later
+            continue  # the value of an input is unknown, or a later node computes it
         with np.errstate(all="ignore"):
             out = _ARITHMETIC[node.op_type](*given)
         nodes.append(node)

@@ -63,8 +63,8 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """Returns a separate cache folder for the proofs. A separate folder keeps dispatch from finding the proofs'
-    library, which has no GEMMs."""
+    """Returns a separate cache folder for the proofs. The proofs build a library without
+    GEMMs, which the kernels' normal dispatch must not find."""
     return cache_folder() / "check"
 
 
@@ -126,7 +126,7 @@ def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "n
     """
     try:
         found = errors()
-    except Exception as error:  # a runtime may raise any exception for a wrong function body
+    except Exception as error:  # a runtime may raise any type of exception if an operator's function body is wrong
         return Proof(what=what, passed=False, detail=one_line(error, 300))
     if not found:
         return Proof(what=what, passed=None, detail=missing)

@@ -21,7 +21,7 @@ def hand_written_errors(library: Library) -> dict[str, float]:
     """Returns the largest ratio of an error to its bound for each kernel of a host library, by dtype and activation. A
     ratio of 1 is the limit.
 
-    For quantization and patches, any difference counts as infinity, because the results have to be exact.
+    The results of quantization and patches have to be exact, so any difference gives a ratio of infinity.
     """
     found = {}
     for dtype in HAND_WRITTEN["gemv"].dtypes:

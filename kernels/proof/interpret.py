@@ -49,7 +49,10 @@ def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dic
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ChildCrashed(f"a kernel failed in the interpreter: {last}; run python {' '.join(command[1:3])} to see it")
+        raise ChildCrashed(
+            f"a kernel failed in Triton's interpreter with the error {last}; to see the whole error, run: python "
+            f"{' '.join(command[1:3])}"
+        )
     return {name: float(value) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
@@ -110,8 +113,8 @@ def gemm(
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that the activation ``act`` passes a NaN on, and that a NaN in a row of ``a`` reaches only the same row of
-    the output."""
+    """Checks that a NaN in a row of ``a`` passes through the activation ``act``, and reaches only the same row of the
+    output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
@@ -146,7 +149,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
     x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
-    else:  # torch converts to float8, because the interpreter's conversion loses carries
+    else:  # torch converts to float8, because the interpreter rounds to float8 incorrectly
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
         sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
         kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
@@ -193,7 +196,7 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     """Runs a convolution with arguments in TensorRT's order: the inputs, the sizes, and the output. Images and weights
     are in ONNX's layout.
 
-    On a ``device`` other than the CPU, the kernel is compiled.
+    On the CPU, the interpreter runs the kernel. On a GPU, Triton compiles the kernel.
     """
     from ..triton import plugin_kernels as triton_plugin
 
@@ -217,8 +220,8 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     tiles = -(-spec.gemm.m // 32) * 2
     kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    # The limit covers fp32 sums and one rounding of the result. The limit for bfloat16 is larger, because the
-    # interpreter truncates to bfloat16 instead of rounding.
+    # The allowed error covers fp32 sums and one rounding of the result. The allowed error of bfloat16 is larger,
+    # because the interpreter truncates to bfloat16 instead of rounding.
     unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
     limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
     return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
@@ -235,8 +238,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is the length of one step plus 16 elements, which keeps the row length a multiple of 16 bytes for
-                # TMA.
+                # K is 16 elements longer than one step. Rows of such a K are multiples of 16 bytes long, as TMA needs.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -22,7 +22,8 @@ from ..onnx.function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
 from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
-TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # The names of output dtypes in tensorrt.
+# Maps an output dtype to its name in tensorrt.
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Plain PTX for sm_80 runs on every later architecture. PTX with wgmma or tensor memory runs on one architecture only.
 PORTABLE_ARCH = 80
 
@@ -57,8 +58,8 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
     if arch < arch_for(function):
         raise UnsupportedHere(
-            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or higher, or don't "
-            "register it, because TensorRT inlines a function without a plugin"
+            f"the function {function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or higher, or "
+            "don't register the function; TensorRT then inlines the function"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -140,7 +141,7 @@ def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) ->
     try:
         import tensorrt.plugin as plugin
     except ImportError as error:
-        raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update it") from error
+        raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update TensorRT") from error
     if not hasattr(plugin, "aot_impl"):
         raise UnsupportedHere(
             "quick plugins of this TensorRT can't hold compiled kernels; update TensorRT to 10.10 or later"

@@ -28,7 +28,7 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 @dataclass(frozen=True, kw_only=True)
 class Match:
     """Describes a fused operation, with its name and its parts. If the operation was verified alone, ``difference`` is
-    its difference from the original."""
+    the difference between the outputs of the fused and the original operation."""
 
     name: str
     operation: str
@@ -49,8 +49,8 @@ class FuseReport:
     """The report of ``fuse``.
 
     ``matches`` lists the fused operations. ``left`` has the name of each unfused layer, with the reason. ``traced``
-    tells whether torch.fx traced the module. ``difference`` is the largest difference, and ``limit`` the allowed
-    difference.
+    tells whether torch.fx traced the module. ``difference`` is the largest difference between the outputs of the fused
+    and the original module, and ``limit`` is the allowed difference.
     """
 
     matches: tuple[Match, ...]
@@ -151,7 +151,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # keeps other unused nodes, because they may write to their inputs
+        for gone in reversed(taken):  # erases only the fused nodes: another unused node may write to its inputs
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -260,7 +260,7 @@ def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:
-        return None  # ``iadd`` writes to the other operand
+        return None  # ``iadd`` writes to its first operand, which is not ``last``
     other = node.args[1] if node.args[0] is last else node.args[0]
     mine, theirs = last.meta.get("tensor_meta"), other.meta.get("tensor_meta") if isinstance(other, fx.Node) else None
     if other is last or mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):

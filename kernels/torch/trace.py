@@ -49,7 +49,8 @@ def adds_in_place(module: nn.Module) -> bool:
     """Tells whether the code of a submodule has operators such as ``x += y``. Also checks the functions that the
     submodule calls in the same file.
 
-    A trace records ``x + y`` instead of ``x += y``, so later nodes would get the unchanged x.
+    torch.fx records ``x += y`` as ``x + y``, which doesn't change x. Later nodes of the graph would read the unchanged
+    x.
     """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 

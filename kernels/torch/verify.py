@@ -56,8 +56,9 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
     for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
         if value.shape != reference.shape or value.dtype != reference.dtype:
             raise GateFailed(
-                f"output {at} of the fused module is {value.dtype} {list(value.shape)} instead of {reference.dtype} "
-                f"{list(reference.shape)}; leave this module unfused and report the error"
+                f"output {at} of the fused module has dtype {value.dtype} and shape {list(value.shape)} instead of "
+                f"dtype {reference.dtype} and shape {list(reference.shape)}; leave this module unfused and report the "
+                "error"
             )
         if not reference.numel():
             continue

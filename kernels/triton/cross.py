@@ -20,9 +20,9 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # The largest allowed number of K elements in a 14-bit sum, as in csrc/cutlass/sm90.cu.
-# ``OPERANDS`` names the kernel arguments that are multiples of 16 when dispatch chooses a large tile. An operand's
-# stride of 1 is not in ``OPERANDS``. ``DIVISIBLE`` adds the pointers to memory that the launch allocates. Row counts,
-# pixel counts and the addresses of the epilogue's operands need not be multiples of 16.
+# ``OPERANDS`` names the kernel arguments that are multiples of 16 when dispatch chooses a large tile. A stride that is
+# always 1 is not in ``OPERANDS``. ``DIVISIBLE`` consists of ``OPERANDS`` and the pointers to memory that the launch
+# allocates. Row counts, pixel counts and the addresses of the epilogue's operands need not be multiples of 16.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -70,14 +70,16 @@ def compile_config(
 
     ``epilogue`` has every operand and fp16 output by default. With ``sums``, compiles the kernel that adds up the
     partial sums of a split-K product. ``aligned`` declares the arguments in ``DIVISIBLE`` to be multiples of 16.
-    Without alignment, Triton loads single elements, which takes more registers than vectors.
+    Without ``aligned``, Triton loads single elements instead of vectors, which takes more registers.
 
     Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
     if not config.supports(dtype, arch):
-        raise UnsupportedHere(f"{config.name} is not shipped for {dtype} on sm_{arch}; see accel kernels list")
+        raise UnsupportedHere(
+            f"the configuration {config.name} is not shipped for {dtype} on sm_{arch}; see accel kernels list"
+        )
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -87,9 +89,9 @@ def compile_config(
     kernel = "sum_parts" if sums else config.kernel
     function = getattr(triton_kernels, kernel)
     constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
-    divisible = (
-        DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE
-    )  # TMA needs row lengths in multiples of 16 bytes, so K isn't always a multiple of 16 elements
+    # TMA needs rows whose length is a multiple of 16 bytes. A row of 8 fp16 elements has 16 bytes, so K need not be a
+    # multiple of 16 elements.
+    divisible = DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE
     if not aligned:
         divisible = frozenset()
         constants = {name: value for name, value in constants.items() if not name.startswith("stride_")}
@@ -101,7 +103,7 @@ def compile_config(
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if not sums:  # ``sum_parts`` uses the compiler's defaults
+    if not sums:  # ``sum_parts`` is compiled with Triton's default options
         options |= {"num_warps": config.warps, "num_stages": config.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(made.asm["cubin"])

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels with tensors. The same code launches them on a GPU and in Triton's interpreter."""
+"""Launches the Triton kernels with tensors. The same code works on a GPU and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def geometry(spec: ConvSpec) -> dict[str, int]:
 
 
 def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows. Returns the values in the dtype ``dtype`` and the scales in fp32."""
+    """Quantizes the rows of ``x`` to ``dtype``. Returns the quantized matrix, and the rows' scales in fp32."""
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     config = row_config(x.shape[1], dtype)

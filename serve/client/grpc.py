@@ -199,7 +199,7 @@ class InferenceClient:
         """Reads image files with ``ImageInput``, and sends each file as one sample. The docstring of ``infer_many``
         explains ``batch``.
 
-        With ``classes=None``, requests three classes if the model's only output holds scores for each image.
+        With ``classes=None``, requests the top three classes if the model has a single output with one score per class.
         """
         from .images import image_input
 
@@ -232,10 +232,11 @@ class InferenceClient:
         *,
         add_batch: bool = False,
     ) -> Inference:
-        """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
+        """Sends one request per batch and joins the outputs. Each of ``batches`` has feeds and the number of
+        samples."""
         found: list[Inference] = []
         done = 0
-        # The progress text has no count of sent samples, because a log prints only the first text.
+        # The progress text doesn't count the sent samples, because a log would show only the first count.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -250,7 +251,8 @@ class InferenceClient:
             }
         except ValueError:
             raise BadData(
-                f"the outputs of '{metadata.name}' differ in shape between the {what}; send {what} of equal shape"
+                f"model '{metadata.name}' gave outputs of different shapes for different {what}; send {what} of equal "
+                "shape"
             ) from None
         return replace(first, outputs=joined, requests=len(found))
 
@@ -326,8 +328,8 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
                 raise BadData(
-                    f"input '{tensor.name}' is {value.dtype}, but the model takes {tensor.datatype}; save it as "
-                    f"{tensor.datatype}"
+                    f"input '{tensor.name}' has dtype {value.dtype}, but the model takes {tensor.datatype}; save the "
+                    f"array as {tensor.datatype}"
                 )
             if value.dtype.kind in "iub" and not np.array_equal(cast.astype(value.dtype), value):
                 raise BadData(
@@ -337,7 +339,7 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
         found[tensor.name] = value
     if not found:
         names = ", ".join(tensor.name for tensor in metadata.inputs)
-        raise BadData(f"none of {', '.join(feeds) or 'no arrays'} is an input of the model; it takes: {names}")
+        raise BadData(f"the model takes the inputs {names}, but got {', '.join(feeds) or 'no arrays'}")
     return found
 
 
@@ -361,7 +363,7 @@ def _pem(path: Path, option: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise BadData(f"can't read {path}: {error.strerror}; check {option}") from None
+        raise BadData(f"can't read the file {path}: {error.strerror}; check {option}") from None
 
 
 def read_inputs(path: Path) -> dict[str, np.ndarray]:
@@ -377,7 +379,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         if path.suffix == ".json":
             body = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(body, dict):
-                raise BadData(f"{path} has to be an object with one list for each input")
+                raise BadData(f"the file {path} has to be a JSON object with one list for each input")
             for name, values in body.items():
                 yield name, np.asarray(values)
             return
@@ -385,9 +387,9 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(f"{path} is a single array; save one array for each input with numpy.savez")
+                raise BadData(f"the file {path} is a single array; save one array for each input with numpy.savez")
             with archive:
                 for name in archive.files:
                     yield name, archive[name]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadData(f"can't read {path} ({one_line(error, 120)}); give .npz or .json") from None
+        raise BadData(f"can't read the file {path} ({one_line(error, 120)}); give .npz or .json") from None

@@ -47,8 +47,9 @@ class ImageInput:
     """Describes the image that a model takes.
 
     ``height`` and ``width`` are in pixels, or None if the model takes any size. ``channels_first`` is True for NCHW and
-    False for NHWC. ``batched`` is True if the first dim is the batch. ``mean`` and ``std`` hold one number, or one
-    number per channel, for pixel values from 0 to 1.
+    False for NHWC. ``batched`` is True if the first dim is the batch. If the model takes floats, pixels are scaled to
+    values from 0 to 1, then normalized by ``mean`` and ``std``. ``mean`` and ``std`` hold one number, or one number per
+    channel.
     """
 
     name: str
@@ -62,8 +63,8 @@ class ImageInput:
     std: tuple[float, ...] = ()
 
     def read(self, path: Path) -> np.ndarray:
-        """Returns one image in the size, layout and dtype of this input, without a batch dim. Raises ``BadData`` if the
-        file can't be read."""
+        """Reads the image in ``path``. Returns the pixels in the size, layout and dtype that the model takes, without a
+        batch dim. Raises ``BadData`` if the file can't be read."""
         pixels = np.asarray(self._decoded(path))
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
@@ -110,16 +111,18 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' doesn't take one image ({', '.join(_KINDS)}) with 1, 3 or 4 channels as its "
-            f"first or last dim, but takes {given}; send arrays as .npz"
+            f"model '{metadata.name}' takes {given}, but images need a model with a single input of 1, 3 or 4 channels "
+            f"(first or last dim) and a dtype of {', '.join(_KINDS)}; send arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])
     for option, values in (("the mean of --normalize", mean), ("the deviation of --normalize", std)):
         if values and tensor.datatype == "UINT8":
-            raise BadData(f"{option} is for models that take floats; '{metadata.name}' takes UINT8 pixels")
+            raise BadData(f"{option} is for models that take floats, but model '{metadata.name}' takes UINT8 pixels")
         if len(values) not in (0, 1, channels):
-            raise BadData(f"{option} needs one number or one for each of the {channels} channels, got {len(values)}")
+            raise BadData(
+                f"{option} needs 1 number, or {channels} numbers for {channels} channels, but has {len(values)}"
+            )
     if any(value <= 0 for value in std):
         raise BadData("the deviation of --normalize has to be above 0 for every channel")
     return ImageInput(

@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a thread that reads a stream doesn't run the requests itself
+            inline=call.single,  # a thread that reads a stream leaves the requests to other threads
         ),
         call.parameters,
     )
@@ -98,7 +98,7 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """Returns the reply to ``call``. Outputs are classified or written to shared memory if ``call`` requests it."""
+    """Returns the reply to ``call``. Classifies outputs or writes outputs to shared memory if ``call`` says so."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

@@ -2,7 +2,7 @@
 are not commands.
 
 A server may consist of several processes, and each command has to run in every process. A process sends a command to
-another process as a ``Command``, which has the name of a method of ``Control`` and its arguments.
+another process as a ``Command``. A ``Command`` holds a method's name and the method's arguments.
 """
 
 from __future__ import annotations

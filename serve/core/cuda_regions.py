@@ -1,6 +1,6 @@
 """Implements CUDA shared memory, which is GPU memory that a client allocated and shares through a CUDA IPC handle.
 
-The server copies tensors between this memory and numpy arrays, because sessions take and return numpy arrays.
+The server copies tensors between the shared GPU memory and numpy arrays, because sessions take and return numpy arrays.
 """
 
 from __future__ import annotations

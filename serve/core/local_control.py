@@ -66,7 +66,8 @@ class LocalControl:
         return [(model.name, model.version, model.statistics()) for model in models]
 
     def statistics_of(self, versions: Collection[tuple[str, str]]) -> list[StatisticsRow]:
-        """Returns the statistics of the ``versions`` (name and version) that this process has loaded."""
+        """Returns the statistics of each version in ``versions`` that this process has loaded. ``versions`` holds pairs
+        of a model's name and a version."""
         return self.statistics([m for m in self._repository.models() if (m.name, m.version) in versions])
 
     def commands(self) -> list[Command]:

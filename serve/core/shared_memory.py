@@ -225,8 +225,8 @@ def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
         if size < offset + byte_size:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"failed to register shared memory region '{name}': '{key}' has {size} bytes, "
-                f"offset {offset} and byte_size {byte_size} need {offset + byte_size}",
+                f"failed to register shared memory region '{name}': the shared memory '{key}' has {size} bytes, but "
+                f"offset {offset} and byte_size {byte_size} need {offset + byte_size} bytes",
             )
     except BaseException:
         os.close(file)

@@ -1,9 +1,9 @@
 """Records OpenTelemetry traces of requests and sends them to an OTLP endpoint.
 
-A trace shows where one request spent its time. A span or attribute that Triton has too gets Triton's name. The spans of
-a request are created after the request is answered. The durations of the spans are equal to the durations in the
-statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans of a request form
-this tree:
+A trace shows where one request spent its time. Spans and attributes have the same names as in Triton, if Triton has
+them. The spans of a request are created after the request is answered. The durations of the spans are equal to the
+durations in the statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans
+of a request form this tree:
 
     InferRequest                 from the transport's call to the last response
     └── <model>                  in the model's executor; an ensemble's span has one child span for each step
@@ -57,8 +57,8 @@ class Tracing:
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """Calls ``take(call, reply)`` and returns its ticket. Traces the request if the trace settings select the
-        request. Raises the errors of ``take``."""
+        """Calls ``take(call, reply)`` and returns the ticket of the request. Traces the request if the trace settings
+        select the request. Raises the errors of ``take``."""
         # As in Triton, a request that comes with a trace context is always traced while tracing is on.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)

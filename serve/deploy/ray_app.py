@@ -58,7 +58,7 @@ class _Context:
         return [] if self._context is None else list(self._context.invocation_metadata())
 
     def time_remaining(self) -> None:
-        """Returns None, because Ray itself ends a call that takes too long."""
+        """Returns None for no time limit, because Ray itself ends a call that takes too long."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002 - Ray reports no disconnects
         return True
@@ -78,7 +78,8 @@ class Replica:
         self._server = ServeOptions.from_text(options).open_server()
         self._server.repository.start()
         self._methods = unary_methods(self._server)
-        # Ray runs a replica's methods on a single event loop, so the threads of this pool wait for the models.
+        # Ray runs a replica's methods on a single event loop. The pool's threads wait for the models, so that the event
+        # loop is never blocked.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="accel-ray")
 
     async def _call(self, name: str, message: bytes, context: Any) -> Any:

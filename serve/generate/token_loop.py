@@ -2,13 +2,16 @@
 
 Parameters of ``config.pbtxt`` declare the loop:
 
-``stream_tokens``: the input for the tokens, of shape (rows, length), or (rows, 1) for one token at a time.
-``stream_logits``: the output with the logits, of shape (rows, vocabulary) or (rows, length, vocabulary).
-``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
-``stream_mask``: the input for the attention mask, of shape (rows, number of tokens so far). The mask is all ones.
-``stream_positions``: the input for the positions of the tokens, of shape (rows, length).
-``stream_end``: the token that ends a row.
-``stream_steps``: the maximum number of generated tokens, 256 by default.
+- ``stream_tokens`` names the input that gets the tokens. The input has the shape (rows, length), or (rows, 1) if the
+  model takes one token at a time.
+- ``stream_logits`` names the output with the logits. The output has the shape (rows, vocabulary) or (rows, length,
+  vocabulary).
+- ``stream_state.OUT`` names the input that gets the output OUT of the previous step, such as a KV cache.
+- ``stream_mask`` names the input that gets the attention mask, which has the shape (rows, number of tokens so far). The
+  mask is all ones.
+- ``stream_positions`` names the input that gets the positions of the tokens. The input has the shape (rows, length).
+- ``stream_end`` is the token that ends a row.
+- ``stream_steps`` is the maximum number of generated tokens, 256 by default.
 
 The server creates the states, the mask and the positions, and clients send the remaining inputs. At each step, a model
 without states gets all tokens so far. The next token is the token with the largest logit. For each step, clients get a
@@ -77,14 +80,14 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
 
     if not decoupled:
         if options:
-            raise refused(f"{min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
+            raise refused(f"the parameter {min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
         return None
     if unknown := [key for key in options if key not in _KEYS and not key.startswith(_STATE)]:
-        raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
+        raise refused(f"unknown parameter {unknown[0]}; the known parameters are {', '.join(_KEYS)} and {_STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
             f"a decoupled model needs a token loop, and the parameter {missing[0]} is missing; name the loop's "
-            f"input and output with {' and '.join(_KEYS[:2])}, or take model_transaction_policy out"
+            f"input and output with {' and '.join(_KEYS[:2])}, or remove model_transaction_policy"
         )
     inputs = {spec.name: spec for spec in signature.inputs}
     outputs = {spec.name: spec for spec in signature.outputs}
@@ -92,7 +95,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
     for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
-            raise refused(f"{key} names the input '{to}', but the model has: {', '.join(inputs)}")
+            raise refused(f"the parameter {key} names the input '{to}', but the model has: {', '.join(inputs)}")
     for out in (options["stream_logits"], *states):
         if out not in outputs:
             raise refused(f"the stream_* parameters name the output '{out}', but the model has: {', '.join(outputs)}")
@@ -104,13 +107,16 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
             raise refused(f"the inputs of the stream have to be integers of shape (rows, length), not {spec}")
     if len(logits.shape) not in (2, 3):
-        raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), not {logits}")
+        raise refused(
+            "the output of stream_logits has to be of shape (rows, vocabulary) or (rows, length, vocabulary), not "
+            f"{logits}"
+        )
     if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
         raise refused(f"the length of stream_tokens has to be dynamic or 1; the input is {tokens}")
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
-            f"{tokens} takes one token at a time, so the stream needs its state; add the parameter {_STATE}OUTPUT with "
-            "the name of the state's input"
+            f"the input {tokens} takes one token at a time, so the stream needs the model's state; add the parameter "
+            f"{_STATE}OUTPUT with the name of the state's input"
         )
     return TokenLoop(
         tokens=tokens.name,

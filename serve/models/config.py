@@ -23,8 +23,8 @@ from .sequence_config import sequence_batching
 # the class at run time.
 ModelConfig = Any
 
-# Maps each kind of model to Triton's names for its platform and its backend. A kind that is missing here uses its own
-# name as platform and as backend.
+# Maps each kind of model to Triton's names for its platform and its backend. A kind that is missing in ``PLATFORMS``
+# uses its own name as the platform and as the backend.
 PLATFORMS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
@@ -33,7 +33,8 @@ PLATFORMS = {
 }
 # accel's own options are entries of the config's ``parameters``, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # "cost" (the default) forms the cheapest batches, "none" keeps arrival order
+# The value "cost" (the default) forms the cheapest batches. The value "none" batches requests in the order of arrival.
+LENGTH_GROUPING = "length_grouping"
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -45,7 +46,7 @@ def parse(text: str, where: str) -> ModelConfig:
     message."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
-        raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
+        raise BadRepository(f"the config {where} is larger than {_MAX_CONFIG} bytes; a valid config has a few lines")
     try:
         text_format.Parse(text, config, descriptor_pool=proto.POOL)
     except (text_format.ParseError, RecursionError) as error:
@@ -89,14 +90,14 @@ def complete(
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if a model without a configured device runs on a GPU. If ``alone`` is True, the model batches
-    the requests of several callers only if the file enables dynamic batching. Raises ``BadRepository`` if the config
-    contradicts the model.
+    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True, requests of several callers run
+    in separate batches by default. Dynamic batching in the config overrides this default. Raises ``BadRepository`` if
+    the config contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
             f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
-            "take out the field 'name'"
+            "remove the field 'name'"
         )
     config.name = name
     platform, backend = PLATFORMS.get(kind, (kind, kind))
@@ -108,7 +109,7 @@ def complete(
             config.dynamic_batching.SetInParent()
     batching = config.max_batch_size > 0
     if batching and signature.batch_dim is None:
-        raise BadRepository(f"model '{name}' has no dynamic batch dim that its inputs share; set max_batch_size to 0")
+        raise BadRepository(f"the inputs of model '{name}' share no dynamic batch dim; set max_batch_size to 0")
     for role, found, specs in (
         ("input", config.input, signature.inputs),
         ("output", config.output, signature.outputs),
@@ -131,7 +132,7 @@ def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False)
     def spec(tensor: Any) -> TensorSpec:
         if not tensor.data_type or not (tensor.dims or scalars):
             lacks = "dims" if tensor.data_type else "a data_type"
-            raise BadRepository(f"{what}: '{tensor.name}' has to have {lacks}; add it to the config")
+            raise BadRepository(f"{what}: tensor '{tensor.name}' has to have {lacks}; add {lacks} to the config")
         dims: list[Dim] = [BATCH] if config.max_batch_size > 0 else []
         dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
         return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
@@ -153,12 +154,12 @@ def _complete_tensors(
             tensor.data_type = wanted
         elif tensor.data_type != wanted:
             raise BadRepository(
-                f"model '{name}', {role} '{spec.name}': the config says "
+                f"model '{name}', {role} '{spec.name}': the config has the data type "
                 f"{proto.enum_name('DataType', tensor.data_type)}, but the model has "
                 f"{proto.enum_name('DataType', wanted)}"
             )
         if tensor.HasField("reshape"):
-            raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; take it out")
+            raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; remove reshape")
         dims = config_dims(spec, batching)
         if not tensor.dims:
             tensor.dims.extend(dims)
@@ -188,7 +189,8 @@ def config_dtype(spec: TensorSpec) -> int:
     dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
-            f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
+            f"tensor '{spec.name}' has dtype {spec.dtype}, which the Open Inference Protocol lacks; cast the tensor in "
+            "the model"
         )
     return proto.enum_number("DataType", DATATYPES[BY_FIELD[spec.dtype]].config)
 
@@ -217,8 +219,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the smallest and the largest allowed number of rows in a batch. If the signature has accel's default
-    range, a batch of a single row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the batch range is accel's default for
+    an undeclared range, a batch of one row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -252,7 +254,7 @@ def scheduling(
     if largest and not profiles and largest < rows.min:
         raise BadRepository(
             f"model '{name}': max_batch_size {largest} is below {rows.min}, the smallest batch that the model was "
-            f"exported with; raise it, or export the model again with --dim "
+            f"exported with; raise max_batch_size, or export the model again with --dim "
             f"{signature.batch_dim}=1:{rows.opt}:{rows.max}"
         )
     allowed = tuple(range(rows.min, largest + 1, rows.step)) if rows.min > 1 else None
@@ -286,9 +288,8 @@ def scheduling(
     for tensor in config.input:
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
-                f"model '{name}', input '{tensor.name}': an input without a default can't be optional, except the mask "
-                "for batching by length; take optional out, or export the model with an initializer named "
-                f"{tensor.name!r}"
+                f"model '{name}', input '{tensor.name}': an optional input needs a default, or has to be the mask for "
+                f"batching by length; remove optional, or export the model with an initializer named {tensor.name!r}"
             )
     return made
 
@@ -332,9 +333,9 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The config's ``length_dim`` names the dim whose size differs between requests. Without ``length_dim``, a model with
-    a mask uses its only dynamic dim other than the batch. Without a mask, batching by length needs ``length_dim`` or
-    ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
+    The config's ``length_dim`` names the dim whose size differs between requests. If a model with a mask has only one
+    dynamic dim beside the batch dim, this dim is the default of ``length_dim``. Without a mask, batching by length
+    needs ``length_dim`` or ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
@@ -351,7 +352,9 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape == (batch, dim)]
     mask = options.get(LENGTH_MASK) or (masks[0] if masks else None)
     if mask is not None and mask not in {spec.name for spec in signature.inputs}:
-        raise BadRepository(f"model '{config.name}' has no input {mask!r}, which {LENGTH_MASK} names")
+        raise BadRepository(
+            f"model '{config.name}': the parameter {LENGTH_MASK} names the input {mask!r}, which the model lacks"
+        )
     if mask is None and LENGTH_DIM not in options and not ragged:
         return None
     pad: dict[str, float] = {}
@@ -364,14 +367,16 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     outputs = {spec.name: spec.shape.index(dim) for spec in signature.outputs if dim in spec.shape}
     grouping = options.get(LENGTH_GROUPING, "cost")
     if grouping not in ("cost", "none"):
-        raise BadRepository(f"model '{config.name}': {LENGTH_GROUPING} is {grouping!r}; write cost or none")
+        raise BadRepository(
+            f"model '{config.name}': the parameter {LENGTH_GROUPING} is {grouping!r}; write cost or none"
+        )
     return LengthBatching(dim=dim, mask=mask, pad=pad, outputs=outputs, grouped=grouping == "cost")
 
 
 def gives_batch(text: str) -> bool:
     """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size`` to any number, including 0."""
     config = proto.message("ModelConfig")()
-    # The parser keeps the last value of a repeated field, so _NO_BATCH stays only if the file doesn't set
-    # max_batch_size.
+    # If the file sets max_batch_size, the parser replaces _NO_BATCH by the file's value, because the file's value comes
+    # last.
     text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
     return bool(config.max_batch_size != _NO_BATCH)

@@ -34,13 +34,13 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
-            raise refused("the server chooses the optimization profile by the shapes of each batch; take profile out")
+            raise refused("the server chooses the optimization profile by the shapes of each batch; remove profile")
         if group.passive or group.secondary_devices:
-            raise refused("passive instances and secondary_devices are not supported; take both out")
+            raise refused("passive instances and secondary_devices are not supported; remove both")
         if others := [gpu for gpu in group.gpus if gpu != 0]:
             raise refused(f"instances run on the first GPU only; start a server with CUDA_VISIBLE_DEVICES={others[0]}")
         if group.gpus and kind == "KIND_CPU":
-            raise refused("instances of KIND_CPU can't have gpus; take gpus out")
+            raise refused("instances of KIND_CPU can't have gpus; remove gpus")
     if artifact.kind == "engine":
         if kind == "KIND_CPU":
             raise refused("an engine runs on a GPU; write KIND_GPU")
@@ -50,7 +50,9 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     if kind != "KIND_GPU" and not any(group.gpus for group in config.instance_group):
         return None
     if artifact.kind not in _ON_A_GPU:
-        raise refused(f"nothing runs {artifact.kind} models on a GPU here; write KIND_CPU, or serve the model as ONNX")
+        raise refused(
+            f"accel has no GPU runtime for {artifact.kind} models; write KIND_CPU, or serve the model as ONNX"
+        )
     if not has_nvidia_gpu():
         raise refused("the instance_group has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU")
     return _ON_A_GPU[artifact.kind]

@@ -161,7 +161,7 @@ class EnsembleExecutor:
         """Starts the steps that are ready.
 
         If a step's answer comes during the step's ``submit``, this loop starts the next steps after ``submit`` has
-        returned. Starting the next steps later keeps calls of ``submit`` from nesting.
+        returned. Waiting for ``submit`` to return keeps calls of ``submit`` from nesting.
         """
         while True:
             with self._lock:
@@ -296,7 +296,9 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
     made_by: dict[str, str] = {spec.name: "the request" for spec in signature.inputs}
     for step in ensemble.steps:
         if not step.output_map:
-            raise BadConfig(f"ensemble '{name}': step '{step.model}' makes no tensor; map one of its outputs")
+            raise BadConfig(
+                f"ensemble '{name}': step '{step.model}' makes no tensor; map an output of the step to a tensor"
+            )
         for tensor in step.output_map.values():
             if tensor in made_by:
                 raise BadConfig(
@@ -309,7 +311,7 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
             if tensor not in made_by:
                 raise BadConfig(
                     f"ensemble '{name}': step '{step.model}' needs tensor '{tensor}', which no step makes; "
-                    "map an output of a step to it"
+                    "map an output of a step to the tensor"
                 )
     for spec in signature.outputs:
         if spec.name not in made_by:

@@ -34,7 +34,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     if config.name and config.name != name:
         raise BadRepository(
             f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
-            "take out the field 'name'"
+            "remove the field 'name'"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
@@ -44,16 +44,18 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
         "model_transaction_policy": config.model_transaction_policy.decoupled,
     }
     if refused := [field for field, there in given.items() if there]:
-        raise BadRepository(f"ensemble '{name}' can't have {refused[0]}; move it to the configs of its steps")
+        raise BadRepository(
+            f"ensemble '{name}' can't have the field {refused[0]}; move the field to the configs of the steps"
+        )
     config.name, config.platform = name, "ensemble"
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
     for tensor in config.input:
         if tensor.optional:
-            raise BadRepository(f"ensemble '{name}': a step needs the input '{tensor.name}'; take optional out")
+            raise BadRepository(f"ensemble '{name}': a step needs the input '{tensor.name}'; remove optional")
     for tensor in (*config.input, *config.output):
         if tensor.HasField("reshape"):
-            raise BadRepository(f"ensemble '{name}', '{tensor.name}': reshape is not supported; take it out")
+            raise BadRepository(f"ensemble '{name}', '{tensor.name}': reshape is not supported; remove reshape")
     return declared_signature(config, f"ensemble '{name}'", scalars=True)
 
 
@@ -139,8 +141,8 @@ def check_steps(config: ModelConfig, get: Get) -> None:
         source, made = known[tensor]
         if made.datatype != wanted.datatype or not _may_agree(made.shape, wanted.shape):
             raise BadRepository(
-                f"ensemble '{name}', tensor '{tensor}': {source} and {who} {wanted.datatype} "
-                f"{shape_text(wanted.shape)}; make them agree"
+                f"ensemble '{name}' has two types for tensor '{tensor}': {source} and {who} {wanted.datatype} "
+                f"{shape_text(wanted.shape)}; make the types agree"
             )
 
 

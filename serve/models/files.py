@@ -99,7 +99,7 @@ class ModelFolder:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise BadRepository(f"can't read {path}: {error}; write it as UTF-8 text") from None
+            raise BadRepository(f"can't read the config {path}: {error}; write the config as UTF-8 text") from None
 
     def config(self) -> tuple[ModelConfig, bool]:
         """Returns the config as written, and True if the file sets ``max_batch_size``."""
@@ -142,7 +142,7 @@ class ModelFolder:
             looked = named or f"model.onnx, model.xml, model.engine, {PLAN} or model.pt2"
             models = sorted(p.name for p in folder.glob("*") if kind_of(p) or p.suffix == Path(PLAN).suffix)
             there = f"; it has {models[0]}: name it in {CONFIG} as default_model_filename" if models else ""
-            raise BadRepository(f"model '{self.name}' version {version} has no {looked}{there}")
+            raise BadRepository(f"model '{self.name}' version {version} has no file {looked}{there}")
         if path.suffix in (".pt2", ".pt"):
             if not trust.allow_pickle:
                 raise BadRepository(
@@ -157,7 +157,8 @@ class ModelFolder:
         kind = "engine" if path.suffix == Path(PLAN).suffix else kind_of(path)
         if kind is None:
             raise BadRepository(
-                f"model '{self.name}': {path.name} has to end in {', '.join(artifact_suffixes())}, .plan or .pt2"
+                f"model '{self.name}': the file {path.name} has to end in {', '.join(artifact_suffixes())}, .plan or "
+                ".pt2"
             )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
@@ -204,7 +205,8 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
         assert artifact.manifest is not None
         if artifact.hashes() != dict(artifact.manifest.files):
             raise InvalidModel(
-                f"{path} is not the file its manifest describes (its sha256 differs); make it again, or pass --insecure"
+                f"{path} is not the file its manifest describes (its sha256 differs); make the file again, or pass "
+                "--insecure"
             )
         return artifact
     except (InvalidModel, ChainBroken):
@@ -225,8 +227,8 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, so the engine's inputs are unknown; build it again, or write "
-            f"{CONFIG} with its input and output"
+            f"{path} has no valid manifest, so the engine's inputs are unknown; build the engine again, or write "
+            f"{CONFIG} with the engine's input and output"
         )
     companions = KINDS[kind].companions_of(path)
     if kind == "onnx":

@@ -135,8 +135,8 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
     """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
     ranges.
 
-    A model from another source than PyTorch may take negative indices, which count from the end. Unless the model comes
-    from PyTorch, a declared range that begins at 0 also allows the matching negative indices.
+    A model that doesn't come from PyTorch may take negative indices, which count from the end. For such a model, a
+    declared range that begins at 0 also allows the matching negative indices.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
@@ -185,8 +185,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",
-    "model_operations": "build what the model needs into it",
-    "model_repository_agents": "take it out; manifests say which files belong to a model",
+    "model_operations": "build the operations into the model",
+    "model_repository_agents": "remove the agents; manifests tell which files belong to a model",
 }
 
 
@@ -195,7 +195,7 @@ def _supported(config: ModelConfig, name: str) -> None:
         raise BadRepository(f"model '{name}' is Python code, which is not run; export the model instead")
     for given, _ in config.ListFields():
         if given.name in _REFUSED:
-            raise BadRepository(f"model '{name}': {given.name} is not supported; {_REFUSED[given.name]}")
+            raise BadRepository(f"model '{name}': the field {given.name} is not supported; {_REFUSED[given.name]}")
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:

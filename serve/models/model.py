@@ -165,8 +165,8 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since its loading, including refused requests."""
-        # ``own`` subtracts some successes that the executor counts. ``own`` is copied first, so that the executor's
-        # statistics already include every subtracted success.
+        # The recorder subtracts successes that the executor counted wrongly. The recorder is copied first, so that the
+        # executor's statistics already contain every subtracted success.
         with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)

@@ -1,8 +1,8 @@
 """Lets clients leave out an input if the ONNX model has a default for the input. The default is an initializer with the
 name of the input.
 
-Some exporters list every weight as an input, so an input with a default is a constant by default. Clients can send an
-input with a default if ``config.pbtxt`` marks the input as ``optional``.
+Some exporters list every weight as an input. By default, the server therefore treats an input with a default as a
+constant. Clients can send an input with a default if ``config.pbtxt`` marks the input as ``optional``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> 
             )
         if config.max_batch_size and (batch is None or spec.shape[:1] != (batch,)):
             raise BadRepository(
-                f"model '{name}', input '{spec.name}': its first dim is not the batch, so it can't be batched; set "
-                "max_batch_size to 0, or take the input out of the config"
+                f"model '{name}', input '{spec.name}': the input's first dim is not the batch, so requests can't be "
+                "batched; set max_batch_size to 0, or remove the input from the config"
             )
     return replace(artifact, signature=replace(artifact.signature, inputs=(*artifact.signature.inputs, *found)))

@@ -1,4 +1,5 @@
-"""Runs sessions only on the CPU cores that Triton's ``host_policy`` of an instance group selects."""
+"""Runs the sessions of an instance group only on the CPU cores that the group's ``host_policy`` selects, as in
+Triton."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> li
 
 
 class PinnedSession:
-    """A session that is opened and run only on the CPU cores ``cores``. The runtime's threads stay on these cores. On
-    Linux, a new thread inherits the cores of the thread that starts it."""
+    """A session that is opened and run only on the CPU cores ``cores``. The runtime's threads stay on ``cores``,
+    because on Linux a new thread inherits the cores of the thread that starts it."""
 
     def __init__(self, opened: Callable[[], Session], cores: tuple[int, ...]) -> None:
         self._cores = frozenset(cores)

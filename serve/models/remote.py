@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
 ``models/<name>`` is a link to the model's folder in the store. ``store/<digest>/<name>`` is a complete copy of one
-state of the model. ``store/<digest>/files.json`` has the mark of each file, such as its ETag, modification time and
-size.
+state of the model. ``store/<digest>/files.json`` has a mark for each file, such as the file's ETag, modification time
+and size.
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
@@ -41,7 +41,7 @@ _MARKS = (
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The maximum depth of folders below a model. The limit ends the search if a folder contains itself.
+_DEEPEST = 6  # The maximum depth of folders in a model, so that the search of a folder that contains itself ends.
 _KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load the copy.
 _RECORD = "files.json"
 
@@ -110,13 +110,13 @@ class Mirror:
             found = [leaf for leaf, info in self._list(self._start) if _is_folder(info)]
         except Exception as error:
             raise BadRepository(
-                f"can't read {self.address} ({_reason(error)}); check the address and the credentials"
+                f"can't read the repository {self.address} ({_reason(error)}); check the address and the credentials"
             ) from None
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
         if not names:  # during an outage, the listing may be empty, so the local models stay
-            raise BadRepository(f"{self.address} holds no folders of models; check the address")
+            raise BadRepository(f"the address {self.address} holds no folders of models; check the address")
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -132,12 +132,14 @@ class Mirror:
     def _walk(self, address: str, inside: tuple[str, ...]) -> Iterator[tuple[str, _Remote]]:
         if len(inside) > _DEEPEST:
             raise BadRepository(
-                f"{address[:300]} is more than {_DEEPEST} folders below its model; use fewer levels of folders"
+                f"the folder {address[:300]} is more than {_DEEPEST} levels below its model; use fewer levels of "
+                "folders"
             )
         for leaf, info in self._list(address):
             if leaf in ("", ".", "..") or any(c in leaf for c in "/\\\0") or len(leaf) > 255:
                 raise BadRepository(
-                    f"{address[:300]} holds the name {leaf[:100]!r}, which is no plain file name; rename the file"
+                    f"the folder {address[:300]} holds a file {leaf[:100]!r}, which is no plain file name; rename the "
+                    "file"
                 )
             place, name = (*inside, leaf), str(info["name"])
             if _is_folder(info):
@@ -197,7 +199,8 @@ class Mirror:
             self._files.invalidate_cache()
             if _mark(self._files.info(remote.address)) != seen or remote.size not in (None, path.stat().st_size):
                 raise BadRepository(
-                    f"{remote.address} changed while it was downloaded; the next poll or load fetches it again"
+                    f"the remote file {remote.address} changed while it was downloaded; the next poll or load fetches "
+                    "the file again"
                 )
             fetched += path.stat().st_size
         marks = {place: remote.mark for place, remote in wanted.items()}
@@ -254,9 +257,13 @@ def _open(address: str) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
-        raise UnsupportedHere(f"{scheme}:// needs another library: {error}; install it beside fsspec") from None
+        raise UnsupportedHere(
+            f"an address with {scheme}:// needs a library beside fsspec; install the library: {error}"
+        ) from None
     except ValueError as error:
-        raise UnsupportedHere(f"can't open {address}: {error}; use a folder, s3://, gs:// or http(s)://") from None
+        raise UnsupportedHere(
+            f"can't open the address {address}: {error}; use a folder, s3://, gs:// or http(s)://"
+        ) from None
 
 
 def _reason(error: BaseException) -> str:

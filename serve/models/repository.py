@@ -258,7 +258,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Loads the ensembles that lacked a step. Repeats the attempt until no further ensemble can be loaded."""
+        """Tries to load the ensembles that lacked a step, and repeats this until no further ensemble can be loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -344,7 +344,7 @@ class Repository:
             wanted, prints = [], {}
         for version in wanted:
             old = entry.versions.get(version)
-            # An override changes the config while the files stay the same.
+            # A load command may override the config. The files then stay the same, so the override is compared too.
             files = (prints[version], override.SerializeToString() if override is not None else b"")
             if old is not None and old.files == files:
                 made[version] = old

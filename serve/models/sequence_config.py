@@ -25,7 +25,8 @@ _KINDS = {
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# Maps a config field to the dtype of the control's input. The field holds the input's values for false and for true.
+# Maps a config field to the dtype of its two values. A control's input gets the first value for false and the second
+# value for true.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
@@ -41,7 +42,9 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
     if given.iterative_sequence:
         raise _refused(config, "iterative_sequence is not supported; let the client send each step")
     if given.direct.minimum_slot_utilization:
-        raise _refused(config, "minimum_slot_utilization is not supported; use oldest with a preferred_batch_size")
+        raise _refused(
+            config, "minimum_slot_utilization is not supported; use the strategy oldest with a preferred_batch_size"
+        )
     most = given.oldest.max_candidate_sequences
     if most < 0:
         raise _refused(config, f"max_candidate_sequences is {most}; write a number of at least 0")
@@ -55,7 +58,7 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         [control] = entry.control
         kind = _KINDS[type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name]
         if kind in controls or entry.name in controls.values():
-            raise _refused(config, f"the control {kind} or its input '{entry.name}' comes twice; take one out")
+            raise _refused(config, f"the control {kind} or its input '{entry.name}' comes twice; remove one")
         controls[kind] = entry.name
         spec = _there(config, "control input", entry.name, inputs)
         if kind == "CORRID":
@@ -68,7 +71,7 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         spec = _there(config, "state input", state.input_name, inputs)
         out = _there(config, "state output", state.output_name, outputs)
         if state.output_name in states or state.input_name in states.values():
-            raise _refused(config, f"the state '{state.input_name}' comes twice; take one out")
+            raise _refused(config, f"the state '{state.input_name}' comes twice; remove one")
         for one in (spec, out):
             _check_dtype(config, "state", one, state.data_type)
             _check_dims(config, one, state.dims)
@@ -102,7 +105,8 @@ def _check_dtype(config: Any, role: str, spec: TensorSpec, number: int) -> None:
     if number and said != BY_FIELD.get(spec.dtype):
         raise _refused(
             config,
-            f"the {role} '{spec.name}' is {said} in the config and {spec.dtype} in the model; correct the config",
+            f"the {role} '{spec.name}' has dtype {said} in the config and {spec.dtype} in the model; correct the "
+            "config",
         )
 
 
@@ -134,7 +138,9 @@ def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple
     [(field, (false, true))] = found
     if spec.dtype != _VALUES[field]:
         right = next((name for name, dtype in _VALUES.items() if dtype == spec.dtype), "another input")
-        raise _refused(config, f"control {kind} has {field}, but the input '{spec.name}' is {spec.dtype}; use {right}")
+        raise _refused(
+            config, f"control {kind} has {field}, but the input '{spec.name}' has dtype {spec.dtype}; use {right}"
+        )
     return false, true
 
 
@@ -163,9 +169,11 @@ def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> 
         try:
             raw = (folder / INITIAL_STATES / name).read_bytes()
         except OSError as error:
-            raise _refused(config, f"can't read {source} ({error.strerror}); put it into the model's folder") from None
+            raise _refused(
+                config, f"can't read the file {source} ({error.strerror}); put the file into the model's folder"
+            ) from None
     try:
         found = decode_raw(spec.name, kind.name, dims, raw, config.name)
         return to_strings(spec.name, found, config.name) if kind.name == "BYTES" else found
     except ServeError as error:
-        raise _refused(config, f"{source} is not the state '{spec.name}': {error}") from None
+        raise _refused(config, f"the data in {source} doesn't fit the state '{spec.name}': {error}") from None

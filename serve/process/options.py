@@ -1,5 +1,5 @@
-"""Defines ``ServeOptions``, which holds all options of ``accel serve``. The serving processes get this object as
-JSON."""
+"""Defines ``ServeOptions``, which holds all options of ``accel serve``. The serving processes get the ``ServeOptions``
+as JSON."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # If a model hangs, the limit keeps some threads free for the other models.
+            # The limit for one model leaves some threads to the other models, even if the model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 

@@ -1,8 +1,8 @@
 """Connects the processes of one server. Runs each command in all processes, and sums the statistics of all processes.
 
-The kernel chooses the process that a client is connected to. Each process listens on a socket in a private folder. The
-process that gets a client's command forwards the command to all other processes. A restarted process asks another
-process for the commands that came before the restart.
+The operating system chooses the process that gets a client's connection. Each process listens on a socket in a private
+folder. The process that gets a client's command forwards the command to all other processes. A restarted process asks
+another process for the commands that came before the restart.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. After a timeout, a
-# process has only _SILENT_PATIENCE seconds for each answer, until it answers in time. The short limit keeps a stopped
-# process from delaying every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. A process that missed
+# this limit has only _SILENT_PATIENCE seconds for each later answer, until an answer comes in time. The short limit
+# keeps a stopped process from delaying every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # The maximum number of seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0
@@ -103,7 +103,8 @@ class Peers:
             ]
         if failed:
             raise ServeError(
-                Code.INTERNAL, f"{command.name} worked in one process and not in another: {'; '.join(failed)}"
+                Code.INTERNAL,
+                f"the command {command.name} succeeded in one process, but failed in: {'; '.join(failed)}",
             )
 
     @contextlib.contextmanager
@@ -137,7 +138,7 @@ class Peers:
     def catch_up(self) -> None:
         """Asks another process for all commands that the server ran before this process started. Runs the commands in
         this process."""
-        with self._turn(_LOAD_PATIENCE):  # under the lock, no command changes the other processes
+        with self._turn(_LOAD_PATIENCE):  # while the lock is held, no process runs a command
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":
                     continue

@@ -134,7 +134,7 @@ class ServingProcess:
         self._peers.listen()
         self.server.processes = self._peers
         self._peers.catch_up()
-        self._listen()  # opens the ports last, so that clients reach the other processes in the meantime
+        self._listen()  # opens the ports last, so that clients reach only processes that are ready
         return self.ports
 
     def _listen(self) -> None:

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 class StopRequest:
     """A request to the main thread to stop.
 
-    A ``threading.Event`` could deadlock, because its lock isn't reentrant. A signal handler may run while the main
-    thread holds the lock inside ``wait``. ``SimpleQueue.put`` is reentrant.
+    A signal handler may run at any moment, even inside the main thread's ``wait``. With a ``threading.Event``, the
+    handler could then deadlock on the event's lock. ``SimpleQueue.put`` is reentrant, so ``put`` never deadlocks.
     """
 
     def __init__(self) -> None:

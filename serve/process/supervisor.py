@@ -1,8 +1,8 @@
 """Starts one or several serving processes on one port, restarts a process that crashes, and ends all processes
 together.
 
-Each process has its own interpreter and its own share of the cores. The kernel spreads the connections over the
-processes (SO_REUSEPORT). A crash loses only the requests of the crashed process.
+Each process has its own interpreter and its own share of the cores. The operating system spreads the connections over
+the processes (SO_REUSEPORT). A crash loses only the requests of the crashed process.
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ class Supervisor:
     def _died(self, index: int, running: _Running, code: int) -> float:
         """Logs that a process died, and returns the number of seconds until the restart.
 
-        Before any process has served, raises ``BadRepository`` if the dead process reports a reason or has died too
-        often. After any process has served, a dead process is always restarted, because a missing file may come back.
+        While no process has served yet, raises ``BadRepository`` if the dead process reports a reason or has died too
+        often. Once a process has served, the supervisor always restarts a dead process, because a missing file may come
+        back.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

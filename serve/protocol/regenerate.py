@@ -15,7 +15,7 @@ def main() -> None:
 
     folder = Path(__file__).parent
     files = descriptor_pb2.FileDescriptorSet()
-    for module in (model_config_pb2, service_pb2):  # each file follows the files that it imports
+    for module in (model_config_pb2, service_pb2):  # service_pb2 imports model_config_pb2
         files.file.append(descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb))
     (folder / "inference.binpb").write_bytes(files.SerializeToString(deterministic=True))
     for file in files.file:

@@ -151,9 +151,11 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
     try:
         wide = np.asarray(values)
         if wide.ndim != 1:
-            raise invalid(f"the values of input '{name}' for model '{model}' have to be one flat list")
+            raise invalid(f"the values of input '{name}' for model '{model}' have to be a flat list")
         if kind.numpy.kind in "iub" and count and wide.dtype.kind not in "iub" and not _integers(values):
-            raise invalid(f"input '{name}' for model '{model}' is {datatype}, but its values are {wide.dtype}")
+            raise invalid(
+                f"input '{name}' for model '{model}' has datatype {datatype}, but values of dtype {wide.dtype}"
+            )
         found = np.array(values, dtype=kind.numpy)
     except (ValueError, TypeError, OverflowError) as error:
         raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None
@@ -168,8 +170,8 @@ def _integers(values: Sequence[Any]) -> bool:
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
     """Returns the raw contents of ``array``. The raw contents of a ``BYTES`` array are its encoded elements, one after
-    the other. For another datatype, returns a view of the array's memory, or of a copy if the array is not
-    contiguous."""
+    the other. For any other datatype, returns a view of the array's memory. If the array is not contiguous, returns a
+    view of a copy."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():

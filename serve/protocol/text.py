@@ -54,7 +54,7 @@ def _message(message: Any, package: str) -> Iterator[str]:
         if nested.name not in maps:
             yield from _inside(_message(nested, package))
     if message.extension or message.extension_range:
-        raise ValueError(f"{message.name} has extensions, which proto3 does not allow")
+        raise ValueError(f"the message {message.name} has extensions, which proto3 does not allow")
     for reserved in message.reserved_range:
         last = reserved.end - 1
         yield f"  reserved {reserved.start};" if reserved.start == last else f"  reserved {reserved.start} to {last};"
@@ -120,6 +120,6 @@ def _service(service: Any, package: str) -> Iterator[str]:
         gives = f"{'stream ' if method.server_streaming else ''}{response}"
         if method.options.ListFields():
             raise ValueError(f"{method.name} has options")
-        end = " {}" if method.HasField("options") else ";"  # "{}" sets empty options, and ";" sets no options
+        end = " {}" if method.HasField("options") else ";"  # "{}" stands for empty options
         yield f"  rpc {method.name}({takes}) returns ({gives}){end}"
     yield "}"

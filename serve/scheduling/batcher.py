@@ -3,12 +3,15 @@
 The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size.
 
-If the first candidates together have a preferred number of rows, these candidates become a batch at once. If several
-preferred numbers fit, the largest one is used. In all other cases, the candidates become a batch when no further
-request fits or the oldest candidate has waited ``max_delay_us``. A request with its own limit (queue timeout, deadline)
-waits for at most half of that limit. The other half of the limit is left for the run. If the model takes only certain
-batch sizes, the batch is cut to the largest allowed size that its requests fill exactly. If the cut would leave out
-more than half of the rows, copies of the last row pad the batch to the next allowed size.
+If the first candidates together have a preferred number of rows, these candidates become a batch at once. If the
+candidates can reach several preferred numbers, the batch has the largest of these numbers. In all other cases, the
+candidates become a batch when no further request fits or the oldest candidate has waited ``max_delay_us``. A request
+with a queue timeout or a deadline spends at most half of the allowed time waiting, so that the other half is left for
+the run.
+
+If the model takes only certain batch sizes, the batch keeps as many of its first requests as add up exactly to an
+allowed size. If the batch would lose more than half of its rows, the batch keeps all requests, and copies of the last
+row pad the batch to the next allowed size.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Batching(Protocol):
 
     def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
         """Returns the batch that an idle instance runs at ``now``, or the time until which the instance waits. Changes
-        nothing. ``hurry`` means that no further request will come."""
+        nothing. ``hurry`` is True if no further request will come."""
         ...
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
@@ -69,8 +72,8 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Returns two counts along the variable dim of one run: the padding positions, and the positions that callers
-        sent."""
+        """Returns the number of padding positions in one run, and the number of positions that callers sent. Positions
+        are counted along the dim that differs between requests."""
         ...
 
 
@@ -93,7 +96,8 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # Rows are padded to an allowed size. The size of each remaining dim has to be a multiple of the dim's step.
+        # The server pads the batch dim to an allowed size. The size of any other dim has to be a multiple of the dim's
+        # step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs
@@ -110,8 +114,8 @@ class RowBatching:
             size = request.inputs[name].shape[axis] if name in request.inputs else 0
             if size % sizes.step:
                 raise invalid(
-                    f"input '{name}' has {dim} {size}, but model '{self.name}' takes multiples of {sizes.step}; pad or "
-                    f"cut it to {sizes.beside(size)}"
+                    f"input '{name}' has the size {size} in dim '{dim}', but model '{self.name}' takes multiples of "
+                    f"{sizes.step}; pad or cut the dim to {sizes.beside(size)}"
                 )
         if not self.batched:
             return 1
@@ -197,7 +201,8 @@ class RowBatching:
         return entry.arrived + min(bounds * self._delay, slack)
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
-        """Cuts ``found`` to an allowed batch size if the cut keeps at least half of the rows."""
+        """Returns the first requests of ``found`` that add up to an allowed batch size. Returns all requests if fewer
+        than half of the rows would be left."""
         if not self.sizes and self._fitting is None:
             return found
         whole = totals[len(found) - 1]

@@ -28,8 +28,8 @@ _MOST_RUNS = 10
 class CostTable:
     """``seconds[i][j]`` is the duration of one run of ``rows[i]`` rows padded to ``lengths[j]``.
 
-    Values between the measured rows and lengths are interpolated. Values beyond the largest measured sizes grow in
-    proportion.
+    Values between the measured rows and lengths are interpolated. Beyond the largest measured sizes, the duration grows
+    in proportion to the size.
     """
 
     rows: tuple[int, ...]
@@ -45,13 +45,14 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more than a larger input. If the smaller input was measured as slower, both get
-        # the time of the larger input, because noise only lengthens a run.
+        # A smaller input never costs more than a larger input. If the measurements contradict this rule, the smaller
+        # input gets the time of the larger input, because noise only lengthens a run.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 
     def by_rows(self, length: int, most: int) -> np.ndarray:
-        """Returns an array of ``most + 1`` times. Element n is the seconds of a run of n rows padded to ``length``."""
+        """Returns an array of ``most + 1`` times in seconds. Element n is the time of a run of n rows padded to
+        ``length``."""
         beyond = max(1.0, length / self.lengths[-1])
         at_length = np.array([np.interp(length, self.lengths, row) for row in self._table]) * beyond
         n = np.arange(most + 1)

@@ -29,7 +29,7 @@ class DecoupledExecutor(QueuedExecutor):
     """Runs each request alone. Sends each yielded response at once, then a final response without outputs, as Triton
     does.
 
-    If a request is canceled during the stream, the next and last response is CANCELLED.
+    If a request is canceled during the stream, the stream ends with the error CANCELLED.
     """
 
     def _cancel(self, entry: Entry) -> None:

@@ -60,8 +60,8 @@ def make_executor(
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
-        # A stream of responses takes long, so streams are never batched. A stream runs on an instance's thread, so that
-        # the caller's thread can still cancel the stream.
+        # Requests for streams are never batched, because a stream takes long. A stream runs on an instance's thread, so
+        # that the caller's thread can still cancel the stream.
         scheduling = replace(scheduling, dynamic=False, eager=False)
     if scheduling.sequence is not None and scheduling.max_batch_size:
         scheduling = replace(scheduling, dynamic=True)  # batches steps of different sequences, as Triton does
@@ -130,9 +130,9 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
 
     for field in ("max_batch_size", "max_delay_us", "priority_levels", "queue_rows", "queue_bytes"):
         if getattr(scheduling, field) < 0:
-            raise refuse(f"{field} is negative; write 0 or more")
+            raise refuse(f"the option {field} is negative; write 0 or more")
     if scheduling.instances < 1:
-        raise refuse(f"instances is {scheduling.instances}; write at least 1")
+        raise refuse(f"the number of instances is {scheduling.instances}; write at least 1")
     if scheduling.dynamic and scheduling.max_batch_size < 1:
         raise refuse("dynamic batching needs a max_batch_size of at least 1; set max_batch_size")
     for size in scheduling.preferred:
@@ -142,7 +142,7 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
         if not any(1 <= size <= scheduling.max_batch_size for size in scheduling.allowed):
             raise refuse(f"max_batch_size is below all allowed batch sizes {scheduling.allowed}; raise max_batch_size")
         if any(size < 1 for size in scheduling.allowed):
-            raise refuse(f"one of the allowed batch sizes {scheduling.allowed} is below 1; take it out")
+            raise refuse(f"one of the allowed batch sizes {scheduling.allowed} is below 1; remove this size")
     levels = scheduling.priority_levels
     if levels > _MOST_LEVELS:
         raise refuse(f"{levels} priority levels are too many; write at most {_MOST_LEVELS}")
@@ -152,17 +152,19 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
         raise refuse("preserve_ordering and several priority levels contradict each other; choose one")
     for level, policy in scheduling.policies.items():
         if not 1 <= level <= levels:
-            raise refuse(f"there is a queue policy for level {level}, but the levels are 1 to {levels}; remove it")
+            raise refuse(
+                f"there is a queue policy for level {level}, but the levels are 1 to {levels}; remove the policy"
+            )
         _check_policy(policy, refuse)
     _check_policy(scheduling.default_policy, refuse)
     if scheduling.sequence is not None:
         check_sequence(signature, scheduling.sequence, name=name)
     for other in ("sequence", "response_cache", "preserve_ordering", "lengths"):
         if scheduling.decoupled and getattr(scheduling, other):
-            raise refuse(f"a decoupled model can't have {other} too; take one out")
+            raise refuse(f"decoupled and {other} exclude each other; remove one of them")
     for other in ("response_cache", "preserve_ordering", "lengths"):
         if scheduling.sequence is not None and getattr(scheduling, other):
-            raise refuse(f"a model with sequences can't have {other} too; take one out")
+            raise refuse(f"sequence batching and {other} exclude each other; remove one of them")
     if scheduling.lengths is not None:
         check_lengths(signature, scheduling, scheduling.lengths, name=name)
     if scheduling.max_batch_size:

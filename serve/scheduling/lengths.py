@@ -10,10 +10,10 @@ are late.
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
-Without ``eager``, an idle instance waits until the requests fill a batch, or until the latest start time at which no
-request is late. The latest start time is computed as if all batches ran one after the other. Without ``eager``, a
-request is late if its answer comes after the delay bound. If a run takes more than half of the delay bound, only the
-start counts: its requests are late if the run begins after half of the delay bound.
+Without ``eager``, an idle instance waits until the requests fill a batch, or until the last moment at which the
+instance can start without making a request late. The last moment to start is computed as if all batches ran one after
+the other. Without ``eager``, a request is late if its answer comes after the delay bound. If a run takes more than half
+of the delay bound, the requests of the run are late if the run begins after half of the delay bound.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# The number of waiting requests that are cut into batches at once is limited, because the queue's lock is held during
-# the cut. The limit is at least twice the largest batch size.
+# Limits how many waiting requests are divided into batches at once, because the queue's lock is held in the meantime.
+# If twice the largest batch size is above _WINDOW, the limit is twice the largest batch size.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. A late request runs first after waiting for _PATIENCE
-# delay bounds, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. But a request that has waited for _PATIENCE delay bounds,
+# or for half of its timeout or deadline, runs first.
 _PATIENCE = 3
 
 
@@ -131,8 +131,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # The best cut never takes longer than running each request alone. No cut is computed while enough time is
-            # left to run each request alone.
+            # The best batches never take longer than running each request alone. While enough time is left to run each
+            # request alone, the best batches are not computed.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -269,7 +269,9 @@ class LengthBatchingRows(RowBatching):
         for name, value in outputs.items():
             for axis in self._cut_axes.get(name, ()):
                 if axis >= value.ndim or value.shape[axis] != longest:
-                    raise NotBatched(f"output '{name}' has shape {list(value.shape)}; axis {axis} has to be {longest}")
+                    raise NotBatched(
+                        f"output '{name}' has shape {list(value.shape)}; axis {axis} has to have the size {longest}"
+                    )
         return [
             {name: value[self._own(name, length)] for name, value in part.items()}
             for part, length in zip(parts, lengths, strict=True)
@@ -292,7 +294,7 @@ def _axes(shape: Sequence[int | str], dim: str) -> tuple[int, ...]:
 def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str) -> None:
     """Raises ``BadConfig`` if ``options`` don't fit the model or its scheduling."""
     if not scheduling.dynamic:
-        raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set dynamic too")
+        raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set the option dynamic")
     if options.dim not in signature.dims or options.dim == signature.batch_dim:
         others = ", ".join(dim for dim in signature.dims if dim != signature.batch_dim) or "none"
         raise BadConfig(f"model '{name}' has no dim '{options.dim}' to batch by length; it has: {others}")
@@ -305,7 +307,7 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
         for size in inputs[options.mask].shape[1:]:
             if isinstance(size, str) and size != options.dim:
                 raise BadConfig(
-                    f"model '{name}': the server can't make the mask {inputs[options.mask]}; let clients send it"
+                    f"model '{name}': the server can't make the mask {inputs[options.mask]}; let clients send the mask"
                 )
     for what, names, known in (
         ("padding", options.pad, set(inputs)),
@@ -313,8 +315,9 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
     ):
         for one in names:
             if known and one not in known:
-                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; remove it")
+                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; remove '{one}'")
     if any(axis < 1 for axis in options.outputs.values()):
         raise BadConfig(
-            f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more"
+            f"model '{name}': an output can't be cut along axis 0 (the batch) or a negative axis; give an axis of at "
+            "least 1"
         )

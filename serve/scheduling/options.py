@@ -52,8 +52,8 @@ class SequenceBatching:
     ``states`` maps an output to the input that receives the output's value in the sequence's next request. ``controls``
     maps START, END, READY and CORRID to input names. ``values`` maps a control to its values for false and true, which
     are 0 and 1 by default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default
-    state is zeros. A sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a
-    time.
+    state is zeros. A sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` sequences are
+    open at a time.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -111,5 +111,6 @@ class Scheduling:
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes for clients that leave them out: the mask of the real positions."""
+        """Returns the inputs that the server makes if a client doesn't send them. The mask of the real positions is the
+        only possible input."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

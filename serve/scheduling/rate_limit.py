@@ -1,11 +1,10 @@
-"""Limits the use of resources that models share. A run waits until the amounts in the model's config are free, and then
-takes the amounts.
+"""Limits the use of resources that models share. A run waits until the resources that the run needs are free.
 
-As in Triton, the ``rate_limiter`` of an instance group sets the amount of each resource that a run needs. The server's
+As in Triton, the field ``rate_limiter`` of an instance group sets how much of each resource a run takes. The server's
 options set the available amount of each resource. By default, a resource has the amount that the most demanding model
 needs. Stride scheduling decides which waiting model runs next. Each run advances its model by ``priority``, and the
-model that has advanced least runs next. While both models have work, a model of priority 2 gets half as many runs as a
-model of priority 1. An idle model can't save up runs.
+model that has advanced least runs next. A busy model of priority 2 gets half as many runs as a busy model of priority
+1. An idle model can't save up runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RateLimiter:
         self._gates: set[Gate] = set()
         self._waiting: set[Gate] = set()
         self._used: Counter[str] = Counter()
-        self._turn = 0  # the stride position of the run that entered last
+        self._turn = 0  # how far the model of the last run had advanced before the run
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:

@@ -3,7 +3,7 @@
 The inner executor gets at most one request of a sequence at a time, and batches requests of different sequences. A
 failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no
 state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request
-with START. The caller sent the waiting requests before learning of the failure.
+with START. The waiting requests fail because the caller sent them before learning of the failure.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class SequenceExecutor:
             if len(self._sequences) >= self._options.max_sequences:
                 raise ServeError(
                     Code.UNAVAILABLE,
-                    f"model '{self.name}' has {self._options.max_sequences} sequences, its maximum; end one first",
+                    f"model '{self.name}' has {self._options.max_sequences} sequences, which is the maximum; end a "
+                    "sequence first",
                 )
             sequence = self._sequences[request.sequence_id] = _Sequence(request.sequence_id)
         sequence.open = not request.sequence_end
@@ -167,7 +168,7 @@ class SequenceExecutor:
                     raise refused("specify batch-size 1 due to requirements of sequence batcher")
         for name in self._scheduling.server_inputs:
             if name in request.inputs:
-                raise refused(f"not send '{name}', which the server keeps")
+                raise refused(f"not send the input '{name}', which the server keeps")
         if (unfit := self._states.unfit(request.sequence_id)) is not None:
             raise refused(f"specify a correlation ID that fits '{unfit}'")
 
@@ -193,8 +194,8 @@ class SequenceExecutor:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
         Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        submits the next step only after ``submit`` has returned. Submitting later keeps calls of ``submit`` from
-        nesting.
+        submits the next step only after ``submit`` has returned. Waiting for ``submit`` to return keeps calls of
+        ``submit`` from nesting.
         """
         while True:
             with self._lock:

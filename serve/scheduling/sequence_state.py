@@ -30,7 +30,7 @@ class ServerInputs:
         self._outputs = tuple(spec.name for spec in signature.outputs)
 
     def unfit(self, sequence_id: int | str) -> TensorSpec | None:
-        """Returns the control input with a dtype that can't hold ``sequence_id``, or None if the dtypes fit."""
+        """Returns the CORRID control input if its dtype can't hold ``sequence_id``, or else None."""
         if corrid := self._options.controls.get("CORRID"):
             try:
                 self._correlation(corrid, sequence_id)
@@ -71,8 +71,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have, such
-        as the number of past steps, starts with size 0.
+        If a state of zeros has a dynamic dim, the dim takes its size from the request's inputs. A dynamic dim that only
+        states have, such as the number of past steps, starts with size 0.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
@@ -108,22 +108,19 @@ def check_sequence(signature: Signature, options: SequenceBatching, *, name: str
     for output, to in options.states.items():
         if output not in outputs:
             raise BadConfig(
-                f"model '{name}': the state output '{output}' is not one of its outputs; it has: {', '.join(outputs)}"
+                f"model '{name}' has no output '{output}' to take a state from; its outputs are: {', '.join(outputs)}"
             )
         if to not in inputs:
-            raise BadConfig(
-                f"model '{name}': the state input '{to}' is not one of its inputs; it has: {', '.join(inputs)}"
-            )
+            raise BadConfig(f"model '{name}' has no input '{to}' for a state; its inputs are: {', '.join(inputs)}")
         if outputs[output].dtype != inputs[to].dtype:
             raise BadConfig(
-                f"model '{name}': state '{output}' has another dtype than '{to}'; cast one of them in the model"
+                f"model '{name}': the state output '{output}' and the state input '{to}' have different dtypes; "
+                "cast one of the two in the model"
             )
     for control, to in options.controls.items():
         if control not in CONTROLS:
             raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")
         if to not in inputs:
-            raise BadConfig(
-                f"model '{name}': the control input '{to}' is not one of its inputs; it has: {', '.join(inputs)}"
-            )
+            raise BadConfig(f"model '{name}' has no input '{to}' for a control; its inputs are: {', '.join(inputs)}")
     if options.max_sequences < 1 or options.max_idle_us < 0:
-        raise BadConfig(f"model '{name}': max_sequences has to be at least 1 and max_idle_us not negative")
+        raise BadConfig(f"model '{name}': max_sequences has to be at least 1, and max_idle_us at least 0")

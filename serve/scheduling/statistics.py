@@ -12,9 +12,9 @@ from ..protocol.inference import Code, Durations, DurationStatistic, ModelStatis
 class Recorder:
     """Fills a ``ModelStatistics``. The recorder is not thread-safe, so the owner has to hold a lock.
 
-    A canceled request also counts as failed, so that success + fail = received. The batch statistics count each
-    successful run under its number of real rows. Therefore ``inference_count`` is the sum of ``rows * runs`` over these
-    counts.
+    A canceled request also counts as failed, so that success + fail = received. The batch statistics count the
+    successful runs for each number of real rows. Therefore ``inference_count`` is the sum of ``rows * runs`` over the
+    batch statistics.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
@@ -51,8 +51,8 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed. Subtracts the success that another recorder has counted for this request with
-        these ``durations``."""
+        """Counts a request as failed although another recorder has already counted it as a success. Subtracts the
+        counted success and its ``durations``, so that both recorders together have the right counts."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)
@@ -88,7 +88,7 @@ def ns(seconds: float) -> int:
 
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
-    """Adds the statistics of an executor (``outer``) to the statistics of the executor that it wraps (``inner``).
-    Returns ``inner``."""
+    """Adds the statistics of a wrapper (``outer``) to the statistics of the wrapped executor (``inner``). Returns
+    ``inner``."""
     inner.add(outer)
     return inner

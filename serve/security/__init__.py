@@ -1,4 +1,5 @@
 """Decides which callers the server accepts, by bearer tokens (`access`) and TLS certificates (`tls`).
 
-Reads a token file and PEM files. Makes `Access`, which checks each call, and an `ssl.SSLContext`.
+Reads a token file and PEM files. Makes an `Access` object, which checks each call. Also makes the server's
+`ssl.SSLContext`.
 """

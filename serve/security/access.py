@@ -55,7 +55,7 @@ class Access:
         if control and not found.control:
             raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' may not control the server")
         if model is not None and not any(fnmatchcase(model, pattern) for pattern in found.models):
-            raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' is not for model '{model[:256]}'")
+            raise ServeError(Code.PERMISSION_DENIED, f"the token '{found.name}' doesn't allow model '{model[:256]}'")
         return found.name
 
     @property
@@ -78,7 +78,7 @@ class Access:
         if token is None or not matching:
             raise ServeError(
                 Code.UNAUTHENTICATED,
-                "this server wants a known token; send it in the header 'authorization: Bearer TOKEN'",
+                "this server requires a known token; send a token in the header 'authorization: Bearer TOKEN'",
             )
         return matching[0]
 
@@ -95,28 +95,31 @@ def read_tokens(path: Path) -> Access:
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadRepository(f"can't read the tokens in {path}: {one_line(error)}") from None
+        raise BadRepository(f"can't read the tokens in the file {path}: {one_line(error)}") from None
     rows = body.get("token")
     if not isinstance(rows, list) or not rows:
-        raise BadRepository(f"{path} holds no [[token]]; write one with name, sha256 and models")
+        raise BadRepository(f"the file {path} has no [[token]] table; add a [[token]] with name, sha256 and models")
     return Access(tuple(_permission(path, row) for row in rows))
 
 
 def _permission(path: Path, row: Any) -> Permission:
     if not isinstance(row, dict) or set(row) - {"name", "sha256", "token", "models", "control"}:
-        raise BadRepository(f"{path}: a [[token]] may only have name, sha256 (or token), models and control")
+        raise BadRepository(
+            f"token file {path}: a [[token]] may only have the keys name, sha256 (or token), models and control"
+        )
     name, digest, token = row.get("name"), row.get("sha256"), row.get("token")
     if not isinstance(name, str) or (digest is None) == (token is None):
-        raise BadRepository(f"{path}: each [[token]] needs a name and either sha256 or token")
+        raise BadRepository(f"token file {path}: each [[token]] needs a name and either sha256 or token")
     if token is not None:
         if not isinstance(token, str) or not token:
-            raise BadRepository(f"{path}: the token of '{name}' has to be a non-empty text")
+            raise BadRepository(f"token file {path}: the token '{name}' has to be a non-empty string")
         digest = hashlib.sha256(token.encode()).hexdigest()
     if not isinstance(digest, str) or len(digest) != 64 or set(digest.lower()) - set("0123456789abcdef"):
-        raise BadRepository(f"{path}: the sha256 of '{name}' has to be 64 hex digits")
+        raise BadRepository(f"token file {path}: the sha256 of the token '{name}' has to be 64 hex digits")
     models, control = row.get("models", ["*"]), row.get("control", False)
     if not isinstance(models, list) or not all(isinstance(m, str) for m in models) or not isinstance(control, bool):
         raise BadRepository(
-            f"{path}: 'models' of '{name}' has to be a list of patterns, and 'control' has to be true or false"
+            f"token file {path}: 'models' of the token '{name}' has to be a list of patterns, "
+            "and 'control' has to be true or false"
         )
     return Permission(name, digest.lower(), tuple(models), control)

@@ -31,7 +31,7 @@ class GivenUp(Exception):
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:
-    """Returns a function that raises GivenUp if it is called after more than ``seconds``."""
+    """Returns a function that raises GivenUp as soon as more than ``seconds`` have passed."""
     end = time.monotonic() + seconds
 
     def check() -> None:
@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if work that ended in time loses its result, or is interrupted after its end."""
+    """Fails if a call that ends before its cancellation loses its result, or is cancelled afterwards."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3

@@ -19,12 +19,12 @@ def make():
 """
 EXPORT = "export net.py:make --input x:float32[batch,4] -o net.onnx"
 OPTIMIZE = "optimize made.onnx --target ort-cpu --precision fp32 --fixed-session --rounds 5 -o out"
-# Each row holds a wrong command, words of the advice in its error, and the command that follows the advice.
+# Each row holds a wrong command, some words of the error message's advice, and the corrected command.
 COMMANDS = [
     ("export net.py:make -o net.onnx", "--input", EXPORT),
     ("export net.py:maker --input x:float32[batch,4] -o net.onnx", "make", EXPORT),
     ("export nett.py:make --input x:float32[batch,4] -o net.onnx", "nett.py", EXPORT),
-    ("export net.py:make --input x:float32[batch,4] -o net.bin", "has to end in .onnx; rename it", EXPORT),
+    ("export net.py:make --input x:float32[batch,4] -o net.bin", "has to end in .onnx; rename the file", EXPORT),
     ("export net.py:make --input x:float33[batch,4] -o net.onnx", "float32", EXPORT),
     (f"{EXPORT} --opset 99", "pass --opset 13 to 23", f"{EXPORT} --opset 23"),
     (f"{EXPORT} --to tflight", "--to takes onnx", f"{EXPORT} --to onnx"),

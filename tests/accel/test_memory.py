@@ -38,8 +38,8 @@ def chain(path: Path, layers: int) -> Path:
 
 
 def kept_after(paths: list[Path]) -> int:
-    """Opens, runs and closes the models one after another. Returns the bytes by which this process grew. The
-    measurement starts after the first, small model."""
+    """Opens, runs and closes the models one after another. Returns the bytes by which this process grew after the first
+    model was closed. The first model is small."""
     before = 0
     for path in paths:
         with open_session(open_onnx(path)) as session:
@@ -80,8 +80,8 @@ STATISTICS = "file 900\ninactive_file 100\n"
 def test_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
 ) -> None:
-    """Checks that accel finds a container's memory limit in control groups v1 and v2, and doesn't invent a missing
-    number."""
+    """Checks that accel finds a container's memory limit in control groups v1 and v2. If the system states no usable
+    numbers, accel must return None."""
     monkeypatch.setattr(machine, "_MEMORY_INFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in files.items():
@@ -139,6 +139,7 @@ def kept_after_looking(path: Path, how: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel counts")
 @pytest.mark.parametrize("how", ["gate", "judge"])
 def test_outputs_that_are_kept_hold_nothing_else(tmp_path: Path, how: str) -> None:
-    """Fails if memory of a session stays allocated because its outputs are kept for a comparison."""
+    """A gate or the judge keeps the outputs of a closed session for a comparison. Fails if the kept outputs also keep
+    the session's other memory allocated."""
     kept = run_in_child(f"{__name__}:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
     assert kept < WIDE * 4, f"{kept >> 20} MiB"

@@ -80,7 +80,8 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Checks that the manifest and the cache key of a model without steps are the same as in versions without steps."""
+    """Checks that the manifest and the cache key of a model without steps have the same form as before accel supported
+    steps."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -92,7 +93,8 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Checks that a new range keeps the old range's step if the step divides the new sizes, and only then."""
+    """Checks that a new range takes over the step of the old range only if all sizes of the new range are multiples of
+    the step."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
@@ -179,7 +181,7 @@ def test_two_inputs_of_one_name() -> None:
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
     """Checks that an input with a default may be left out, and is checked if the caller passes it. Also fails if the
-    example inputs contain an input with a default, or if the manifest loses this input."""
+    example inputs contain an input with a default, or if the manifest loses an input with a default."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

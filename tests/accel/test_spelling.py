@@ -30,8 +30,8 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "in_python", "on_the_line"), CASES)
 def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, on_the_line: str) -> None:
-    """Checks that a message names an option in the same form as the caller writes it. Also fails if messages still use
-    the command line's form after the command has ended."""
+    """Checks that a message writes an option like ``opset=16`` for a Python caller, and like ``--opset 16`` for a user
+    of the command line. After a command has ended, messages must use the Python form again."""
     assert option(*words) == in_python
     with on_command_line():
         assert option(*words) == on_the_line
@@ -39,7 +39,8 @@ def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, o
 
 
 def test_several_options() -> None:
-    """Checks that a list of several options has the same form as the caller writes them."""
+    """Checks that a message writes several options in the Python form for a Python caller, and in the command line's
+    form for a command."""
     assert options("inputs", "dims") == "inputs= or dims="
     assert arguments(opset=16, to="onnx") == "opset=16, to='onnx'"
     with on_command_line():

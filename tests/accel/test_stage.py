@@ -142,7 +142,7 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if accel accepts a stage although it fixes the batch size, changes the opset or the IR version, or loses a
+    """Fails if accel accepts a stage that wrongly fixes the batch size, changes the opset or the IR version, or loses a
     name. Also fails if the error blames another stage, or names an unknown option."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
@@ -191,7 +191,8 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error describes infinite outputs by the number "1e+30". No model computed this number."""
+    """Checks that the error says that the outputs are infinite. Internally, accel uses the value 1e30 for such a
+    result, and the error must not show 1e30."""
     with pytest.raises(GateFailed) as error:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)

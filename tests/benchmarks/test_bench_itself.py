@@ -37,8 +37,8 @@ def row(kind: str, verdict: str) -> dict[str, Any]:
 
 
 def test_the_claims(script: ModuleType) -> None:
-    """Fails if the script counts a wrong verdict as right or a missed delay as found, or allows a wrong number of
-    errors."""
+    """Fails if the script counts a wrong verdict as right, counts a missed delay as found, or tolerates too many or too
+    few wrong verdicts."""
     same = "no measurable difference"
     rows = {f"same-{i:02}": row("same", same) for i in range(40)}
     rows |= {f"delayed-{i:02}": row("delayed", "slower") for i in range(20)}
@@ -53,7 +53,7 @@ def test_the_claims(script: ModuleType) -> None:
     text = script.page({"rows": rows})
     assert text.count("does not hold") == 2
     assert "same-03, same-07, same-09" in text
-    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim is proven
+    assert not any(claim.holds for claim in script.claims({}))  # a benchmark without runs proves no claim
 
 
 def test_the_delay(script: ModuleType) -> None:

@@ -99,8 +99,8 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
-# This code replaces the benchmark script. The second problem raises an error, the third aborts the process, the fifth
-# hangs, and the GPU is lost after the sixth.
+# This code replaces the benchmark script. The benchmark's second problem raises an error, the third problem aborts the
+# process, the fifth problem hangs, and the GPU is lost after the sixth problem.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
 sys.path.insert(0, os.path.dirname({script!r}))
@@ -245,7 +245,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     run adds rows to results of another driver or another list of rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # no JSON file exists yet, and 30 s are too short for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # no earlier results; torch.compile needs over 30 s
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())
@@ -263,7 +263,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     for change, word in (({"driver": "570.1"}, "driver"), ({"rows": body["rows"][1:]}, "rows")):
         other = json.dumps(body | change)
         file.write_text(other)
-        with pytest.raises(SystemExit, match=f"differs in {word}, so no row is added;"):
+        with pytest.raises(SystemExit, match=f"differ from this run in {word}, so no row is added;"):
             script.run(300.0, tmp_path, go_on=True)
         assert file.read_text() == other
     script.run(300.0, tmp_path, go_on=False)

@@ -29,9 +29,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Checks that each round gets its own ratio, that no ratio is inverted, and that a value on the wrong side of its
-    bound misses the goal. Also fails if a ratio uses the slower setup of the other server, or compares rates at
-    different concurrencies."""
+    """Checks that each round gets its own ratio, and that no ratio is inverted. Also checks that a goal counts as
+    missed if its value is on the wrong side of the bound. Also fails if a ratio uses the slower of the other server's
+    two setups, or compares rates at different concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
@@ -91,8 +91,8 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the table has columns for lost and duplicate answers, and shows no 0 for a server that doesn't count
-    answers. Also fails if the text below the table quotes rates of another run."""
+    """Checks that the table has columns for lost and duplicate answers. For a server that doesn't count answers, these
+    columns must show "-" instead of 0. Also fails if the text below the table quotes rates of another run."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}

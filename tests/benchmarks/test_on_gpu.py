@@ -85,7 +85,8 @@ def test_a_step_that_finds_nothing_to_run_is_no_end(script: ModuleType, tmp_path
 
 
 def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step writes a file outside the folder of ``--out``. Users copy only this folder from the machine."""
+    """Fails if a step writes a file outside the folder of ``--out``. Users copy only the folder of ``--out`` from the
+    GPU machine."""
     by_name = {step.name: step for step in script.steps(16, tmp_path)}
     (command,) = by_name["benchmark"].commands(100)
     assert command[command.index("--out") + 1] == str(tmp_path)
@@ -113,8 +114,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test, the kernel library is already built, and all other steps take as long as their limits allow. Fails
-    if compute-sanitizer or the benchmark then gets less than 150 s."""
+    """Checks that compute-sanitizer and the benchmark get at least 150 s each. In this test, the kernel library is
+    already built, and all other steps take as long as their limits allow."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -159,7 +160,7 @@ def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Pat
 
 def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
     """Checks that the report of a killed or crashed process still names the tests that failed earlier. Also fails if
-    later output displaces these names from the report."""
+    the output after a failed test removes the test's name from the report."""
     wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
     ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
     crashed = file_of(script, tmp_path, "test_crashed.py", f"{wrong}def test_last(): os.abort()\n")
@@ -187,7 +188,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
 ) -> None:
     """Fails if a test file that can't be imported is skipped without an error. Also fails if pytest collects no tests
     of other folders because one conftest.py can't be imported."""
-    mark = "gpu"  # a literal "pytest.mark.gpu" would make this file count as a GPU test
+    mark = "gpu"  # not written out, because then this file would count as a GPU test
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

@@ -86,8 +86,8 @@ def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_a_message_asks_for(zoo: ModuleType) -> None:
-    """Checks that the zoo reads the arguments that an error message suggests, and takes no other words for
-    arguments."""
+    """Checks that the zoo finds the arguments that an error message suggests, and treats no other words of the message
+    as arguments."""
     trial = importlib.import_module("zoo_models.trial")
     assert zoo.CLASSES
     text = "try one size: inputs=['x:float32[2,3]', 'n:int64[2]'] or dims={'n': '1:2:3'}; pass limit=0.002."
@@ -114,7 +114,7 @@ def child(kind: str, out: str) -> None:
 def test_the_limits_of_a_child(zoo: ModuleType) -> None:
     """Checks that a child process that hangs, fills the memory or dies is recorded as a crash, and doesn't end the
     run."""
-    context = multiprocessing.get_context("fork")  # a spawned child process would import torch
+    context = multiprocessing.get_context("fork")  # with spawn, each child would import torch again
     limits = zoo.Limits(seconds=20.0, memory=4000.0)
     found = zoo.in_child(context, child, ("works",), limits)
     assert found["class"] == "first"

@@ -50,8 +50,8 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the page's Python code runs without errors. Also checks that a pipeline on the page has the same
-    outputs as its modules."""
+    """Checks that the Python code of own-model.md and pipelines.md runs without errors. Also checks that a pipeline in
+    these pages has the same outputs as its modules."""
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count

@@ -71,7 +71,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
         assert (scheduling.threads, scheduling.queue_rows, scheduling.queue_bytes) == (1, 1024, 64 << 20)
         assert scheduling.policies[1].max_queue_size == 16
 
-        for length in (2, 5):  # these requests have no mask
+        for length in (2, 5):  # requests without the attention mask
             ids = np.arange(length, dtype=np.int64)[None]
             np.testing.assert_array_equal(client.infer("text", [tensor("ids", ids, "INT64")]).as_numpy("y"), 2 * ids)
         lengths = process.server.repository.get("text").scheduling.lengths
@@ -110,7 +110,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
     found = np.reshape(json.loads(ran.stdout)["outputs"]["y"]["data"], (2, 3))
     np.testing.assert_allclose(found, np.ones((2, 4)) @ WEIGHTS, rtol=1e-5)
     for words, says in (
-        (["counter" if word == "scores" else word for word in infer], "the token 'web' is not for model 'counter'"),
+        (["counter" if word == "scores" else word for word in infer], "the token 'web' doesn't allow model 'counter'"),
         (["wrong" if word == "secret" else word for word in infer], "a valid token"),
     ):
         ran = cli(*words[1:], "--url", address, "-q")

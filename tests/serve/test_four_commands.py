@@ -44,7 +44,7 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
 
     ran = cli(*words[0][1:], "--rounds", "5", "-q")
     assert ran.code == 0, ran.stderr
-    # the ports are chosen after optimize, because other programs could take free ports meanwhile
+    # the ports are chosen after ``accel optimize`` ends, because other programs could take free ports while it runs
     ports = dict(zip(("8001", "8000"), free_ports(), strict=True))
     serve_it, infer, ask = ([re.sub(r"\b800[01]\b", lambda m: ports[m[0]], w) for w in ws] for ws in words[1:])
     served = serve(*serve_it[2:], free=False)
@@ -62,8 +62,9 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
 def test_the_four_commands_with_a_real_model(
     minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if optimizing, serving or querying a text model needs further options. Also fails if the embeddings differ
-    from the original model's embeddings by more than `accel optimize` allows."""
+    """Fails if the four documented commands for optimizing, serving and querying need additional options for a text
+    model. Also fails if the embeddings differ from the original model's embeddings by more than `accel optimize`
+    allows."""
     monkeypatch.chdir(tmp_path)
     source = minilm.copy_to(tmp_path / "minilm.onnx")
     (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())

@@ -21,7 +21,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """A clock that shows the time in seconds that the test sets."""
+    """A clock that shows the time, in seconds, to which the test has set it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -103,7 +103,7 @@ class Caller:
 
 
 def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
-    """Makes a request with ``rows`` rows, which differ from the rows of a request with another ``value``."""
+    """Makes a request with ``rows`` rows. Requests with different values of ``value`` have different rows."""
     x = np.array([[value + row / 64, value] for row in range(rows)], dtype=np.float32)
     return InferenceRequest(model="m", id=str(value), inputs={"x": x}, **fields)
 
@@ -111,7 +111,7 @@ def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
 def by_hand(
     scheduling: Scheduling, session: FakeSession | None = None
 ) -> tuple[QueuedExecutor, FakeSession, FakeClock]:
-    """Makes an executor without threads, which the test polls at the time of the fake clock."""
+    """Makes an executor without threads and with a fake clock. The test calls ``poll`` to run requests."""
     clock = FakeClock()
     session = session or FakeSession()
     executor = make_executor(

@@ -36,7 +36,7 @@ class Registry:
         return name if (name, version, plugin_namespace) in self.creators else None
 
     def load_library(self, path: str) -> object | None:
-        """Loads a file with one name per line as a library of plugins. Returns None if a plugin with one of these names
+        """Loads a file with one name per line as a library of plugins. Returns None if a plugin with a name in the file
         already exists."""
         names = {(line, "1", "") for line in Path(path).read_text().splitlines()}
         if ("FusedGemm", "1", "") not in names or names & self.creators:
@@ -47,7 +47,7 @@ class Registry:
 
 
 class FakeTensorRT(ModuleType):
-    """Imitates the parts of the module ``tensorrt`` that building an engine uses."""
+    """Imitates the parts of the module ``tensorrt`` that an engine build uses."""
 
     __version__ = "11.0.0"
     NetworkDefinitionCreationFlag = SimpleNamespace()

@@ -58,7 +58,7 @@ def kept(made: Artifact) -> set[str]:
 
 
 def run(made: Artifact, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """Runs the model in the rounded session, which rounds after every node."""
+    """Runs the model in a ``RoundedSession``, which rounds after every node."""
     with RoundedSession(made, SessionOptions()) as session:
         return session.run(feeds)
 

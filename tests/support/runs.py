@@ -14,8 +14,8 @@ SMALL = Path(__file__).parent / "small_gpt.py"
 
 
 def config_of(**tables: object) -> TrainConfig:
-    """Returns a config with four steps of 8 samples, in micro-batches of 4. ``tables`` replaces tables of the
-    config."""
+    """Returns a config with four steps of 8 samples, in micro-batches of 4. Each argument in ``tables`` replaces the
+    config's entry of the same name."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:data", "steps": 4, "global_batch": 8, "micro_batch": 4}
     return TrainConfig.from_dict({**body, "log_every": 1, **tables})
 

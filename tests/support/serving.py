@@ -44,8 +44,8 @@ ensemble_scheduling {
 }
 """
 
-# The server gets this folder in its Python path. The file sitecustomize.py in this folder makes models under "bad" fail
-# if the input requests a fault.
+# Tests add the folder FAULTY to the server's Python path. The file sitecustomize.py in this folder makes models under
+# "bad" fail if the input requests a fault.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 
@@ -257,4 +257,4 @@ def routes() -> set[tuple[str, str]]:
     rest.add_to(application)
     rest.close()
     found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}
-    return {route for route in found if route[0] != "HEAD"}  # aiohttp adds HEAD for each GET
+    return {route for route in found if route[0] != "HEAD"}  # aiohttp adds a HEAD route for each GET route

@@ -29,7 +29,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for index in range(SAMPLES):
         ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
         targets = (ids * 3 + 1) % VOCABULARY
-        targets[: (index * 5) % (LENGTH - 1)] = -100  # 16, 11 or 6 counted targets per sample
+        targets[: (index * 5) % (LENGTH - 1)] = -100  # 16, 11 or 6 targets count in the loss
         found.append((ids, targets))
     return found
 
@@ -151,7 +151,7 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def wrong_chain() -> torch.nn.Module:
-    """Makes a model whose forward computes more than its chain of modules."""
+    """Makes a model whose ``forward`` does more than call the model's modules one after the other."""
 
     class Doubled(GPT):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -52,10 +52,9 @@ def _ends_the_process() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_tensorflow_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """Asserts that no test of TensorFlow's models imports TensorFlow into this process, even indirectly."""
-    before = "tensorflow" in sys.modules
     yield
     if request.node.get_closest_marker("tensorflow"):
-        assert before or "tensorflow" not in sys.modules
+        assert "tensorflow" not in sys.modules
 
 
 @pytest.fixture(scope="session")

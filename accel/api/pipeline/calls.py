@@ -50,8 +50,8 @@ class Calls:
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Returns the name of each axis whose size differs between calls. Axes with equal sizes in every call share one
-        name. The shared name is the name of the pipeline's dim with the same sizes. If no dim of the pipeline has the
-        same sizes, the shared name consists of the name of the first such input and the number of its axis."""
+        name. If a dim of the pipeline has the sizes of the axes, the axes get the name of this dim. Otherwise, the axes
+        get a name such as ``x_1``, which consists of the input and the number of the first axis."""
         names: dict[tuple[int, ...], str] = {}
         for dim in self.runs[0]:
             names.setdefault(tuple(sizes.get(dim, 0) for sizes in self.runs), dim)

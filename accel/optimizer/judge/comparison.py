@@ -34,8 +34,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# Names the method that computes the drop without a metric. Cache keys contain this name, so a changed method needs a
-# new name.
+# The name of the method that computes the drop if the user gives no metric. Cache keys contain this name, so a changed
+# method needs a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -82,7 +82,7 @@ class Judge:
         if self.metric is not None and data is None:
             raise UsageError(f"a metric needs data; pass {options('data', 'eval_data')}")
         if self.metric is not None and not callable(self.metric):
-            raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
+            raise UsageError(f"the metric {self.metric_name} is not a function; give a function of (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None
         self._batch, self._skip, self._count = self._part_of_the_data(skip)
         self.saw_all = bool(skip) and self.metric is None and not self._skip

@@ -64,7 +64,8 @@ class LabelMetric:
         """Returns the only output whose shape fits, transposed to have its classes on axis 1. Also returns the labels
         in a matching shape.
 
-        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` unless exactly one output fits.
+        Raises ``BadData`` if a label is not a class of the output, and ``UsageError`` if no output fits or several
+        outputs fit.
         """
         labels = self.labels
         if self.kind == "spearman":
@@ -82,15 +83,16 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label does not decide which output fits. Otherwise, one wrong label could select an output
-            # that holds features instead of classes.
+            # The choice of the output ignores the largest label, because one wrong label could select an output that
+            # holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
             has = shapes_of(outputs)
             raise UsageError(
-                f"{self.kind} with {self.where} {list(self.labels.shape)} needs one output of {wanted}, and "
-                f"{len(fitting)} outputs fit (there are {has}); {self._way_out(outputs, len(fitting))}"
+                f"the metric {self.kind} with the labels {self.where} {list(self.labels.shape)} needs one output of "
+                f"{wanted}, and {len(fitting)} outputs fit (the outputs are {has}); "
+                f"{self._way_out(outputs, len(fitting))}"
             )
         return next(iter(fitting.values())), labels
 
@@ -106,9 +108,9 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output that fits both layouts counts as [samples, classes, ...]. If the last axis of an output fits the
-        # classes, the axis may in fact hold features of each pixel. If another output fits only [samples, classes,
-        # ...], outputs with classes last are left out.
+        # An output counts as [samples, classes, ...] if its shape also fits [samples, ..., classes]. If an output fits
+        # only [samples, ..., classes], its last axis may hold features of each pixel instead of classes. Outputs with
+        # classes last are left out if another output fits only [samples, classes, ...].
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -191,13 +193,13 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
         wanted = "a class number for each place" if kind == "iou" else "one finite number a sample"
         hint = _one_hot(labels)
         raise BadData(
-            f"{where}: labels for {kind} are {wanted}, but the array is {labels.dtype}{list(labels.shape)}"
+            f"{where}: the metric {kind} needs {wanted} as labels, but the array is {labels.dtype}{list(labels.shape)}"
             + (f"; {hint}" if hint else "")
         )
     if kind != "spearman" and labels.dtype.kind == "f":
         hint = _one_hot(labels) or _whole(labels)
         raise BadData(
-            f"{where}: {kind} needs whole numbers as labels, but the labels are {labels.dtype}"
+            f"{where}: the metric {kind} needs whole numbers as labels, but the labels are {labels.dtype}"
             + (f"; {hint}" if hint else "")
         )
     return LabelMetric(kind, file_sha256(path), labels, where)

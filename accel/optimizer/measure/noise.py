@@ -30,8 +30,8 @@ def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def why_not_faster(measured: Mapping[str, Any]) -> str:
-    """Returns the verdict on a row that isn't measurably faster than the source. Adds the figures if noise may have
-    hidden a speedup."""
+    """Returns the verdict on a row that isn't measurably faster than the source. Adds the measured figures if noise may
+    have hidden a speedup."""
     if not seems_faster(measured):
         return str(measured["verdict"])
     floor, interval, said = measured.get("noise_floor"), measured.get("ci95"), str(measured["verdict"])

@@ -64,7 +64,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class PassCandidate(Candidate):
-    """A candidate whose run is a whole pass of a workload."""
+    """A candidate for timing with several requests. Each timed run is one pass over the workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
     streams: int = 1  # Passes run one at a time, and each pass uses all of the session's streams.
@@ -73,8 +73,8 @@ class PassCandidate(Candidate):
 
 
 class PassSession:
-    """A session whose run is one pass over the workload. A pass runs as many requests concurrently as the wrapped
-    session allows."""
+    """A session in which one call of ``run`` is one pass over the workload. A pass runs as many requests concurrently
+    as the wrapped session allows."""
 
     def __init__(self, candidate: PassCandidate) -> None:
         self._session: BaseSession = open_session(candidate.artifact, candidate.runtime, candidate.options)
@@ -122,7 +122,8 @@ def workload(
     cores: int,
 ) -> Workload:
     """Returns the workload for the user's options. The default workload is one sample of the data, or random inputs of
-    the dims' usual sizes. ``read_lengths`` describes ``lengths``. ``cores`` is the number of threads of the session.
+    the dims' usual sizes. The function ``read_lengths`` explains ``lengths``. ``cores`` is the number of threads of the
+    session.
 
     Raises ``UsageError`` if two options contradict each other. Raises ``BadInputSpec`` for sizes outside the model's
     ranges.
@@ -134,7 +135,7 @@ def workload(
         wanted |= _batch(signature, batch, wanted)
     dim, found = read_lengths(lengths, signature, data) if lengths is not None else ("", [])
     if dim in wanted:
-        raise UsageError(f"the size of {dim!r} is given twice; leave it out of {option('sizes')}")
+        raise UsageError(f"the size of dim {dim!r} is given twice; leave the dim out of {option('sizes')}")
     for size in found:
         signature.known({dim: size})
     mix = tuple(_feeds(signature, data, {**wanted, dim: size}) for size in _few(found)) if found else ()
@@ -175,7 +176,9 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         dim = others[0]
     else:
         has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
-        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: {_lengths_option('NAME=8,16,128')}")
+        raise BadInputSpec(
+            f"the model has {has}; name the dim that the lengths are for: {_lengths_option('NAME=8,16,128')}"
+        )
     if text == "data":
         return dim, _lengths_of(dim, signature, data)
     compact = text.replace(" ", "")
@@ -184,13 +187,16 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     else:
         path = Path(text)
         if not path.is_file():
-            raise BadData(f"{text} is not a file; give {_lengths_option('8,16,128')}, a file of whole numbers, or data")
+            raise BadData(
+                f"the lengths {text} are neither numbers nor a file; give {_lengths_option('8,16,128')}, a file of "
+                "whole numbers, or data"
+            )
         try:
             numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
         except (UnicodeDecodeError, OSError):
             numbers = [""]
         if not numbers or not all(part.isdecimal() and len(part) < 10 for part in numbers):
-            raise BadData(f"{path} is not a list of lengths; write whole numbers, one per line")
+            raise BadData(f"the file {path} is not a list of lengths; write whole numbers, one per line")
     found = [int(part) for part in numbers]
     if not found or min(found) < 1:
         raise BadInputSpec("a length has to be at least 1; give whole numbers from 1 on")
@@ -204,7 +210,9 @@ def _lengths_option(text: str) -> str:
 
 def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
     if data is None:
-        raise UsageError(f"{_lengths_option('data')} reads the lengths from the samples; pass {option('data')}")
+        raise UsageError(
+            f"{_lengths_option('data')} takes the lengths of the samples; pass the samples with {option('data')}"
+        )
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
     found: list[int] = []
@@ -228,15 +236,17 @@ def _few(lengths: Sequence[int]) -> list[int]:
 def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[str, int]:
     dim = signature.batch_dim
     if batch < 1:
-        raise BadInputSpec(f"a batch of {batch} has no sample; use at least 1")
+        raise BadInputSpec(f"the batch size {batch} is too small; use at least 1")
     if dim is None:
         fixed = {spec.shape[0] for spec in signature.inputs if spec.shape}
         if fixed != {batch}:
-            raise BadInputSpec(f"the model's batch is fixed; export it with a dynamic dim to run batches of {batch}")
+            raise BadInputSpec(
+                f"the model's batch is fixed; export the model with a dynamic batch to run batches of {batch}"
+            )
         return {}
     if sizes.get(dim, batch) != batch:
         both = f"{option('batch', batch)} and {option('sizes', {dim: sizes[dim]})}"
-        raise UsageError(f"{both} contradict each other; leave one out")
+        raise UsageError(f"the options {both} contradict each other; leave one out")
     return {dim: batch}
 
 
@@ -245,7 +255,7 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, the range in which the model was checked; pass "
+                f"size {size} of dim {dim} is outside the checked range {known.min}..{known.max} of the model; pass "
                 f"{option('dims', {dim: known.to_hold(size)})}"
             )
 

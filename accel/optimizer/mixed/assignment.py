@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from accel.converters.quantize.sensitivity import Sensitivity
 from accel.tables.precision import PRECISIONS
 
-# The time of a multiply-add relative to int8. The time is assumed to be proportional to the number of bits.
+# The time of a multiply-add in each precision, relative to int8. The time is assumed to be proportional to the number
+# of bits.
 COSTS = {
     name: (PRECISIONS[name].weight_bytes or 0.0) / (PRECISIONS["int8"].weight_bytes or 1.0)
     for name in ("int8", "fp16", "bf16", "fp32")
@@ -58,7 +59,7 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
             found.append(Upgrade(layer.node, "fp32", in_int8 / (to_base + further)))
         else:
             found += [Upgrade(layer.node, base, first), Upgrade(layer.node, "fp32", second)]
-    return sorted(found, key=lambda step: -step.worth)  # a stable sort keeps a layer's two steps in order
+    return sorted(found, key=lambda step: -step.worth)  # the sort is stable, so the two steps of a layer stay in order
 
 
 def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:

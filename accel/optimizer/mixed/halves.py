@@ -65,8 +65,8 @@ def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
     """Writes batches from the first half of the data to ``first`` and from the second half to ``second``, each batch as
     an .npz file.
 
-    Writes at most ``MOST_BATCHES`` batches to each folder, because a judge reads no more. Returns False if there is
-    only one batch.
+    Writes at most ``MOST_BATCHES`` batches to each folder, because a judge reads at most this many batches. Returns
+    False if there is only one batch.
     """
     import numpy as np
 
@@ -90,8 +90,8 @@ def _metric_by_half(metric: Metric, dataset: Dataset, half: int) -> tuple[Metric
 
 
 def _write(dataset: Dataset, folder: Path, start: int, stop: int) -> None:
-    """Writes the samples from ``start`` to ``stop`` as .npz files. The samples keep their division into files and their
-    order."""
+    """Writes the samples from ``start`` to ``stop`` as .npz files. Keeps the order of the samples. Samples from
+    different source files stay in different files."""
     import numpy as np
 
     first = dataset.signature.inputs[0].name

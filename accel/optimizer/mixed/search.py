@@ -31,7 +31,7 @@ from .assignment import Assignment, Upgrade, assigned, assigned_after, cost, upg
 from .halves import Half, halves
 from .trajectory import Trajectory, Try
 
-# The largest number of float layers that are tried in int8 a second time, one by one.
+# After the search, at most this many float layers are tried in int8 again, one by one.
 _SECOND_LOOKS = 8
 
 
@@ -77,7 +77,7 @@ class _Search:
         self._data: Path | None = self._quantization.data
         self._made: dict[Assignment, Artifact | None] = {}
         self._known: dict[tuple[str, Assignment], bool] = {}
-        # If the base is a 16-bit precision, only a cast can keep single layers in float32.
+        # If all layers are in a 16-bit precision, only the cast stage can keep single layers in float32.
         self._beyond = any(isinstance(config, CastConfig) for _, config, _ in recipe.stages)
         self.trajectory = Trajectory(base=base_precision(recipe))
 
@@ -175,7 +175,9 @@ class _Search:
 
     def _check_time(self) -> None:
         if self._out_of_time():
-            raise OutOfTime(f"the layers that stay float were not found in time; give more {option('budget_seconds')}")
+            raise OutOfTime(
+                f"the search for the layers to keep in float ran out of time; give more {option('budget_seconds')}"
+            )
 
     def _within(self, half: Half, chosen: Assignment) -> bool:
         """Tells whether the drop of the assignment is within ``max_drop`` on this half of the data."""
@@ -220,7 +222,7 @@ class _Search:
 
 
 def base_precision(recipe: Recipe) -> str:
-    """Returns the precision of the layers that aren't int8. The cast sets this precision. If there is no
-    cast, the session sets this precision."""
+    """Returns the precision of the layers that aren't int8. The precision comes from the recipe's cast stage, or from
+    the session if the recipe has no cast."""
     cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
     return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

@@ -90,16 +90,16 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"{option(stage)} is given, but no candidate has a stage {stage}; "
-                f"leave it out or name a {option('precision')}"
+                f"{option(stage)} is for the stage {stage}, but no candidate has this stage; "
+                f"leave out {option(stage)} or choose another {option('precision')}"
             )
     return made, left_out
 
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the recipe of a mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a
-    search is impossible, or if the user names precisions. If the user names precisions, ``mixed`` is a candidate only
-    if the user names ``mixed``.
+    search is impossible, or if the user lists the precisions to try. A user who lists precisions gets the search by
+    listing ``mixed``.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None

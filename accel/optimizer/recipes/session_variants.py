@@ -12,7 +12,7 @@ def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_thr
     """Returns copies of ``row`` with different session options. The copies that are probably faster come first. Returns
     no copies if the runtime has no options to vary. For latency, the copies try fewer threads, graph optimizations that
     keep the tensor layout, and idle threads that sleep. Fewer threads help small models, which spend most of their time
-    on distributing work to threads. Keeping the layout helps convolutions that another layout makes slower. For
+    on distributing work to threads. Some convolutions are faster if graph optimizations keep the tensor layout. For
     throughput, the copies use several streams, and each stream runs whole requests.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)

@@ -95,10 +95,9 @@ def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequ
 
 
 def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequence[Step] = ()) -> list[Step]:
-    """Returns the steps ``after``, followed by a cast to ``base``.
-
-    Adds no cast if ``base`` is None or the source isn't fp32. A cast in a graph with QDQ nodes gets a larger limit,
-    because a rounded value may fall into the next int8 step.
+    """Returns the steps in ``after`` and a final cast to ``base``. Adds no cast if ``base`` is None or the source isn't
+    fp32. A cast in a graph with QDQ nodes gets a larger limit, because a rounded value may fall into the next int8
+    step.
     """
     from accel.converters.cast.stage import CastConfig
 

@@ -12,7 +12,7 @@ from accel.spelling import SWITCHES, flag
 from ..request import OptimizeRequest
 from ..stage_options import CastOptions, QuantizeOptions
 
-# The loop over the fields skips these fields, because they are written separately or don't change the result.
+# The fields that are not written as options, because they are written separately or don't change the result.
 _LEFT_OUT = ("source", "spec", "use_cache")
 
 

@@ -53,7 +53,9 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         saver = tf.compat.v1.train.import_meta_graph(str(path), clear_devices=True)
         if saver is None:
-            raise BadSource(f"{path} names no variables to restore; save it with tf.compat.v1.train.Saver")
+            raise BadSource(
+                f"the checkpoint {path} lists no variables to restore; save it again with tf.compat.v1.train.Saver"
+            )
         graph = session.graph.as_graph_def()
         _check_tensors(graph, spec)
         saver.restore(session, str(path.with_suffix("")))
@@ -104,8 +106,8 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The error message suggests
-    tensors to use."""
+    """Raises ``BadSource`` if the spec has no inputs or outputs, or names a tensor that isn't in the graph. The error
+    message suggests tensors to use."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
@@ -157,7 +159,7 @@ def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
 
 
 def run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
-    """Returns a function that runs a frozen graph on arrays by name, and the graph's input tensors.
+    """Returns a function and the input tensors of a frozen graph. The function runs the graph on a dict of arrays.
 
     Raises ``ValueError`` if the outputs can't be computed from the inputs.
     """

@@ -77,7 +77,8 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
         name = next(iter(signatures))
     if name not in signatures:
         what = f"has no signature {name!r}" if name else "has several signatures and no serving_default"
-        raise BadSource(f"{spec.path} {what}; pass {option('signature')} with one of: {', '.join(signatures)}")
+        known = ", ".join(signatures)
+        raise BadSource(f"the model {spec.path} {what}; pass {option('signature')} with one of: {known}")
     function = signatures[name]
     taken: Mapping[str, Any] = function.structured_input_signature[1]
     outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))
@@ -210,7 +211,9 @@ def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
         result = run(*example)
     except Exception as error:
         given, reason = ", ".join(map(str, declared)), one_line(error, 200)
-        raise BadInputSpec(f"{spec.path} fails on {given}: {reason}; correct {option('inputs')}") from error
+        raise BadInputSpec(
+            f"the Keras model {spec.path} fails on the inputs {given}: {reason}; correct {option('inputs')}"
+        ) from error
     flat = tf.nest.flatten(result)
     many = [f"output_{i}" for i in range(len(flat))] if len(flat) > 1 else ["output"]
     names = [str(key) for key in sorted(result)] if isinstance(result, Mapping) else many
@@ -261,7 +264,10 @@ def _python(spec: TensorFlowSpec) -> Loaded:
     function = made
     arguments, keywords = function.structured_input_signature
     if any(not isinstance(t, tf.TensorSpec) for t in (*arguments, *keywords.values())):
-        raise BadSource(f"{spec.path} takes arguments that are no tensors; wrap it in a tf.function of tensors only")
+        raise BadSource(
+            f"the tf.function {spec.path} takes other arguments than tensors; wrap it in a tf.function that takes only "
+            "tensors"
+        )
     parameters = [str(name) for name in getattr(function, "_arg_keywords", None) or []]
     names = [t.name or (parameters[i] if i < len(parameters) else f"input_{i}") for i, t in enumerate(arguments)]
     names += list(keywords)

@@ -39,7 +39,7 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
-# A constant with at most this many elements may be a shape. A constant with more elements is a weight.
+# The largest number of elements in a shape. A constant with more elements is a weight.
 _FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
@@ -178,8 +178,8 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
         strip = option("strip_training_ops", True)
         if stripped:
             raise BadSource(
-                f"{what}; {strip} found no dropout in them: leave placeholders for training out of the inputs, or save "
-                "the model for inference"
+                f"{what}; {strip} found no dropout in these ops: leave placeholders for training out of the inputs, or "
+                "save the model for inference"
             )
         raise RandomOps(f"{what}; pass {strip} to remove dropout, or save the model for inference")
 
@@ -214,7 +214,7 @@ def leading_to_outputs(frozen: Frozen) -> list[Any]:
     """Returns the nodes that the outputs are computed from, including the nodes of called functions."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
-    # The function library still contains functions that no node calls, because all their calls were inlined.
+    # The function library still contains functions that were inlined. No node calls these functions.
     called = {
         f for node in graph.node for a in node.attr.values() for f in (a.func.name, *(x.name for x in a.list.func)) if f
     }

@@ -66,8 +66,8 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
 
 def _idle(noise: Any, graph: Any, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Finds the tensors that depend on ``noise`` but always have the same value, and maps their names to this value.
-    These tensors are computed from ``noise`` and constant numbers only. The value has rank 0 if the noise is a single
-    number, else rank 1.
+    Only tensors that are computed from ``noise`` and constant numbers are considered. The value has rank 0 if the noise
+    is a single number, else rank 1.
 
     Computes the tensors from 1001 values that span the range of the noise.
     """
@@ -132,7 +132,8 @@ def _without_effect(node: Any, idle: Mapping[str, np.ndarray], nodes: Mapping[st
         if value is None or value.size != 1:
             return ""
         chosen = str(names[1] if value.reshape(-1)[0] else names[2])
-        # A node that always selects a constant number may be a dropout that drops every element, so it is kept.
+        # Keeps a node that always selects a constant number, because the node may be a dropout that drops every
+        # element.
         return "" if _is_number(operation(chosen), nodes) else chosen
     if node.op not in _NEUTRAL or node.name in idle:
         return ""

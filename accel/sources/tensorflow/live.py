@@ -44,7 +44,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     given = _made_up(model, known) if example is None else example
     if given is None:
         raise BadInputSpec(
-            f"the inputs of {_name(model)} are unknown; pass {option('example')}, the arguments of a call"
+            f"the inputs of {_name(model)} are unknown; pass the arguments of a call as {option('example')}"
         )
     given = (given,) if is_array(given) else given
     template, tensors = describe(given, strict=True)
@@ -60,7 +60,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         result = call(list(arrays.values()))
     except Exception as error:  # a model may raise any type of error
         raise BadSource(
-            f"{_name(model)} fails on its example: {one_line(error, 200)}; correct the model, or give other "
+            f"the model {_name(model)} fails on its example: {one_line(error, 200)}; correct the model, or give other "
             f"arguments with {option('example')}"
         ) from error
     if dynamic is not None:
@@ -74,7 +74,8 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         axes = _batch_axes(call, arrays)
     if unknown := set(axes) - set(arrays):
         raise BadInputSpec(
-            f"dynamic names axes of {sorted(unknown)[0]!r}, which is not an input; the inputs are {', '.join(arrays)}"
+            f"the argument dynamic has axes of {sorted(unknown)[0]!r}, which is not an input; the inputs are "
+            f"{', '.join(arrays)}"
         )
     shapes = {
         name: [None if axis in axes.get(name, ()) else size for axis, size in enumerate(value.shape)]

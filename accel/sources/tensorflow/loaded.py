@@ -32,8 +32,8 @@ class Loaded:
 
     ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has the name, dtype and shape of
     each input. ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared``
-    has the name, dtype and shape of each output if the file declares its outputs, else it is empty. ``placeholders``
-    maps the names of the placeholders that were set to their values.
+    has the name, dtype and shape of each output, or is empty if the file doesn't declare its outputs. ``placeholders``
+    has the name and the value of each placeholder that was set.
     """
 
     call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]

@@ -25,11 +25,11 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# A model runs this many more times on the same inputs, to find random outputs. One repeated run is not enough, because
-# a random choice among a few values may repeat itself.
+# The number of repeated runs on the same inputs, which find random outputs. One repeated run is not enough, because a
+# random choice among a few values may repeat itself.
 _AGAIN = 4
 # Ranges to try for the dynamic dims if a model can't take the usual sizes. The largest range is tried only for models
-# with one dynamic dim, such as the length of a sound. An image of this size would take too long.
+# with one dynamic dim, such as the length of a sound. An image with two dims of the largest range would take too long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
 # The number of models that stay loaded. A conversion loads the same model several times.
 _KEPT = 2
@@ -43,8 +43,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
     change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    # The stamp includes the current folder, because the path of a factory and the files that the factory reads may be
-    # relative.
+    # The stamp includes the current folder, because a factory may have a relative path, and may read files at relative
+    # paths.
     stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
@@ -240,15 +240,15 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the input specs with names for their dynamic dims: first with separate names for each input, then with one
-    name per axis that all inputs share."""
+    """Yields the input specs with names for their dynamic dims. In the first specs, each input has its own dim names.
+    In the second specs, all inputs share one name for each axis."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:
         if shape is None:
             if name not in said:
                 raise BadInputSpec(
-                    f"{where} doesn't declare the shape of {name!r}; "
+                    f"the model {where} doesn't declare the shape of the input {name!r}; "
                     f"pass {option('inputs', [f'{name}:{dtype}[batch,...]'])}"
                 )
             shape = [d if isinstance(d, int) else None for d in said[name].shape]

@@ -25,7 +25,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def left_out(frozen: Frozen) -> dict[str, Any]:
-    """Maps names to the placeholders that the outputs depend on, except the inputs."""
+    """Returns the placeholders that the outputs depend on and that are not inputs, by name."""
     nodes = {node.name: node for node in frozen.graph.node}
     inputs = {_tensor(name) for name in frozen.inputs.values()}
     found: dict[str, Any] = {}
@@ -101,14 +101,16 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
             f"{others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
-        raise BadInputSpec(f"{name} is an input of {spec.path}; leave it out of {option('placeholders')}")
+        raise BadInputSpec(
+            f"the placeholder {name} is an input of {spec.path}; leave {name} out of {option('placeholders')}"
+        )
     kind = tf.as_dtype(nodes[name].attr["dtype"].type)
     try:
         value = _WORDS[text.lower()] if kind.is_bool else text if kind == tf.string else _number(text, kind)
     except (KeyError, ValueError, OverflowError) as error:
         example = {name: False if kind.is_bool else 1 if kind.is_integer else 1.0}
         raise BadInputSpec(
-            f"the placeholder {name} of {spec.path} is {kind.name} and can't be {text!r}; "
+            f"the placeholder {name} of {spec.path} has the dtype {kind.name} and can't take the value {text!r}; "
             f"pass e.g. {option('placeholders', example)}"
         ) from error
     if _shape(nodes[name]) is None:
@@ -151,7 +153,7 @@ def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
 
 
 def _with_defaults(frozen: Frozen, needed: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` with defaults in place of all ``needed`` placeholders that have no other value."""
+    """Replaces each remaining placeholder in ``needed`` by its default, and returns ``frozen``."""
     for node in frozen.graph.node:
         if node.name in needed and node.op == "PlaceholderWithDefault":
             kind = node.attr["dtype"].type

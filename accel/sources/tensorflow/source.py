@@ -96,8 +96,8 @@ def form_of(text: str) -> str | None:
 
 
 def _written_in_tensorflow(text: str) -> bool:
-    """Tells whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, and
-    not torch.
+    """Tells whether the file of a factory imports TensorFlow or Keras and doesn't import torch. ``text`` is
+    ``file.py:factory`` or ``package.module:factory``.
 
     Parses the file instead of importing it, because an import would load TensorFlow into this process.
     """
@@ -160,8 +160,8 @@ def open_tensorflow(
         raise UsageError(f"{text} has no signatures; leave out {option('signature')}")
     if strip_training_ops and form == "tflite":
         raise UsageError(
-            f"{text} is a TFLite file, which {option('strip_training_ops', True)} can't change; "
-            "export the SavedModel or Keras file that it was made from"
+            f"{option('strip_training_ops', True)} can't change the TFLite file {text}; "
+            "export the SavedModel or Keras file that the TFLite file was made from"
         )
     files = _files(form, path, text)
     main = files[0]
@@ -273,11 +273,12 @@ def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: 
             continue
         if said.dtype != spec.dtype:
             raise BadInputSpec(
-                f"input {spec.name!r} of {where} is {spec.dtype}, not {said.dtype}; correct {option('inputs')}"
+                f"input {spec.name!r} of {where} has the dtype {spec.dtype}, not {said.dtype}; correct "
+                f"{option('inputs')}"
             )
         fixed = [d for d in zip(spec.shape, said.shape, strict=False) if isinstance(d[0], int) and d[0] != d[1]]
         if spec.shape and (len(spec.shape) != len(said.shape) or fixed):
-            raise BadInputSpec(f"{where} takes {spec}, not {said}; correct {option('inputs')}")
+            raise BadInputSpec(f"the model {where} takes the input {spec}, not {said}; correct {option('inputs')}")
         specs.append(replace(spec, shape=said.shape, values=said.values or spec.values))
     if by_name:
         names = ", ".join(spec.name for spec in found)

@@ -22,7 +22,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# A model runs on this many more random inputs if its output sizes may depend on the values of its inputs.
+# The number of additional random inputs for a model whose output sizes may depend on the values of its inputs.
 _SEEDS = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
@@ -187,10 +187,11 @@ def discover_outputs(
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
             if training := in_training(module):
-                raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; {training}") from error
+                raise BadSource(f"{where} fails in PyTorch on the inputs {shapes}: {reason}; {training}") from error
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
-                f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct ' + options('inputs', 'dims')}"
+                f"{where} fails in PyTorch on the inputs {shapes}: {reason}"
+                f"{fix or '; correct ' + options('inputs', 'dims')}"
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]

@@ -1,5 +1,5 @@
-"""Opens a PyTorch module that a function of the user returns, given as ``package.module:factory`` or
-``file.py:factory``."""
+"""Calls a function of the user, such as ``package.module:factory`` or ``file.py:factory``, and opens the PyTorch module
+that the function returns."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from accel.artifact import combined_sha256, file_sha256
 
 from ..python_object import is_installed
 
-# The attributes that every PyTorch module has, which the hash leaves out. ``state_sha256`` hashes the parameters and
-# buffers.
+# The attributes that every PyTorch module has. The hash leaves these attributes out. ``state_sha256`` hashes the
+# parameters and buffers.
 _OWN = {
     "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
     "_version", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -63,7 +63,7 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
 
     A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
     The hash also covers the functions, classes and plain values that the hashed functions use by global names. An
-    object that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The function hashes no
+    object that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The hash doesn't use a
     pickle of the whole module, because the pickle's bytes differ between two runs of the same program.
     """
     if isinstance(module, torch.jit.ScriptModule):
@@ -100,7 +100,7 @@ def script_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 
 class _Walk:
-    """Adds objects to one digest. If the same object is added again, only its number is added."""
+    """Adds objects to one digest. If an object is added a second time, only a number for the object is added."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -152,7 +152,7 @@ class _Walk:
 
     def _pickled(self, value: Any) -> bool:
         """Adds the pickle of ``value`` to the digest if the class of ``value`` is from an installed package. Returns
-        False otherwise, because a pickle doesn't hold the code of the class."""
+        False for any other class, because a pickle doesn't contain the code of the class."""
         if isinstance(value, torch.nn.Module) or not is_installed(type(value).__module__):
             return False
         try:

@@ -1,5 +1,5 @@
-"""Finds the ranges of integer inputs that nobody declared. The rows of an embedding bound token ids, and a dim bounds
-the lengths of sequences."""
+"""Finds the ranges of integer inputs without a declared range. A token id has to be less than the number of rows of the
+embedding. The length of a sequence is at most the size of a dim."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Lookups(TorchDispatchMode):
     """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
     selection.
 
-    ``tables`` maps the name of an input to pairs: a table's number of rows, and True if all integers of the input are
-    indices of the table.
+    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows,
+    and True if every integer of the input selects a row of the table.
     """
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -56,9 +56,9 @@ class _Lookups(TorchDispatchMode):
 def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
     """Returns ``signature`` with a range for each integer input that selects rows of an embedding: 0 to the last row.
 
-    The range becomes the input's ``values``. In recommenders, each column of an input may select from another table.
-    The range of the smallest table then becomes the input's ``seen`` instead of its ``values``. Changes no input with
-    declared ``values``, and changes nothing if ``run`` fails because of the new integers.
+    Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. For an
+    input with a table for each column, sets ``seen`` to the range of the smallest table, and leaves ``values`` unset.
+    Keeps declared ``values``. Returns ``signature`` unchanged if ``run`` fails because of the new integers.
     """
     free = {spec.name for spec in signature.inputs if _is_free(spec)}
     if not free:
@@ -84,8 +84,8 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """Returns ``signature`` with dims as bounds of its integer inputs if ``run`` raises for some integers without these
-    bounds.
+    """Finds out which integers ``run`` accepts, and returns ``signature`` with dims as the bounds of its integer
+    inputs.
 
     Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
     together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without

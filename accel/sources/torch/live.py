@@ -126,8 +126,8 @@ def open_captured(path: Path) -> Found:
         # Models that draw random numbers are refused later, so they raise no error here.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
-                f"{path.stem} computes other outputs than the original module; if its file was edited after the "
-                "import, restart Python and give the module again"
+                f"{path.stem} computes other outputs than the original module; if the file of the module's class was "
+                "edited after the import, restart Python and give the module again"
             )
     signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
     return Found(
@@ -168,7 +168,7 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
     for name, given in dynamic.items():
         if name not in tensors:
             raise BadInputSpec(
-                f"dynamic names axes of {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
+                f"the argument dynamic has axes of {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
             )
         rank = tensors[name].ndim
         pairs = given.items() if isinstance(given, Mapping) else enumerate(given or ())
@@ -177,7 +177,8 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
                 continue
             if not -rank <= axis < rank:
                 raise BadInputSpec(
-                    f"{name} has {rank} axes, but dynamic names its axis {axis}; name one of 0..{rank - 1}"
+                    f"the argument dynamic has the axis {axis} of the input {name}, which has only {rank} axes; give "
+                    f"an axis in 0..{rank - 1}"
                 )
             label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
             found.setdefault(name, {})[axis % rank] = label
@@ -189,8 +190,8 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
 def _described(
     module: torch.nn.Module, tensors: Tensors, axes: Axes | None, ranges: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the signature of the inputs as JSON, and a note. The note says how the batch dim was found if ``axes`` is
-    None, else it is empty."""
+    """Returns the signature of the inputs as JSON, and a note. If ``axes`` is None, the note says how the batch dim was
+    found. Otherwise, the note is empty."""
     note = ""
     if axes is None:
         axes, note = _batch_axes(module, tensors)
@@ -240,7 +241,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     except AccelError:  # the error message already names the fix
         raise
     except Exception as error:  # a model may raise any type of error
-        reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
+        reason = f"the model {where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         raise BadSource(f"{reason}; correct the model, or give other arguments with {option('example')}") from error
     return {name: one.detach() for name, one in flatten(result).items()}
 
@@ -263,8 +264,9 @@ def _write(module: torch.nn.Module, path: Path) -> None:
             torch.save(body, path, pickle_module=cloudpickle)
         except Exception as error:  # an object may raise any type of error
             raise BadSource(
-                f"{class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; remove it from "
-                "the module, or write a function that makes the module and give the function as FILE.py:FUNCTION"
+                f"the module {class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; "
+                "remove this part from the module, or write a function that makes the module and give the function as "
+                "FILE.py:FUNCTION"
             ) from error
 
 

@@ -17,9 +17,9 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# For an unlimited dim, torch writes an upper limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared by the
-# user, and becomes the upper end of the dim's range. Because gates run at the upper end, a declared limit is cut to
-# four times the example's size or to _DECLARED, whichever is larger.
+# If a dim has no limit, torch writes an upper limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared by the
+# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range. So the upper
+# end is at most four times the example's size, or _DECLARED if _DECLARED is larger.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 

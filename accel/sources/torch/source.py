@@ -52,8 +52,8 @@ def open_torch(
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
-    the factory's module. ``like`` is a function that returns the signature of another version of the model. This
-    function is called if ``spec`` and ``inputs`` don't declare the inputs.
+    the factory's module. ``like`` is a function that returns the signature of another version of the model. ``like`` is
+    called if neither ``spec`` nor ``inputs`` declares the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
@@ -72,7 +72,7 @@ def open_torch(
     if not specs:
         if found.live:
             raise BadInputSpec(
-                f"the inputs of {found.name} are unknown; pass {option('example')}, the arguments of a call"
+                f"the inputs of {found.name} are unknown; pass the arguments of a call as {option('example')}"
             )
         examples = found.example or suggested_inputs(found.module)
         raise BadInputSpec(
@@ -101,8 +101,8 @@ def open_torch(
     code = code_sha256(found.module)
     if found.live:
         state, code = found.live["state_sha256"], found.live["code_sha256"]
-    # The hash includes the factory's name, because the modules of two factories in one file may differ only in
-    # attributes. The other hashes don't cover attributes.
+    # The hashes of weights, code and files don't cover a module's attributes. The hash of the source includes the
+    # factory's name, because two factories in one file may make modules that differ only in attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module

@@ -54,7 +54,8 @@ def open_train_folder(folder: Path) -> Found:
         file = folder / name
         if Path(name).name != name or not file.is_file() or file_sha256(file) != sha256:
             raise InvalidModel(
-                f"{file} is missing or not the file that training wrote; copy the folder again or train again"
+                f"the file {file} is missing or is not the file that training wrote; copy the folder again or train "
+                "again"
             )
     spec = _where(folder, spec, config.get("source"), files)
     code, factory = load_object(spec, "factory")

@@ -16,10 +16,10 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
     """Loads the weights in ``path`` into ``module``. ``path`` is one file (.safetensors, a sharded index, .pt, .pth,
     .bin, .ckpt) or the folder of a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
-    Returns the loaded checkpoint with its format, files and notes. Reads and copies one tensor at a time, unless the
-    module loads state dicts in its own way. Raises ``BadSource`` if ``path`` is a pickle with code. Ignores the
-    prefixes that wrappers add to the names of weights. Raises ``BadSource`` with the first name that doesn't match the
-    module.
+    Returns the loaded checkpoint with its format, files and notes. Reads and copies one tensor at a time. A module that
+    loads state dicts in its own way gets all tensors at once. Raises ``BadSource`` if ``path`` is a pickle that
+    contains code. Ignores the prefixes that wrappers add to the names of weights. Raises ``BadSource`` with the first
+    name that doesn't match the module.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
@@ -39,8 +39,8 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
                 or value.is_complex() != own[name].is_complex()
             ):
                 raise BadSource(
-                    f"{name!r} is {value.dtype} in {path} and {own[name].dtype} in the model; "
-                    "give the weights of this factory's model"
+                    f"the tensor {name!r} has the dtype {value.dtype} in {path}, but the dtype {own[name].dtype} in "
+                    "the model; give the weights of this factory's model"
                 )
             own[name].copy_(value)
     return checkpoint

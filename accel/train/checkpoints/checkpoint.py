@@ -70,9 +70,9 @@ class Checkpoints:
         """Writes a checkpoint of ``state`` and ``run``. ``state`` is a dict of tensors. ``run`` is a dict of plain
         values, among them ``step``. Each rank writes its shards.
 
-        Waits for the previous save first. If ``asynchronous`` is set, copies the tensors and writes the copies in the
-        background until ``wait`` finishes the save. All ranks have to call ``wait`` together. If no rank is
-        ``writing``, ``wait`` returns quickly.
+        Waits for the previous save first. If ``asynchronous`` is set, copies the tensors, writes the copies in the
+        background and returns. A call of ``wait`` then finishes the save. All ranks have to call ``wait`` together. If
+        no rank is ``writing``, ``wait`` returns quickly.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -165,7 +165,7 @@ class Checkpoints:
             return False
         if name.removeprefix("-") not in metrics:
             raise BadConfig(
-                f"checkpoint.best is {name!r}, and evaluate measures {', '.join(metrics) or 'nothing'}; "
+                f"checkpoint.best is {name!r}, but evaluate measures only {', '.join(metrics) or 'nothing'}; "
                 "use one of these metrics"
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
@@ -283,7 +283,9 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Unreadable(f"{path} has no readable {RUN}") from error
         if other != model:
-            raise BadCheckpoint(f"{path} is a checkpoint of the model {other}, not of {model}; give another --out")
+            raise BadCheckpoint(
+                f"{path} is a checkpoint of the model {other}, not of the model {model}; give another --out"
+            )
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 ``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists.
 ``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
-``inputs.safetensors`` holds the inputs of up to 64 samples. ``accel export`` takes names and ranges from these inputs
-if the factory declares none. ``NAME.py`` is the file of ``file.py:factory``. The modules that this file imported from
-the same folder are copied too.
+``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
+the names and ranges of the inputs from ``inputs.safetensors``. ``NAME.py`` is the file of ``file.py:factory``. The
+modules that ``file.py`` imported from the same folder are copied too.
 """
 
 from __future__ import annotations

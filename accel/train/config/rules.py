@@ -33,7 +33,7 @@ def runnable(config: TrainConfig) -> None:
         )
     if config.parallel.tp > 1 and not config.tensor_parallel:
         raise BadConfig(
-            "tensor parallel needs a plan of which modules to cut; write [tensor_parallel] with e.g. "
+            "tensor parallel needs a plan of the modules to split; write [tensor_parallel] with e.g. "
             '"blocks.*.attention.query" = "column"'
         )
 

@@ -21,8 +21,8 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, because the first step includes imports, building the model
-# and reading a checkpoint.
+# Multiplies ``hang_seconds`` for the first step, because the first step includes imports, building the model and
+# reading a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 
@@ -55,10 +55,11 @@ class ParallelConfig:
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
     the shards on the host. ``replicate`` is the number of replicas of the sharded group (hybrid sharding).
 
-    ``tp`` is the number of ranks that share each tensor. Between the modules that the plan cuts, ``sequence_parallel``
-    also shards the sequence over the tensor-parallel ranks. ``pp`` is the number of pipeline stages, which run in the
-    order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks over which each sequence is split.
-    ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation checkpointing.
+    ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
+    tensor-parallel ranks, between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline stages,
+    which run in the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks over which each
+    sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation
+    checkpointing.
 
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
@@ -120,8 +121,8 @@ class CheckpointConfig:
 
     ``every`` is the number of steps between two checkpoints, or 0 for a single checkpoint at the end. ``keep`` is the
     number of newest checkpoints to keep. ``best`` names a metric of ``evaluate``, and the checkpoint that is best by
-    this metric is kept too. A ``-`` in front (``-loss``) means that lower is better. ``asynchronous`` writes
-    checkpoints while training goes on.
+    this metric is kept too. A ``-`` before the metric's name (``-loss``) means that lower values are better.
+    ``asynchronous`` writes checkpoints while training goes on.
     """
 
     every: int = 0

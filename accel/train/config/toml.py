@@ -51,7 +51,10 @@ def override(body: dict[str, Any], text: str) -> None:
     for table in tables:
         inner = body.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise BadConfig(f"{table!r} in {text!r} is not a table of the config; write --key=value")
+            raise BadConfig(
+                f"the config key {table!r} is a value and not a table, so the override {text!r} is wrong; write "
+                "--key=value"
+            )
         body = inner
     try:
         body[key] = tomllib.loads(f"value = {value}")["value"]
@@ -66,7 +69,8 @@ def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
     unknown key or a value of the wrong type.
     """
     if not isinstance(body, Mapping):
-        raise BadConfig(f"{where.rstrip('.')} is a table of the config, not {body!r}; write [{where.rstrip('.')}]")
+        table = where.rstrip(".")
+        raise BadConfig(f"the config key {table} has to be a table, but is {body!r}; write [{table}]")
     hints = typing.get_type_hints(kind)
     unknown = [key for key in body if key not in hints]
     if unknown:
@@ -79,20 +83,28 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return build(typing.cast("type[Any]", kind), value, f"{where}.")
     if typing.get_origin(kind) is dict:
         if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
-            raise BadConfig(f'{where} is a table of texts, not {value!r}; write [{where}] with "pattern" = "style"')
+            raise BadConfig(
+                f"the config key {where} has to be a table of strings, but is {value!r}; write [{where}] with "
+                '"pattern" = "style"'
+            )
         return dict(value)
     if isinstance(kind, types.GenericAlias):
         if not isinstance(value, list | tuple) or not all(isinstance(v, int | float) for v in value):
-            raise BadConfig(f"{where} is a list of numbers, not {value!r}; write e.g. {where} = [0.9, 0.95]")
+            raise BadConfig(
+                f"the config key {where} has to be a list of numbers, but is {value!r}; write e.g. "
+                f"{where} = [0.9, 0.95]"
+            )
         if len(value) != 2:
-            raise BadConfig(f"{where} has {len(value)} numbers; give two, e.g. {where} = [0.9, 0.95]")
+            raise BadConfig(
+                f"the config key {where} has {len(value)} numbers; give two numbers, e.g. {where} = [0.9, 0.95]"
+            )
         return tuple(float(v) for v in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if type(value) is not kind:
-        raise BadConfig(f"{where} is {value!r}, but has to be {_KIND_NAMES[kind]}; correct the config")
+        raise BadConfig(f"the config key {where} is {value!r}, but has to be {_KIND_NAMES[kind]}; correct the config")
     return value
 
 

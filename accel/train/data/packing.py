@@ -1,8 +1,8 @@
 """Packs several documents of any length into one sequence, so that the model trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` into sequences of 128 positions. A sample has ``int64[n]``
-tokens and ``int64[n]`` targets, and n may differ between samples. Documents are placed longest first, each into the
-fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
+tokens and ``int64[n]`` targets, and n may differ between samples. The longest documents are placed first. Each document
+goes into the fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
 Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
@@ -52,7 +52,10 @@ class Packed(torch.utils.data.Dataset[Any]):
         )
         for index, size in enumerate(lengths):
             if size > length:
-                raise BadData(f"document {index} has {size} tokens, and pack is {length}; cut it, or use --pack={size}")
+                raise BadData(
+                    f"document {index} has {size} tokens, but pack is only {length}; cut the document, or use "
+                    f"--pack={size}"
+                )
         self.sequences = best_fit(lengths, length)
 
     def __len__(self) -> int:
@@ -67,8 +70,8 @@ class Packed(torch.utils.data.Dataset[Any]):
             end = start + len(x)
             if x.ndim != 1 or x.shape != y.shape or end > self.length:
                 raise BadData(
-                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two arrays of "
-                    "equal length, and list this length in the dataset's lengths"
+                    f"document {document} has tokens of shape {list(x.shape)} and targets of shape {list(y.shape)}; "
+                    "give two arrays of equal length, and list this length in the dataset's lengths"
                 )
             tokens[start:end], targets[start:end] = x, y
             positions[start:end], documents[start:end] = torch.arange(len(x)), number
@@ -88,7 +91,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with this number.
+    spare: dict[int, list[int]] = {}  # Maps each number of free positions to a list of sequences.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])

@@ -37,7 +37,9 @@ class Order(torch.utils.data.Sampler[int]):
         drop_last: bool = True,
     ) -> None:
         if length < (global_batch if drop_last else 1):
-            raise BadData(f"the data has {length} samples, and global_batch is {global_batch}; use a smaller batch")
+            raise BadData(
+                f"the data has only {length} samples, but global_batch is {global_batch}; use a smaller global_batch"
+            )
         self.length, self.global_batch, self.rank, self.ranks = length, global_batch, rank, ranks
         self.seed, self.first = seed, first
         self.epoch = length // global_batch if drop_last else -(-length // global_batch)  # in steps
@@ -79,8 +81,8 @@ class MicroBatches:
 
 
 class _Stack:
-    """Stacks samples into a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and
-    None as the targets."""
+    """Stacks samples into a micro-batch ``(inputs, targets)``. If there are no samples, returns the inputs of ``spare``
+    and None as the targets."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare

@@ -56,7 +56,7 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        # The hook is a lambda, because DDP checks the annotations of a hook and would refuse ``run``.
+        # The hook is a lambda without annotations, because DDP would refuse the annotations of ``run``.
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -99,7 +99,7 @@ class PowerSGD:
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """Returns each compressed parameter among ``names`` with the shape of its ``q``.
+        """Returns the compressed parameters in ``names``, each with the shape of its ``q``.
 
         The order is the same as in torch's hook, which groups parameters of equal shape.
         """

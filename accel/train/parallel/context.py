@@ -3,10 +3,9 @@ of the heads.
 
 The method is from Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module
 (``parallel.cp_split``, which embeds tokens and positions) works on whole sequences, and its output is split over the
-ranks. After the cut, two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all
-positions for its share of the heads. After the cut, every operation except attention has to process each position
-independently. Before training, a run on a sample checks that the cut doesn't change the model's output. ZeRO treats
-each rank as a data-parallel rank.
+ranks. Two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all positions for its share
+of the heads. All other operations after the split have to process each position independently. Before training, a run
+on a sample checks that the split doesn't change the model's output. ZeRO treats each rank as a data-parallel rank.
 """
 
 from __future__ import annotations
@@ -60,17 +59,17 @@ class Ulysses(AroundAttention):
         for tensor in (query, key, value):
             if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
                 raise BadConfig(
-                    f"attention gets a tensor of shape {list(tensor.shape)}; the shape has to be [batch, heads, "
-                    f"positions, width], and cp {self.mesh.size()} has to divide the number of heads; use a cp that "
-                    "does"
+                    f"attention gets a tensor of shape {list(tensor.shape)}, but the shape has to be [batch, heads, "
+                    f"positions, width] with a multiple of cp {self.mesh.size()} as heads; use a cp that divides the "
+                    "number of heads"
                 )
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
         found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Replaces this rank's shard of a tensor that is cut along dim ``had``. The new shard is cut along dim
-        ``gets``."""
+        """Takes this rank's shard of a tensor that is sharded along dim ``had``. Returns this rank's shard of the same
+        tensor along dim ``gets``."""
         shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
         return shared.redistribute(placements=(Shard(gets),)).to_local()
 
@@ -78,9 +77,9 @@ class Ulysses(AroundAttention):
 def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
     """Changes ``module`` in place to work on this rank's part of the sequence. ``module`` must not be sharded yet.
 
-    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
-    output. The output changes if the model computes positions after the cut, or if an operation other than attention
-    reads other positions.
+    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the split changes the model's
+    output. The output changes if the model computes position numbers after the split, or if an operation other than
+    attention reads several positions.
     """
     mesh, name = ranks.cp, config.parallel.cp_split
     assert mesh is not None
@@ -103,13 +102,15 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
             raise
         except Exception as error:
             reason = one_line(error, 200)
-            raise BadConfig(f"the model can't be run with its sequence cut after {name} ({reason}); {_FIX}") from error
+            raise BadConfig(
+                f"the model can't be run if the sequence is cut after the module {name} ({reason}); {_FIX}"
+            ) from error
     module.train()
     right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
     wrong = torch.tensor(float(not right), device=ranks.device)
     dist.all_reduce(wrong, group=mesh.get_group())  # the output may be wrong on some ranks only
     if wrong:
-        raise BadConfig(f"the output of the model changes if its sequence is cut after {name}; {_FIX}")
+        raise BadConfig(f"the output of the model changes if the sequence is cut after the module {name}; {_FIX}")
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:

@@ -7,7 +7,7 @@ et al. 2024, "Zero Bubble", ZB-V).
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names. In
 ``pipeline_chain``, the name of a ``ModuleList`` means all its entries. ``forward`` has to run the modules of the chain
-one after the other. Before the cut, a run on a sample checks the order of the chain.
+one after the other. Before the chain is cut, a run on a sample checks the order of its modules.
 """
 
 from __future__ import annotations
@@ -102,15 +102,17 @@ def chain(module: nn.Module) -> list[str]:
         return [name for name, _ in module.named_children()]
     if names is None:
         raise BadConfig(
-            f"{type(module).__name__} doesn't say where a pipeline may cut; make the model an nn.Sequential, or list "
-            "its modules in an attribute pipeline_chain, in the order of forward"
+            f"the model {type(module).__name__} doesn't say where a pipeline may cut it; make the model an "
+            "nn.Sequential, or list its modules in an attribute pipeline_chain, in the order of forward"
         )
     found = []
     for name in names:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct the name") from None
+            raise BadConfig(
+                f"pipeline_chain lists {name}, which is not a module of the model; correct the name"
+            ) from None
         several = isinstance(part, nn.ModuleList)
         found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
     return found
@@ -126,7 +128,9 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
     owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) not in owned:
-            raise BadConfig(f"{name} is in no part of the pipeline's chain; name all modules in pipeline_chain")
+            raise BadConfig(
+                f"the parameter {name} is in no part of the pipeline's chain; list all modules in pipeline_chain"
+            )
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -148,8 +152,8 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
             part.training = True
     if x.shape != expected.shape or not torch.allclose(x.float(), expected.float(), rtol=1e-3, atol=1e-5):
         raise BadConfig(
-            "the output of the pipeline's chain differs from the model's; let pipeline_chain name the modules in the "
-            "order of forward"
+            "the output of the pipeline's chain differs from the model's output; list the modules in pipeline_chain "
+            "in the order of forward"
         )
     if not any(found):
         found = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in names]
@@ -185,8 +189,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def places(pp: int, schedule: str) -> list[list[int]]:
-    """Returns the stage numbers of each rank. A rank has one stage, or two in a loop (interleaved) or a V
-    (zero-bubble)."""
+    """Returns the stage numbers of each rank. A rank has one stage, or two stages for the schedules ``interleaved``
+    (placed in a loop) and ``zero-bubble`` (placed in a V)."""
     if schedule == "interleaved":
         return [[rank, pp + rank] for rank in range(pp)]
     if schedule == "zero-bubble":
@@ -219,8 +223,8 @@ def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
         for parameter in module.get_submodule(name).parameters():
             if owner.setdefault(id(parameter), name) != name:
                 raise BadConfig(
-                    f"{owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share parameters; "
-                    "untie them, or use pp 1"
+                    f"the modules {owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share "
+                    "parameters; give each module its own parameter, or use pp 1"
                 )
 
 
@@ -274,6 +278,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Takes only the last pairs. Before the first step, torch also calls the loss on uninitialized memory to learn
-        # the shapes.
+        # Only the last ``count`` pairs are losses of this step. Before the first step, torch also calls the loss on
+        # uninitialized memory to learn the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

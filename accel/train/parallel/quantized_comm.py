@@ -4,9 +4,9 @@ The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in b
 outlier affects only one block. Each parameter begins a new block, so that large weights of one parameter don't affect
 the scale of another parameter.
 
-A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice, because under
-hpZ the backward pass gathers the forward pass's rounded values unchanged. All blocks are int8, but in the paper the
-reduction between nodes is int4. The error of a value is at most half a step, which is 1/254 of the block's largest
+A gradient is quantized once, exchanged all to all, and summed in float32. A parameter is quantized once: with hpZ, the
+backward pass gathers the values that the forward pass rounded. All blocks are int8, but in the paper the reduction
+between nodes is int4. The error of a value is at most half a quantization step, so at most 1/254 of the block's largest
 value.
 """
 
@@ -138,7 +138,7 @@ class QuantizedReduceScatter(_Comm):
         if op == dist.ReduceOp.AVG:
             total /= world
         else:
-            assert op == dist.ReduceOp.SUM, op  # FSDP2 uses AVG or SUM, except with a custom divide factor
+            assert op == dist.ReduceOp.SUM, op  # without a custom divide factor, FSDP2 uses AVG or SUM
         output_tensor.copy_(total.view(output_tensor.shape))
 
 

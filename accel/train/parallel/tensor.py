@@ -9,8 +9,8 @@
 
 Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
-sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
-sequence, and ``row`` reduce-scatters the sequence.
+sequence, hidden]. Between the modules of the plan, each rank holds only its part of the sequence. ``column`` gathers
+the sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, because the cross entropy is computed on the
 sharded logits. The model's code must not use a fixed number of heads, because a rank has only some of the heads.
@@ -52,7 +52,10 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         names = [name for name in modules if fits(name, pattern)]
         if not names:
             some = ", ".join([name for name in modules if name][:6])
-            raise BadConfig(f"tensor_parallel.{pattern!r} names no module of the model; its modules are {some}, ...")
+            raise BadConfig(
+                f"the pattern {pattern!r} of [tensor_parallel] matches no module of the model; the modules are "
+                f"{some}, ..."
+            )
         for name in names:
             if found.setdefault(name, style) != style:
                 raise BadConfig(f"tensor_parallel gives {name} the styles {found[name]} and {style}; keep one of them")
@@ -60,7 +63,9 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if not isinstance(modules[name], wanted.get(style, nn.Module)):
                 kinds = " or an ".join(kind.__name__ for kind in wanted[style])
                 got = type(modules[name]).__name__
-                raise BadConfig(f"{name} is a {got}, and the style {style} needs a {kinds}; correct the plan")
+                raise BadConfig(
+                    f"the module {name} is a {got}, but the style {style} needs a {kinds}; correct [tensor_parallel]"
+                )
     return found
 
 
@@ -74,7 +79,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
     if column is not None and not splits:
         raise BadConfig(
             f"{column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the sequence; "
-            'give the embedding "split" or "vocabulary" and the norms "sequence", or pass '
+            'give the embedding the style "split" or "vocabulary" and the norms the style "sequence", or pass '
             "--parallel.sequence_parallel=false"
         )
 
@@ -102,7 +107,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
                 raise BadConfig(
-                    f"{name} has {size} {style}s, not a multiple of tp {mesh.size()}; use a tp that divides {size}"
+                    f"the layer {name} has {size} {style}s, which is not a multiple of tp {mesh.size()}; use a tp that "
+                    f"divides {size}"
                 )
         for made in _styles(part, style, gathered, sequence=sequence):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
@@ -220,8 +226,9 @@ def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
         if apart > 1e-3 * size:
             module = name.rpartition(".")[0]
             raise TrainingFailed(
-                f"{name} has a different gradient on each tensor-parallel rank, because {module} sees a part of its "
-                f'input; give it a style, e.g. "{module}" = "sequence" in [tensor_parallel]'
+                f"the parameter {name} has a different gradient on each tensor-parallel rank, because the module "
+                f"{module} gets only a part of its input; give the module a style, e.g. "
+                f'"{module}" = "sequence" in [tensor_parallel]'
             )
 
 

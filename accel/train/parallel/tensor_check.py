@@ -1,8 +1,8 @@
 """Runs a sample before training to check that tensor parallelism hasn't changed the model's output.
 
 The model's own code processes a rank's shard of a linear layer's output. The model's code may split a head, use a fixed
-number of heads, or take query, key and value from one product. In each of these cases, torch raises an error about
-shapes, or silently trains a different model with wrong weights.
+number of heads, or take query, key and value from one product. With such code, torch raises an error about shapes, or
+silently trains a different model with wrong weights.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
                 if isinstance(part, nn.Linear) and part.out_features == heads * width and heads % tp:
                     several = "s" if heads > 1 else ""
                     raise BadConfig(
-                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would split a head; "
-                        f"use a --tp that divides {heads}"
+                        f"the layer {name} makes {heads} head{several} of width {width}, but tp {tp} would split a "
+                        f"head; use a --tp that divides {heads}"
                     )
 
 
@@ -112,15 +112,14 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
         where, reason = running[-1] if running else "", one_line(error, 200)
         seen = next((one for one in whole.attentions if one.module == where and one.has_heads), None)
         heads = f" of {seen.query[_HEADS]} heads" if seen is not None else ""
-        raise BadConfig(
-            f"with tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {fix}"
-        ) from error
+        part = f"the module {where}{heads}" if where else "the model"
+        raise BadConfig(f"with tp {mesh.size()}, {part} can't be run ({reason}); {fix}") from error
     for before, after in zip(whole.attentions, found.attentions, strict=False):
         if before.has_heads and after.has_heads and before.query[_WIDTH] != after.query[_WIDTH]:
             raise BadConfig(
-                f"with tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
-                f"{after.query[_WIDTH]} from a rank's share of {before.query[_HEADS]} heads of width "
-                f"{before.query[_WIDTH]}; {fix}"
+                f"with tp {mesh.size()}, the module {before.module} splits a rank's share of {before.query[_HEADS]} "
+                f"heads of width {before.query[_WIDTH]} into {after.query[_HEADS]} heads of width "
+                f"{after.query[_WIDTH]}; {fix}"
             )
     limit = 1e-3 if exact else 0.1
     right = whole.output is None or found.output is None or _apart(found.output, whole.output) <= limit

@@ -117,7 +117,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Returns a clause with the step that the same command resumes from."""
+    """Returns a clause for a message that tells after which step the same command continues."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
@@ -216,7 +216,7 @@ def _follow(process: subprocess.Popen[bytes], out: Path, hang_seconds: float) ->
         if hang_seconds and (late := watchdog.overdue(out, hang_seconds)):
             raise TrainingFailed(
                 f"{late}: {watchdog.who_hangs(out)}; the stacks of the ranks are in "
-                f"{out / watchdog.STACKS}; if steps may take that long, use a larger hang_seconds"
+                f"{out / watchdog.STACKS}; if a step may take longer, use a larger hang_seconds"
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.2)

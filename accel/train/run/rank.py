@@ -90,7 +90,7 @@ def disk_full(where: Path | str) -> CannotWrite:
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:
-    """Raises ``BadConfig`` if a rank can't see the folder of rank 0. Every rank writes its shards into this folder.
+    """Raises ``BadConfig`` if a rank can't see rank 0's folder ``out``. Every rank writes its shards into ``out``.
 
     Every rank has to call this function.
     """
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips the destructors of the process groups, because a failed rank would wait for other ranks in these
-    # destructors. If a mesh holds a group, the threads of gloo also outlive the interpreter's teardown and can crash
-    # the process.
+    # Exits without the destructors of the process groups, because a failed rank would wait for other ranks in a
+    # destructor. If a device mesh holds a process group, gloo's threads also outlive the interpreter's teardown and can
+    # crash the process.
     os._exit(code)

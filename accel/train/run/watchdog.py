@@ -1,8 +1,9 @@
-"""Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
+"""Finds the rank that hangs. If one rank hangs, all other ranks wait in a collective without knowing which rank hangs.
 
 Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touches ``OUT/alive``
-for too long, the watchdog sends every rank a signal, and the ranks write their stacks. A rank counts as waiting if its
-innermost frame is in torch, and as hung otherwise. A stopped rank doesn't answer and counts as hung too.
+for too long, the watchdog sends every rank a signal, and the ranks write their stacks. A rank counts as waiting if
+its innermost frame is in torch. All other ranks count as hung. A stopped rank doesn't answer the signal, so it also
+counts as hung.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def who_hangs(out: Path) -> str:
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Returns a clause with the Python line at which a rank crashed in native code.
+    """Returns a part of a sentence, with the Python line at which a rank crashed in native code.
 
     Returns "" if the rank left no stack, for example after SIGKILL. Also returns "" if the crashed thread ran no
     Python, like gloo's threads. Reads only the stack of the crashed thread.
@@ -128,7 +129,7 @@ def _here(out: Path) -> dict[int, int]:
 
 
 def _outside_torch(stack: str) -> str:
-    """Returns the location of the stack in the user's code, or "" if the innermost frame is in torch."""
+    """Returns the innermost place in the user's code on ``stack``, or "" if the innermost frame is in torch."""
     frames = _FRAME.findall(stack)
     if frames[0][0].startswith(f"{sysconfig.get_paths()['purelib']}/torch/"):
         return ""

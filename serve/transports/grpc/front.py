@@ -66,10 +66,11 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # Accepts frequent pings. By default, grpcio treats frequent pings as an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # Limits the calls of one connection, including calls with unread answers.
+                # Limits the number of open calls of one connection. A call with an unread answer also counts.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
-            # The server refuses calls beyond this limit at once instead of queueing them.
+            # grpcio accepts at most ``maximum_concurrent_rpcs`` calls at the same time, and refuses further calls
+            # instead of queueing them.
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
@@ -109,8 +110,8 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. The wait has a limit, because a call that doesn't
-        # end must not keep the process alive.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most five seconds longer,
+        # because a call that never ends must not keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -158,8 +159,8 @@ class _Servicer:
     ) -> Callable[[Iterator[bytes], Any], Any]:
         """Returns a function that waits for the message of a call, and passes the parsed message to ``behavior``.
 
-        The function takes a stream of messages, because grpcio can cancel a call that still waits for a message of a
-        stream. On the wire, a call with one message looks the same as a stream of one message.
+        The function takes a stream of messages, because grpcio can cancel a stream that still waits for a message. On
+        the wire, a call with one message looks the same as a stream of one message.
         """
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
@@ -222,7 +223,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases this lock; a lock is cheaper than an Event
+        done = threading.Lock()  # the answer releases ``done``; a Lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -377,7 +378,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # the lock was already released, by the answer or by the end of the call
+    except RuntimeError:  # the answer or the end of the call has already released the lock
         return
 
 
@@ -396,7 +397,7 @@ def _health(server: InferenceServer) -> Any:
             with self._refreshing:
                 status = health_pb2.HealthCheckResponse
                 found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # clients of Watch get the status only when it changes
+                if found != self._said:  # a client that called Watch gets the status whenever the status changes
                     self._said = found
                     for service in ("", proto.SERVICE):
                         self.set(service, found)

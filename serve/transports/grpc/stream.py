@@ -1,4 +1,5 @@
-"""Handles a ModelStreamInfer call. The responses of models that answer once are sent in the order of requests."""
+"""Handles a ModelStreamInfer call. If a model sends one response for each request, the responses keep the order of the
+requests."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ log = logging.getLogger("accel.serve")
 _Response = proto.message("ModelStreamInferResponse")
 # The reader of a stream pauses at _UNANSWERED unanswered requests, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # grpcio reports more remaining seconds than FOREVER for a call without a deadline
+FOREVER = 1e8  # for a call without a deadline, grpcio reports a remaining time of more than FOREVER seconds
 
 
 def trace_of(context: Any) -> dict[str, str]:
@@ -74,8 +75,9 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request that has a response to send or has ended, or None if there is no such request. A
-        request to a model that answers once is returned before all later requests."""
+        """Returns the oldest request with a response to send, or None. A request that has got its final response also
+        counts, because the caller has to remove the request. If a model sends exactly one response, newer requests wait
+        for the response."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

@@ -85,12 +85,14 @@ def read_call(request: Any) -> InferCall:
 def _typed(tensor: Any) -> Any:
     kind = DATATYPES.get(tensor.datatype)
     if kind is not None and kind.contents is None:
-        raise invalid(f"input '{tensor.name}' is {tensor.datatype}; send it in raw_input_contents")
+        raise invalid(f"input '{tensor.name}' has datatype {tensor.datatype}; send its data in raw_input_contents")
     # An unknown datatype is reported later, when the inputs are checked against the model.
     wanted = kind.contents if kind else None
     for field, _ in tensor.contents.ListFields():
         if field.name != wanted:
-            raise invalid(f"input '{tensor.name}' is {tensor.datatype}, but its contents are in {field.name}")
+            raise invalid(
+                f"input '{tensor.name}' has datatype {tensor.datatype}, but its contents are in the field {field.name}"
+            )
     return getattr(tensor.contents, wanted) if wanted else ()
 
 

@@ -109,8 +109,8 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
-    """Answers an error with ``{"error": text}`` and the HTTP status of its code. The parameter name ``handler`` is
-    required by aiohttp."""
+    """Turns an error into a JSON response ``{"error": text}`` with the HTTP status of the error. The parameter name
+    ``handler`` is required by aiohttp."""
     try:
         return await handler(request)
     except ServeError as error:
@@ -186,7 +186,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # KServe's client needs a body, which Triton leaves empty
+        return web.json_response({"live": True})  # KServe's client needs a body, although Triton sends an empty body
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()

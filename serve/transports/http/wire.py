@@ -83,7 +83,7 @@ def _rows(found: Any, what: str) -> list[dict[str, Any]]:
 def _text(row: dict[str, Any], key: str, what: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise invalid(f"each {what} has to have a {key} that is a string")
+        raise invalid(f"each {what} needs the key '{key}' with a string as value")
     return value
 
 
@@ -103,7 +103,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
         raise invalid(f"input '{name}' needs exactly one of data, binary_data_size and a shared memory region")
     if size is not None:
         if isinstance(size, bool | float | str) or not 0 <= size <= len(rest):
-            raise invalid(f"binary_data_size of input '{name}' is {size}, but {len(rest)} bytes are left")
+            raise invalid(f"binary_data_size of input '{name}' is {size}, but the body has only {len(rest)} bytes left")
         made.raw = rest[:size]
         return made, size
     if "data" in row:
@@ -170,7 +170,7 @@ def _values(array: np.ndarray, kind: str) -> list[Any]:
         try:
             return [value.decode() if isinstance(value, bytes) else str(value) for value in array.ravel()]
         except UnicodeDecodeError:
-            raise invalid("an output holds a string that is not UTF-8; ask for it with binary_data") from None
+            raise invalid("an output holds a string that is not UTF-8; request the output with binary_data") from None
     values: list[Any] = array.ravel().tolist()
     return values
 

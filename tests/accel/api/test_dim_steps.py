@@ -78,7 +78,7 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the first exporter of the ladder exports the model, and that every gate runs at a multiple of the
+    """Checks that the first exporter that accel tries (dynamo) succeeds, and that every gate runs at a multiple of the
     step. Also checks that the ONNX file gives right outputs at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
@@ -106,8 +106,8 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the older exporter traces only at multiples of the step. The older exporter traces two dims of the
-    same usual size at different sizes, so that it can tell the dims apart."""
+    """Checks that the older exporter traces only at multiples of the step. If two dims have the same usual size, the
+    exporter must trace the dims at different sizes, to tell the dims apart."""
     from accel.converters.from_torch import exporters as torch_exporters
     from accel.converters.from_torch import onnx_from_torch as stage
 
@@ -152,14 +152,16 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Checks that accel refuses a step that contradicts its range, and that the error names the fix."""
+    """Checks that accel refuses a dim's range if its sizes aren't multiples of its step, and that the error names the
+    fix."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that the error names the dims to pass if a factory or a foreign ONNX file can't run at accel's sizes."""
+    """Checks that accel finds the step of a model that runs only at certain sizes, if the user gives no step. The error
+    must name the ``dims`` to pass. The model comes from a factory or from a foreign ONNX file."""
     fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
         Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()
@@ -177,8 +179,8 @@ def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) 
 
 
 def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
-    """Checks that the error doesn't suggest a step for a net that only needs larger images. The net also runs at every
-    multiple of a large step, because each of these sizes is large enough."""
+    """Checks that the error doesn't suggest a step for a net that runs at every size above a minimum. Such a net also
+    runs at all multiples of a large step, so accel could wrongly conclude that the net needs the step."""
     path = tmp_path / "wide.py"
     path.write_text("import torch\n\ndef make():\n    return torch.nn.Conv2d(3, 2, 20)\n")
     with pytest.raises(BadSource, match=r"correct inputs= or dims=$"):
@@ -277,8 +279,8 @@ def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path
 
 
 def test_what_goes_in_steps_is_made_again(unet: Artifact, tmp_path: Path) -> None:
-    """Checks that `accel reproduce` opens a source only at sizes that the source accepts, and keeps the ranges in a
-    stage's recorded options."""
+    """Checks that `accel reproduce` runs a source only at sizes that the source accepts. Also checks that a repeated
+    stage gets the same ranges of dims as in the first run."""
     assert unet.manifest is not None
     assert remaking._source(unet.manifest).signature.dims["height"] == DimRange(16, 32, 64, 4)
     foreign = shutil.copy(unet.path, tmp_path / "foreign.onnx")

@@ -1,4 +1,4 @@
-"""Proves that accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as
+"""Proves that accel export tries several exporters in turn, keeps the requested opset and dynamic dims, and works as
 documented."""
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path
 
 
 def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the ladder of exporters refuses a wrong model, and that the manifest gives the reason."""
+    """Checks that accel tries the next exporter if an exporter makes a wrong model, and that the manifest gives the
+    reason."""
     right = stage._RUNGS["legacy"]
 
     def wrong(src: Artifact, opset: int, out: Path) -> None:
@@ -145,7 +146,7 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx")
     notes = made.history[0]["notes"]
     assert notes["rung"] == "legacy"
-    assert "the file's outputs are off: output at batch=1" in notes["refused"]["dynamo"]
+    assert "the file's outputs are off: the error of output at batch=1" in notes["refused"]["dynamo"]
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch
     source.write_text("import torch\n\ndef make():\n    return torch.nn.Linear(3, 2)\n")
     ran = cli("export", f"{source}:make", "--input", "x:float32[batch,3]", "-o", tmp_path / "odd.onnx")
     assert ran.code == 1
-    assert "no exporter gave a right model" in ran.stderr
+    assert "no exporter gave a correct model" in ran.stderr
     assert "dynamo:" in ran.stderr
     assert "legacy:" in ran.stderr
     assert "try one size instead of a dynamic one: --input '" in ran.stderr

@@ -40,8 +40,8 @@ from accel.stage import run_stage
 
 
 def chain(folder: Path, width: int, layers: int) -> Path:
-    """Writes a model of ``layers`` square MatMuls with external weights. A Relu follows each MatMul, and simplify can
-    remove the model's Identity."""
+    """Writes a model of ``layers`` square MatMuls with external weights. Each MatMul is followed by a Relu. The model
+    ends in an Identity, which the stage simplify can remove."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     block = (rng.standard_normal((width, width)) * np.sqrt(2 / width)).astype(np.float32)
@@ -83,8 +83,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Checks that accel reads detached tensors correctly, and that the model's outputs don't change. The values of a
-    detached tensor stay in the file."""
+    """Checks that accel reads the values of detached tensors, and that the model's outputs don't change. A detached
+    tensor is a large weight with values that stay in the file."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -128,7 +128,8 @@ def test_simplify_without_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("detached")
 def test_smoothing_detached_weights(tmp_path: Path) -> None:
-    """Checks that smoothing applies the scaled weights to the model and leaves the source's file unchanged."""
+    """Checks that ``smooth``, which scales weights, changes the weights of the model in memory, but not the source's
+    file."""
     path = chain(tmp_path / "m", 256, 2)
     before = weights_of(path)
     model = read_detached(path)

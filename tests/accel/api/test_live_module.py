@@ -62,7 +62,7 @@ def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> N
         wanted = model(image)
     assert list(found) == list(wanted)
     assert isinstance(found["logits"], torch.Tensor)
-    # The metric's budget allows the int8 candidate to differ, so this bound is coarse.
+    # The bound of 0.2 is coarse, because the chosen candidate may be an int8 model.
     assert (found["logits"] - wanted["logits"]).abs().max() < 0.2
     assert isinstance(fast(image.numpy())["logits"], np.ndarray)
     assert isinstance(fast(image=image)["logits"], torch.Tensor)
@@ -87,7 +87,8 @@ def test_what_it_says(fast: Any) -> None:
 
 
 def test_save_and_load(fast: Any, tmp_path: Path) -> None:
-    """Checks that a saved model is complete, and records how to call the source."""
+    """Checks that a saved model gives the same outputs after loading, and can be called like the module. Also checks
+    that ``save`` overwrites no file of the user."""
     image = torch.randn(2, 3, 8, 8)
     fast.save(tmp_path / "out")
     with accel.load(tmp_path / "out") as session:
@@ -115,7 +116,7 @@ def test_the_other_functions_take_it(
     exported = accel.export(model, example=example)
     assert not list(tmp_path.iterdir())
     assert accel.verify(model, exported, example=example).passed
-    assert accel.verify(model, exported).passed  # verify draws the inputs from the artifact's signature
+    assert accel.verify(model, exported).passed  # ``accel verify`` draws the inputs from the artifact's signature
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
     assert [row.error for row in report.rows] == [None] * 3
     from accel.api.bisect import bisect
@@ -135,8 +136,7 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Checks that accel refuses samples that don't fit the model, with a message that names the reason. The samples are
-    in memory."""
+    """Checks that accel refuses in-memory samples that don't fit the model, and that the message names the reason."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 

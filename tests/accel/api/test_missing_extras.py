@@ -59,8 +59,8 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. The server's extras are tested with the packages of [serve] installed, because otherwise the
-# errors would name [serve].
+# The extras of the server. The test of a server extra hides the packages of the extra, but not the packages of [serve],
+# because otherwise the error would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
 # Runs the actions in one process that hides modules, so that Python can't import them.

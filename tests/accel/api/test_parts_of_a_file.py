@@ -1,5 +1,5 @@
-"""Proves that optimize, bench and verify accept export's options for a frozen graph, a signature and a net with
-dropout."""
+"""Proves that optimize, bench and verify accept export's options that select part of a TensorFlow file. The options
+select the tensors of a frozen graph, a signature of a SavedModel, or a net without its dropout."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path:
 
 @pytest.mark.proof
 def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
-    """Checks that a frozen graph can be the baseline, and that bench doesn't look for the graph's tensors in the ONNX
-    candidate."""
+    """Checks that bench can compare an ONNX candidate with a frozen graph as the baseline. The options --inputs and
+    --outputs must apply only to the frozen graph."""
     words = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "--json", "-q"]
     ran = cli("bench", frozen_onnx, "--against", tensorflow_models / "frozen.pb", *ENDS, *words)
     assert ran.code == 0, ran.stderr
@@ -50,9 +50,9 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
-    """Checks that `accel verify` compares a frozen graph, a signature and a net with dropout with their exports. The
-    model and its export may be given in either order. The comparison must fail for any signature except the exported
-    signature."""
+    """Checks that `accel verify` compares an exported ONNX file with its source, in either order. The source is a
+    frozen graph, one signature of a SavedModel, or a net with dropout. The comparison must fail for a signature that
+    was not exported."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")

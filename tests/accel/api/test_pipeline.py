@@ -64,8 +64,8 @@ def exported(both: accel.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_the_parts_run_in_the_place_of_the_modules(both: accel.Pipeline, exported: Path) -> None:
-    """Checks that the exported parts compute the same tokens as the modules. The batch, length and number of steps may
-    differ from the example's."""
+    """Checks that the exported parts compute the same tokens as the modules. The outputs must also agree at a batch,
+    length and number of steps that the example doesn't have."""
     with accel.load(exported) as session:
         for tokens, steps in ((TOKENS, 3), (torch.randint(20, (3, 7)), 6)):
             with torch.no_grad():
@@ -114,8 +114,8 @@ def test_the_chain_covers_the_parts(exported: Path, tmp_path: Path) -> None:
 def test_a_pipeline_from_elsewhere_needs_its_function(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel runs only the function that the caller passes, and no code that is named in the pipeline's
-    folder."""
+    """Checks that accel runs the function that the caller passes. Accel must not run a function only because the
+    pipeline's folder names the function."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("accel.sources.pipeline._functions", {})
     with pytest.raises(AccelError, match=r"needs the function 'translate', .* to accel.load as call=translate"):
@@ -276,5 +276,5 @@ def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) 
     (tmp_path / "out" / "decoder" / "model.onnx").write_text("mine")
     with pytest.raises(AccelError, match=r"model\.onnx was not made by accel and would be overwritten"):
         accel.export(both, example=(TOKENS,), out=tmp_path / "out")
-    with pytest.raises(AccelError, match="give tensors, numbers or texts"):
+    with pytest.raises(AccelError, match="give tensors, numbers, strings"):
         accel.export(both, example=(TOKENS, object()))

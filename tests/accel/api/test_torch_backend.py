@@ -53,8 +53,7 @@ def test_it_is_registered() -> None:
 
 
 def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
-    """Checks that the backend reuses sessions, and that the outputs are also right at other sizes than in the first
-    call."""
+    """Checks that the backend reuses sessions, and that the outputs are right at every batch size."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend)
     with torch.inference_mode():
@@ -89,9 +88,9 @@ def test_two_models_with_the_same_code() -> None:
 
 
 def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
-    """Checks that a model is compiled even if another model with the same code had images of another size. After images
-    of two sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also checks that a
-    call with another size gives right outputs."""
+    """Checks that the backend compiles two models that share their code, but take images of different sizes. After two
+    image sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also checks that a
+    function gives right outputs for several input shapes."""
 
     def flat(size: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, 2)).eval()

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# If the code in a hostile pickle runs, the code makes a folder of this name.
+# If the code in a hostile pickle runs, the code makes a folder named MARK.
 MARK = "the-code-has-run"
 
 
@@ -135,7 +135,8 @@ def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
 
 
 def flipped(name: str, seed: int, *, bits: int = 40) -> Make:
-    """Writes a valid file with some flipped bits. Most of these bits are in the first half, which holds the headers."""
+    """Writes a valid file with some flipped bits. Most of the flipped bits are in the first half of the file, which
+    holds the headers."""
 
     def write(good: Path, here: Path) -> None:
         data = bytearray((good / name).read_bytes())

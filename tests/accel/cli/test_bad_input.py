@@ -257,7 +257,7 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# In these stages, a candidate has already passed, so Ctrl-C publishes the best candidate.
+# At each stage in PUBLISHED_AFTER, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = {
@@ -295,8 +295,8 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
     """Checks that Ctrl-C leaves no file and no child process, and doesn't change the files of earlier runs. If a
-    candidate has already passed, Ctrl-C must publish the best candidate. Otherwise, Ctrl-C must give one line and exit
-    code 1."""
+    candidate has already passed, Ctrl-C must publish the best candidate. If no candidate has passed, Ctrl-C must give
+    one line and exit code 1."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)

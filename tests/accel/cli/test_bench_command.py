@@ -134,8 +134,8 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Checks that bench times only the chosen model in a folder of accel optimize. In any other folder, bench must time
-    every artifact. Bench must not time a file without a manifest, such as a rejected candidate."""
+    """Checks that bench times only the chosen model if the folder was made by accel optimize. In any other folder,
+    bench must time every artifact. Bench must not time a file without a manifest, such as a rejected candidate."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
@@ -180,7 +180,7 @@ def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path
     report = accel.bench([two[0], far], data=data, sizes={"batch": 4}, **FAST)
     assert report.sizes == {"batch": 4}
     assert report.rows[1].max_abs_diff == pytest.approx(1000, rel=1e-3)
-    # For data around 100, y is about 100 times the sum of a column of the weights.
+    # Each input is between 100 and 101, so each output is 100 to 101 times the sum of a column of the weights.
     assert 1000 / (101 * WEIGHT.sum(0).max()) < report.rows[1].max_rel_diff < 1000 / (100 * WEIGHT.sum(0).min())
     with pytest.raises(BadData, match="less than one batch of 8"):
         accel.bench(list(two), data=_few(tmp_path), sizes={"batch": 8}, **FAST)
@@ -200,12 +200,12 @@ def _few(folder: Path) -> Path:
         (("{d}/a.onnx", "--sizes", "batch"), "can't read --sizes 'batch'"),
         (("{d}/a.onnx", "--sizes", "batch=0"), "sizes start at 1"),
         (("{d}/a.onnx", "--sizes", "length=3"), "no input has a dim called 'length'"),
-        (("{d}/a.onnx", "--also", "torch-compile"), "name one with --against"),
+        (("{d}/a.onnx", "--also", "torch-compile"), "name a source with --against"),
         (("{d}/a.onnx", "--also", "openvino"), "doesn't run PyTorch sources"),
         (("{d}/a.onnx", "--also", "nonsense"), "unknown runtime"),
         (("{d}/a.onnx", "--rounds", "2"), "5"),
         (("{d}/a.onnx", "--data", "{d}/gone.npz"), "gone.npz does not exist"),
-        (("{d}/a.onnx", "--data", "{d}/few.npz", "--sizes", "length=3"), "comes from"),
+        (("{d}/a.onnx", "--data", "{d}/few.npz", "--sizes", "length=3"), "gets its size from"),
         ((), "Missing argument"),
     ],
 )

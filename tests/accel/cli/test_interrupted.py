@@ -27,7 +27,7 @@ from tests.support.orphans import assert_no_children
 
 Cli = Callable[..., Any]
 
-SIDE = 256  # a layer's weight takes 256 KiB in float32, and takes more than LIMIT in every precision
+SIDE = 256  # a layer's weight takes 256 KiB in float32, and even int8 weights take more than LIMIT
 LIMIT = 48 << 10
 FACTORY = f"""
 import torch
@@ -75,7 +75,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Simulates a full disk by limiting the size of every file that this process and its child processes write."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # a running process doesn't inherit the limit
+    if tensorflow_process._process is not None:  # a process that already runs doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. If another test has loaded LLVM into this process, SIGXFSZ ends the process.
@@ -131,7 +131,7 @@ def test_no_stage_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes the cache that all runs on a full disk share."""
+    """Makes one cache for all tests that simulate a full disk."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -180,8 +180,8 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# No command in ``KILLS`` runs these stages. For each of these stages, a test kills the last command in ``COMMANDS``
-# while the stage runs.
+# No command in ``KILLS`` runs the stages in ``KILLED_ALONE``. A test runs the last command in ``COMMANDS`` for each
+# stage, and kills the command while the stage runs.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"
@@ -202,7 +202,7 @@ NOT_KILLED_IN = {
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
     """Checks that SIGKILL in a stage leaves no process, no half-written result and no garbage in the cache. Published
-    files must stay, and the next run must continue after the complete stages."""
+    files must stay, and the next run must reuse the stages that were complete."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr

@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Checks that accel opens the chosen file of an optimize.json of 0.1.0."""
+    """Checks that accel reads an optimize.json of 0.1.0, and opens the file that is named as chosen."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -89,7 +89,8 @@ def test_a_stage_has_the_key_that_it_had(old: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("accel.tables.stage_table.STAGES", (as_it_was, *others))
     before = Artifact.open(old / "net.onnx").history
     again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
-    was, now = before[0], again[0]  # the first stage's output contains the folder's path, so later keys differ
+    # The test compares only the first stage. The keys of later stages depend on the folder's path.
+    was, now = before[0], again[0]
     assert was["input"] == now["input"]
     if was["versions"] == now["versions"]:
         assert was["key"] == now["key"]

@@ -148,8 +148,8 @@ def products(graph: dict[str, Any]) -> int:
 @pytest.mark.proof
 @pytest.mark.parametrize("to", ["openvino", "ncnn", "torch"])
 def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], tmp_path: Path, to: str) -> None:
-    """Fails if inspect reports different weights or FLOPs at batch 3 for an export of the digits net and for its ONNX
-    file. Also fails if inspect needs the export's manifest, or draws the export without its inputs and outputs."""
+    """Exports the digits net to other formats. Fails if inspect reports other weights or FLOPs for the exported files
+    than for the ONNX file. Also fails if inspect needs the manifest, or if the graph lacks the inputs or outputs."""
     made = accel.export(digits.path, to=to, out=tmp_path / to)
     body = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")
     all_said(body)

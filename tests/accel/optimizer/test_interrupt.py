@@ -16,8 +16,8 @@ from accel.progress import watched_by
 
 
 def pressing(*moments: str, error: type[BaseException] = KeyboardInterrupt) -> Callable[[str, float | None], None]:
-    """Returns a watcher of progress messages. The watcher raises ``error`` when a message contains the first string of
-    ``moments``, then the second, and so on."""
+    """Returns a function that receives progress messages. For each string in ``moments``, in order, the function raises
+    ``error`` at the first message that contains the string."""
     left = list(moments)
 
     def watch(message: str, _: float | None) -> None:

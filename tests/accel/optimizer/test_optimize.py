@@ -44,8 +44,8 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Checks that a candidate without a metric or times has a reason in its row, and that every runtime has a
-    candidate."""
+    """Checks that each accepted candidate was judged and timed, and that each other candidate has a reason. Also checks
+    that every runtime has a candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -65,8 +65,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Only candidates of the last measurement count. Session options that aren't faster than the default options
-        # don't count.
+        # The test ignores candidates that were not in the last measurement. The test also ignores session options that
+        # are no faster than the default options.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
         faster = [r for r in faster if not r.reason.startswith("not measurably faster than")]
@@ -134,8 +134,8 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Checks that accel publishes an engine, that the engine's provenance chain includes the weights, and that the
-    report doesn't claim a run."""
+    """Checks that accel publishes an engine without a GPU, and that the engine's chain of hashes includes the weights.
+    The report must say that the engine was not measured."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
     ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
@@ -222,7 +222,7 @@ def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path
 
 
 def test_a_judgement_survives_json() -> None:
-    """JSON has no infinity. Checks that an infinite drop is written as null."""
+    """Checks that an infinite accuracy drop is written as null, because JSON has no infinity."""
     bad = Judgement(drop=float("inf"), metric=None, reference_metric=None, max_abs_diff=1.0, judged_on="x")
     assert bad.to_json()["drop"] is None
 
@@ -298,8 +298,9 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if accel makes candidates from an ONNX export that differs from the source on the user's data. The export
-    has passed its gate. Torch's ONNX export of logcumsumexp is wrong for large inputs."""
+    """Fails if accel makes candidates from an ONNX export that differs from the source on the user's data. In this
+    test, the export is right on the gate's inputs, but wrong on the user's large inputs, because torch exports
+    logcumsumexp wrongly."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
@@ -310,7 +311,7 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
     """On the user's data, an integer output of the ONNX export differs from the source. Checks that accel gives a
     warning instead of an error. Rounding can change an integer output, such as the index of one of two equal scores.
-    The second run takes its results from the cache."""
+    The test runs twice, because the warning must also appear when the results come from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(

@@ -58,7 +58,7 @@ def test_defaults_are_those_of_the_function() -> None:
         ({"max_drop": 1.0}, UsageError, "the drop 1.0 has to be at least 0 and below 1"),
         ({"label_metric": "top1"}, UsageError, "pass labels="),
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),
-        ({"budget_seconds": 0.0}, UsageError, "nothing can be tried in 0 s"),
+        ({"budget_seconds": 0.0}, UsageError, "a budget of 0 s is too short"),
         ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),
         ({"precision": ("fp7",)}, UnknownName, "unknown precision 'fp7'; use one of fp32, fp16"),
         ({"quantize": ("smooth=2",)}, BadInputSpec, "smooth=0.5"),

@@ -1,5 +1,5 @@
-"""Proves that the search of accel optimize chooses session options and candidates within the time budget. The tests
-script the candidates' times."""
+"""Proves that the search of accel optimize chooses session options and candidates within the time budget. Each test
+sets the candidates' times itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Clock:
 
 class Timed:
     """Replaces ``measured``. Reports each candidate's time from ``ms``, with a relative jitter of ``noise``. Records
-    the candidates' names and the effort of each call."""
+    the candidates' names and the argument ``effort`` of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -67,8 +67,8 @@ class Timed:
 
 
 class Judging:
-    """Replaces the judge. Session options that contain a key of ``drops`` get the accuracy drop of that key. All other
-    options get no drop."""
+    """Replaces the judge. ``drops`` maps part of an option's text to an accuracy drop. A candidate without such an
+    option has a drop of 0."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -119,7 +119,7 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
     """Checks that the search chooses a candidate with other session options if the candidate is measurably faster than
-    the source. In this test, the best candidate of the first measurement isn't measurably faster than the source in the
+    the source. In this test, the best candidate of the first measurement turns out to be as slow as the source in the
     second measurement."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
@@ -146,8 +146,8 @@ def test_options_are_judged_like_candidates(searching: Any) -> None:
 
 
 def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
-    """No candidate is faster than the source. Checks that the search tries other session options for the source, and
-    chooses no slower options."""
+    """If no candidate is faster than the source, the search must try other session options for the source. The search
+    must keep the default options if no other options are faster."""
     ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
     search = searching(Timed(ms))
     rows = [row("a")]

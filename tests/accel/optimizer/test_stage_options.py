@@ -126,14 +126,14 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
     casts = [config for name, config, _ in found["tensorrt-rtx fp16"].stages if name == "cast"]
     assert [config.keep_fp32 for config in casts] == [("Gemm",)]
     for option in ({"quantize": {"smooth": 0.5}}, {"cast": {"keep_io": False}}):
-        with pytest.raises(UsageError, match=f"{next(iter(option))}= is given and no candidate"):
+        with pytest.raises(UsageError, match=f"{next(iter(option))}= is given, but no candidate"):
             made(src, "openvino", "fp32", data, **option)
 
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
     """Checks that the command accepts the options, and that the manifest and the report's command record the options.
-    Also checks that accel says how many samples it used instead of the requested number, and that the option smooth has
-    no effect."""
+    Also checks that accel warns if it calibrates on fewer samples than requested, and if the option smooth has no
+    effect."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]
@@ -173,8 +173,8 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
     """Fails if calibration reads the wrong number of samples. Calibration reads 128 samples by default, and at most
-    half of the data, but at least one sample. If a number is requested and the judge has other data, calibration may
-    read all samples."""
+    half of the data, but at least one sample. If the user requests a number and the judge has data of its own,
+    calibration may read more than half of the data."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
 
 
@@ -182,8 +182,8 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the reason of a candidate without calibration data names the option for data. Also fails if accel
-    leaves out a candidate that has calibration data."""
+    """Checks that accel lists each int8 candidate that can't be calibrated without data. The reason must name the
+    option for data. Also fails if accel leaves out a candidate that has calibration data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

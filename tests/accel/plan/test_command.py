@@ -94,7 +94,8 @@ def test_the_documented_line_prints_a_table(
 def test_the_search_keeps_to_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, axis: str, value: object, from_file: bool
 ) -> None:
-    """Fails if the list or the written config silently ignores an option next to --hbm."""
+    """With --hbm, accel plan lists layouts and writes a config. Fails if the list or the config ignores another option
+    of the command."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     shape = "--layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --global-batch 512"
@@ -205,9 +206,10 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
-    """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned parameter count
-    must equal the count of Starcoder2 without its last norm. Llama has no biases, so its parameter count may differ
-    from the planned count by half a percent."""
+    """Grouped-query attention has fewer key and value heads than query heads. Fails if the plan counts as many
+    parameters for the keys and values as for the queries. The planned parameter count must equal the count of
+    Starcoder2 without its last norm. Llama has no biases, so its parameter count may differ from the planned count by
+    half a percent."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}

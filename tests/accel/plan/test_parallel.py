@@ -64,8 +64,8 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
     """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the formula allows. Ranks
     may exceed the formula by padding, and by the norms, biases and positions that tensor parallel doesn't cut (0.8 % of
-    this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding, which the
-    plan counts as temporary."""
+    this model at tp 2). The measured gradients may include the unsharded embedding, which the plan counts as temporary
+    memory."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -93,7 +93,7 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     assert second <= found.parameters <= second * 1.002
     # The plan also counts ZeRO's first shards of the parameters. The first shards take 2 bytes per parameter, a sixth
     # of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all of the parameters
-    # outside the blocks. Therefore the test adds the difference.
+    # outside the blocks. Therefore the test adds the bytes that the plan leaves out.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -104,9 +104,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Checks the bytes that qwZ gathers and qgZ exchanges against the formula. The bytes may differ by padding and by
-    the scales of short last blocks. Also checks that the ranks send in the precision that the config sets. The bytes
-    are counted per collective, with the codes and scales of every parameter."""
+    """Compares the formula with the bytes that qwZ gathers and the bytes that qgZ exchanges. The bytes may differ by
+    padding and by the scales of short last blocks. Also checks that the ranks send in the precision that the config
+    sets. The bytes are counted per collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -147,8 +147,8 @@ def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int
 @pytest.mark.parametrize("sequence", [True, False])
 def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     """Fails if the planned activations of tensor-parallel layers under selective recomputation are off by more than
-    half a percent. The expected value is the bytes of the kept results of products and attention, plus the bytes that
-    autograd keeps."""
+    half a percent. The expected value has two parts: the bytes that autograd keeps, and the results of products and
+    attention that recomputation keeps."""
     made: list[Any] = []
     kept: dict[int, int] = {}
     backward = torch.autograd.backward

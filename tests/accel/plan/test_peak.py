@@ -24,8 +24,8 @@ SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
 
 def _peaks(layout: Layout) -> tuple[int, int]:
-    """Returns two peaks of the bytes in all live storages. The first peak covers two micro-batches. The second peak
-    also covers the optimizer's step."""
+    """Returns the peak memory of all live tensors, in bytes, as two numbers. The first number covers two micro-batches.
+    The second number also covers the optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
     with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
         with _default_dtype(parameter_dtype(layout.precision)):

@@ -86,16 +86,16 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
-    """Training cuts the vocabulary unevenly. Checks that the plan uses tensor parallel, and counts the extra rows of
-    the first ranks."""
+    """Checks that the plan lists tensor-parallel layouts for a vocabulary that the number of ranks doesn't divide. The
+    plan must count the extra row of the first rank."""
     odd = replace(SEVEN, vocab=32003, params=0)
     assert 2 in {plan.layout.tp for plan in search(odd, Machine(hbm=80e9), world=8, global_batch=64)}
     assert stage_params(odd, Layout(world=2, tp=2)) == (odd.params - 32003 * 4096) / 2 + 16002 * 4096
 
 
 def test_a_group_inside_a_node_goes_at_its_speed() -> None:
-    """Fails if the plan uses the bandwidth between nodes for the gathers of replicas or second shards. Replicas and
-    second shards keep the gathers inside a node."""
+    """Replicas and second shards let ranks gather weights inside a node. Fails if the plan estimates the time of these
+    gathers with the bandwidth between nodes."""
     machine = Machine(node_size=8, node_bandwidth=300e9, bandwidth=3e9)
     wide = Layout(world=64, zero=3)
     seconds = {
@@ -133,7 +133,8 @@ def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
 
 def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the planned activations under selective recomputation are off by more than half a percent. The expected
-    value is the bytes of the kept results of products and attention, plus the bytes that autograd keeps."""
+    value has two parts: the bytes that autograd keeps, and the results of products and attention that recomputation
+    keeps."""
     made: list[Any] = []
 
     def recorded(policy: Any) -> Any:
@@ -180,7 +181,7 @@ def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
     layout needlessly recomputes, shards, sends more bytes or uses smaller micro-batches."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
-    assert first == Layout(world=8, micro_batch=8)  # plain data parallel with one micro-batch per rank
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallelism is the simplest layout
     for hbm in (40e9, 80e9, 300e9):
         found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
         best, *others = [one for one in found if one.time.step == found[0].time.step]

@@ -57,7 +57,7 @@ def test_one_number_a_sample() -> None:
     # Seven of the eight samples hold only rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # The numbers in ``alike`` hardly differ, so an output can't follow their differences.
+    # The numbers in ``alike`` hardly differ, so their mean is a good output for all of them.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 

@@ -55,8 +55,8 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """NNCF and OpenVINO are the usual stages for CPUs. Checks that accel repeats these stages from the manifest with
-    the same bytes."""
+    """Checks that accel can repeat NNCF's quantization and the conversion to OpenVINO from the manifest, and gets the
+    same bytes. Both stages are usual for CPUs."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -130,7 +130,8 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if accel reports a changed engine as reproduced because its stages still give the bytes in the manifest."""
+    """Fails if accel reports an engine as reproduced although its file was changed. The stages in the manifest still
+    give the original bytes, so accel must also check the file."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")

@@ -82,8 +82,8 @@ def make():
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if verify ignores --input or --weights when the reference or the candidate is a factory. Also fails if
     verify accepts a net although its weights differ from the file's weights. The error must advise the user to pass the
-    weights of the original export. Without recorded weights or without a factory, the error must not advise the user to
-    pass weights."""
+    weights of the original export. If the manifest records no weights, or if neither model is a factory, the error must
+    not advise the user to pass weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,8 +111,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Checks that verify and bench use the other model's declared inputs and ranges for a factory without declared
-    inputs. The net fails outside the ranges, for example at 12 positions or with token 20."""
+    """In this test, a factory declares no inputs. Verify and bench must use the inputs and ranges that the other model
+    declares. The net fails outside the ranges, for example at 12 positions or with token 20."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -204,7 +204,8 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Checks that a gate repeats values from the data if the data lacks a shape, and doesn't invent values."""
+    """If a gate needs a larger shape than the data has, the gate must repeat values from the data. Fails if the gate
+    invents values."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)

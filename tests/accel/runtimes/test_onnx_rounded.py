@@ -17,8 +17,9 @@ from tests.support.onnx_builder import HALF, artifact, node, run, square_root_of
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
-    """Checks that ONNX Runtime keeps every cast pair, and that inner tensors are rounded exactly as in numpy. For x =
-    300, sqrt(x*x) overflows in fp16. ONNX Runtime itself hides the overflow and returns 300."""
+    """Checks that inner tensors are rounded exactly as in numpy. For each rounding, the session adds two casts, which
+    ONNX Runtime must not remove. For x = 300, sqrt(x*x) overflows in fp16. ONNX Runtime itself hides the overflow and
+    returns 300."""
     dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
     src = artifact(
         tmp_path / "m.onnx",
@@ -48,8 +49,8 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Checks that the rounded session also rounds inside subgraphs. Without rounding inside subgraphs, the model
-    doesn't load, or 300 * 300 is finite in fp16."""
+    """Checks that the rounded session also rounds inside subgraphs. In this test, a subgraph computes 300 * 300, which
+    must overflow in fp16."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
         "then",

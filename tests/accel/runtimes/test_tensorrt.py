@@ -263,7 +263,7 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
 
 
 def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
-    """Checks that the rebuild command names the same GPUs as the replaced engine."""
+    """Checks that the command to rebuild an engine names the compute capabilities of the old engine."""
     assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
 
 
@@ -314,7 +314,8 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
 
 
 def test_a_failed_growth_loses_no_memory() -> None:
-    """The growth of a buffer fails. Fails if this buffer is freed again at the end, or still counts as allocated."""
+    """In this test, a buffer can't grow, because the GPU has too little memory. Fails if accel frees the old buffer
+    twice, or still counts it as allocated."""
     cuda = FakeCuda(limit=4096)
     memory = DeviceMemory(cuda)
     memory.device("x", 1000)

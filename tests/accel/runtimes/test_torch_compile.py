@@ -116,7 +116,8 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_does_not_compile_is_an_error(source: Any) -> None:
-    """Torch doesn't compile this model at all. Fails if bench reports eager's time as torch.compile's time."""
+    """If torch compiles no part of a model, the run must raise an error. Otherwise, bench would report eager's time as
+    torch.compile's time."""
     with open_session(source("skipped"), "torch-compile") as session, pytest.raises(UnsupportedHere, match="nothing"):
         session.run(session.example_inputs())
 

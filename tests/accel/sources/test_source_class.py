@@ -59,9 +59,8 @@ def test_of(digits: Artifact) -> None:
 
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
-    """In a call with an ONNX file and its source, some options apply only to the source. Fails if the ONNX file gets
-    options that apply only to the source. Also checks that accel refuses an option that fits neither the file nor the
-    source."""
+    """If a call has an ONNX file and its source, options such as ``inputs`` must apply only to the source. Also checks
+    that accel refuses an option that fits neither the file nor the source."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

@@ -217,7 +217,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
     """Checks that accel notices a wrong shape or an unknown dim before the export."""
-    with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
+    with pytest.raises(BadSource, match=r"fails in PyTorch on the inputs x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
         Source(f"{my_model}:make", inputs=IMAGE, dims={"sequence": (1, 2, 3)}).open()
@@ -293,9 +293,8 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Makes two models of the same class and weights but with different settings. Fails if two models with different
-    settings count as one model. If both models had the same hash, the cache would return the first model's result for
-    the second model."""
+    """Fails if two models with the same class and weights, but different settings, have the same hash. If two models
+    had the same hash, the cache would return the first model's result for the second model."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"
@@ -310,8 +309,8 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Checks that stderr and the manifest say so if --input renames the model's only input. Also fails if the note
-    appears although --input uses forward's own name."""
+    """Checks that stderr and the manifest record the new name if --input renames the model's only input. If --input
+    uses the name in forward, no note may appear."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
@@ -322,8 +321,8 @@ def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: st
 
 
 def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
-    """The name of an input isn't a parameter of forward. Fails if accel silently feeds the input to another
-    parameter."""
+    """Checks that accel raises an error if the name of an input isn't a parameter of forward. Accel must not pass the
+    input to another parameter."""
     path = tmp_path / "two.py"
     path.write_text(
         "import torch\n\n\nclass Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a - 2 * b\n\n\n"
@@ -364,8 +363,8 @@ def make():
 
 @pytest.mark.parametrize("bounds", [(600, 1600, 3200), (1590, 1600, 3200)])
 def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple[int, int, int]) -> None:
-    """Fails if accel declares an output dim as fixed because lengths near the usual length give the same output
-    size."""
+    """In this test, similar input lengths give the same output size. Fails if accel concludes that the output size is
+    fixed."""
     (tmp_path / "strided.py").write_text(STRIDED)
     found = accel.export(
         f"{tmp_path / 'strided.py'}:make",

@@ -35,7 +35,7 @@ STAGE = Stage(
     packages=("onnx",),
 )
 MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
-# If LOSES holds a name, the toy converter gives the model's output this wrong name.
+# If LOSES holds a name, the toy converter wrongly renames the model's output to this name.
 LOSES: list[str] = []
 
 

@@ -62,13 +62,14 @@ def scripted(candidate: Candidate) -> Scripted:
 
 
 def on_thread_time(candidate: Candidate) -> Scripted:
-    """Opens a session that is timed by its thread's CPU time. Other load on the machine doesn't affect this time."""
+    """Opens a session that is timed by its thread's CPU time, because other load on the machine doesn't affect the CPU
+    time."""
     blocks.time.perf_counter_ns = time.thread_time_ns
     return Scripted(candidate)
 
 
 class Clock:
-    """Simulates a clock. Only the simulated sessions of this process advance the clock."""
+    """Simulates a clock. The clock advances only when a ``Simulated`` session runs."""
 
     def __init__(self) -> None:
         self.now = 0

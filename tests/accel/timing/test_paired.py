@@ -139,7 +139,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ({"output": "z"}, "not comparable: the outputs are z, but the baseline's are y"),
+        ({"output": "z"}, "not comparable: the outputs are z, but the outputs of the baseline are y"),
         ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
         ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
         ({"fail_to_open": True}, "no such kernel"),
@@ -149,7 +149,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
     """Checks that the benchmark doesn't time a candidate that fails or can't be compared, and times the other
-    candidates. The candidate fails in the first round or in a later round."""
+    candidates. The faulty candidate of a case fails when it opens, in its first run, or in a later run."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -167,7 +167,7 @@ def test_other_input_names_are_not_comparable() -> None:
     """Fails if the benchmark compares a candidate although its inputs have other names than the baseline's inputs."""
     signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
     row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
-    assert row.error.startswith("not comparable: the inputs are pixels, but the baseline's are x")
+    assert row.error.startswith("not comparable: the inputs are pixels, but the inputs of the baseline are x")
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
@@ -222,15 +222,15 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # The input of ones has the largest relative difference, norm(1) / norm(2).
+    # The relative difference is largest for the input of ones: the reference is 2, and the output is 2 + 1.
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a wide interval gets further rounds within the budget, and that no rounds run beyond the budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # An interval that is narrower than a quarter of the effect counts as narrow for every target width. The test
-    # replaces ``is_narrow``, so that the number of rounds doesn't depend on the clock.
+    # ``is_narrow`` also accepts every interval that is narrower than a quarter of the effect. The test replaces
+    # ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
@@ -263,7 +263,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
     """Fails if one of two identical candidates on a real runtime seems more than 25% faster. The processes, the order
     or the warm-up could cause a difference. Runs are timed by the thread's CPU time. The bound is loose because the
-    machine may be busy. Simulated benchmarks test the statistics."""
+    machine may be busy. The tests in ``test_statistics.py`` check the statistics more exactly."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")

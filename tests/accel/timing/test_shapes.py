@@ -80,9 +80,9 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if bench refuses a size outside the declared range only after timing began. Also checks that the error
-    names the range and the option that widens the range. Accel's default range of 1 to 8 samples must not count as
-    declared."""
+    """Checks that bench refuses a size outside the declared range before timing begins. The error must name the range
+    and the option that widens the range. If the user declares no range of batch sizes, bench must accept more than the
+    default of 8 samples."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
@@ -97,7 +97,7 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
     for words in (("--length", "8,33"), ("--sizes", "length=33"), ("--sizes", "batch=2,length=33")):
         ran = cli("bench", model, *words, *QUICK)
         assert (ran.code, len(ran.stderr.splitlines()), timed) == (2, 1, []), ran.stderr
-        assert "length 33 is outside 8..32" in ran.stderr
+        assert "size 33 of dim length is outside the range 8..32" in ran.stderr
         assert "--dim length=8:16:33" in ran.stderr
     assert "it would be timed" in cli("bench", model, "--sizes", "batch=64,length=32", *QUICK).stderr
     assert len(timed) == 1
@@ -106,9 +106,9 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Benchmarks an artifact against a source at a size outside the range of one of them. For the artifact's range, the
-    error must name the artifact and say how to widen its range. For a range declared for the source, the error must
-    name the source."""
+    """Checks the error if bench compares an artifact with a source at a size outside a range. If the range is from the
+    artifact, the error must name the artifact and say how to widen the range. If the user declared the range for the
+    source, the error must name the source."""
 
     def declare(most: int) -> None:
         made = Source(model).open()
@@ -122,12 +122,12 @@ def test_a_range_that_a_source_has_from_an_artifact(
     words = ("bench", model, "--against", f"{tmp_path / 'net.py'}:make", "--length", "33", *QUICK)
     declare(32)
     said = cli(*words).stderr
-    assert f"length 33 is outside 8..32, which is the range of length in {model}; " in said
+    assert f"size 33 of dim length is outside the range 8..32 of the model {model}; " in said
     assert said.endswith("or export or optimize the model again with --dim length=8:16:33\n")
     declare(33)
     assert "timed now" in cli(*words).stderr
     said = cli(*words, "--dim", "length=8:16:30").stderr
-    assert "length 33 is outside 8..30, which is the range of length in net.py; " in said
+    assert "size 33 of dim length is outside the range 8..30 of the model net.py; " in said
     assert said.endswith("or pass --dim length=8:16:33\n")
 
 
@@ -158,8 +158,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Uses sessions that accept one run at a time. Checks that the streams run at the same time, and share the threads.
-    Each run in this test waits until all streams are in a run."""
+    """If a session accepts only one run at a time, bench opens a session for each stream. Checks that the streams run
+    at the same time, and share the threads. Each run in this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)

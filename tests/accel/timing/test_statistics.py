@@ -26,7 +26,8 @@ RUNS = 200  # the number of simulated benchmarks per test
 
 
 class Machine:
-    """Simulates a machine. Its speed drifts, falls for whole rounds, has spikes, and differs between processes."""
+    """Simulates a machine with a speed that drifts, falls for whole rounds, has spikes, and differs between
+    processes."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -167,7 +168,8 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Checks that the tail probability is below 2.5% for few rounds, and close to 2.5% for many rounds."""
+    """For few rounds, the tail probability of an interval must be below 2.5%, so that the interval is wider. For many
+    rounds, the tail probability must be close to 2.5%."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 

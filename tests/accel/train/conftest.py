@@ -32,6 +32,7 @@ def _forked(_server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_interpreters(_forked: None) -> Iterator[None]:
-    """Makes the test start its processes like a user, including all imports."""
+    """Makes the test start new Python interpreters instead of forking, like a user's command. Each interpreter imports
+    all modules again."""
     with fresh():
         yield

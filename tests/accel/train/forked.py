@@ -1,5 +1,5 @@
-"""Runs ``python -m MODULE`` by forking each process from a server that has already imported torch. This saves seconds
-per process.
+"""Runs ``python -m MODULE`` by forking each process from a server that has already imported torch. Forking saves
+seconds per process, because the forked process doesn't import torch again.
 
 Inside ``Server.installed``, ``subprocess.Popen`` forks the server to run a module of ``FORKED``. A forked process
 becomes a child of the caller, so ``waitpid`` and signals work. The forked process has its own session, environment,
@@ -192,7 +192,8 @@ def _module_of(args: Any) -> tuple[str, list[str]]:
 
 
 class Server:
-    """Starts a server for a test process when the first process is requested. ``end`` ends the server."""
+    """Starts the server that forks processes for one pytest worker. The server starts when a test first needs a
+    process. ``end`` ends the server."""
 
     def __init__(self) -> None:
         self._asked: socket.socket | None = None
@@ -218,7 +219,7 @@ class Server:
             subprocess.Popen._execute_child = _whole  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Ends the server. The processes that the server has forked continue."""
+        """Ends the server, but not the processes that the server has forked."""
         if self._asked is not None and self._process is not None:
             self._asked.shutdown(socket.SHUT_RDWR)  # ends the server even if another process has a copy of the socket
             self._asked.close()

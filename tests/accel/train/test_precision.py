@@ -1,5 +1,5 @@
-"""Proves that the loss scale of a single process grows, halves and is restored on resume. Also proves that a run with
-an apex name for its precision logs a note."""
+"""Proves that the loss scale of a single process grows, halves and is restored on resume. Also proves that a run logs a
+note if its precision has a name from apex, such as O1."""
 
 from __future__ import annotations
 

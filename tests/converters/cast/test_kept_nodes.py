@@ -107,7 +107,7 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
     found = run(made, x=np.array([[1, -1, 2, -2]], np.float32))
     assert np.array_equal(found["y"], [[1, -65504, 2, -65504]])
     assert np.array_equal(found["b"], [[1, -np.inf, 2, -np.inf]])
-    assert made.notes["casts_inserted"] == 3  # a cast for x, a cast for y and a cast for b
+    assert made.notes["casts_inserted"] == 3  # one cast each for x, y and b
     assert kept(made) == set()
 
 
@@ -141,8 +141,8 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a layer normalization squares values around 1000 in fp16, either as one node or decomposed into several.
-    Also checks that the layers around the layer normalization are cast."""
+    """Fails if a layer normalization, as one node or as several nodes, squares values around 1000 in fp16. Also checks
+    that the layers around the layer normalization are cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}
@@ -249,13 +249,13 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cast_search, "_CHUNK_BYTES", 3 * one)
     cast(src, CastConfig(), tmp_path / "c.onnx")
     assert max(given) == 3 * one
-    assert sum(given) >= 2 * count * one  # the search read every tensor in both precisions
+    assert sum(given) >= 2 * count * one  # the search computed every tensor twice: in float32 and in 16 bits
 
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """In this test, the overflow search doesn't read the sample that overflows. Fails if the gate misses an overflow in
-    the first 16 samples, or if the judge misses an overflow in the first 128 samples."""
+    """In this test, the overflow search doesn't read the sample that overflows. Fails if ``OutputGate`` misses an
+    overflow in the first 16 samples, or if ``Judge`` misses an overflow in the first 128 samples."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

@@ -120,7 +120,7 @@ def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) ->
 
 def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
     """Checks that the declaration of an input can rename or fix a dynamic dim. Also fails if accel accepts a
-    declaration with another dtype or name than the model's input has."""
+    declaration whose dtype or name differs from the model's input."""
     source = tensorflow_models / "functional.keras"
     made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
     assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
@@ -182,8 +182,8 @@ def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
 
 
 def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Checks that export uses the requested signature, and doesn't choose one of several signatures without a
-    request."""
+    """Checks that export uses the requested signature. If a model has several signatures and none is requested, export
+    must fail instead of choosing one."""
     source = tensorflow_models / "two_signatures"
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:

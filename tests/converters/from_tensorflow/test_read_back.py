@@ -43,8 +43,8 @@ def test_tensorflow_files(
     gives: str,
     words: str,
 ) -> None:
-    """Fails if accel accepts a written file that lost a name, has a fixed batch size, or has another dtype. The faulty
-    stage in this test reports the signature of the source instead of the file's signature."""
+    """Fails if accel accepts a written file in which a name is lost, the batch size is fixed, or a dtype is changed.
+    The faulty stage in this test reports the signature of the source instead of the file's signature."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()
     known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))

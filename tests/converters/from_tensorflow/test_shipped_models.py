@@ -98,11 +98,11 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     character. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file would pass at the default limit
+    with pytest.raises(GateFailed) as caught:  # at the default limit, the gate passes on some CPUs
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # The caller has already set a limit.
+    assert "--limit" not in str(caught.value)  # no advice to set a limit that the caller has already set
     # In this net, float32 rounding makes TensorFlow, ONNX Runtime and numpy differ by 1e-3. Therefore the test compares
-    # the bits per character.
+    # how many bits the net needs per character.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
     assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
     vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())

@@ -1,5 +1,5 @@
-"""Proves that a Keras model that doesn't know its inputs can be exported with declared inputs. Also proves that export
-accepts a factory whose file hides the import of TensorFlow."""
+"""Proves that a subclassed Keras model, which declares no inputs itself, can be exported if the user declares its
+inputs. Also proves that export accepts a factory whose file hides the import of TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves that export detects three faults of an exporter: changed outputs, an unsupported model, and example values as
-constants."""
+"""Proves that export detects three faults of an exporter: changed outputs, an unsupported model, and constants copied
+from the example inputs."""
 
 from __future__ import annotations
 
@@ -271,8 +271,8 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if ``len(x)`` becomes the example's batch size, or if the model's Python module keeps the replaced ``len``
-    after export."""
+    """Fails if ``len(x)`` becomes the example's batch size. Also checks that export removes its replacement of ``len``
+    from the model's Python module."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"

@@ -58,7 +58,7 @@ class Translator(torch.nn.Module):
 
 
 def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
-    """Fails if torch's own transformer can't be exported because torch checks whether the mask is causal. The check
+    """Fails if torch's own transformer can't be exported because torch checks whether the mask is causal. Torch's check
     reads the mask's values, which aren't known during an export."""
     net = Translator().eval()
     dynamic = {"source": {0: "batch"}, "target": {0: "batch", 1: "length"}}

@@ -66,7 +66,8 @@ def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[s
 
 
 def test_exporters_are_held_to_the_gate_of_the_run(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an exporter's error is compared with the default limit instead of the gate's limit."""
+    """Fails if the error of an exported file's outputs is compared with the default limit instead of the gate's
+    limit."""
     with pytest.raises(ExportFailed, match=r"dynamo: the file's outputs are off: .*\(limit 1e-12\)"):
         run_stage(
             "onnx_from_torch",

@@ -152,7 +152,7 @@ def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Pat
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # these models read values in their second line
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # models with mask or hits read values in line 2
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)

@@ -11,7 +11,8 @@ _KEPT: list[torch.library.Library] = []  # keeps the library alive, because the 
 
 
 def declare_operators() -> None:
-    """Declares ``torchvision::nms`` and ``torchvision::roi_align`` for this process, unless they exist."""
+    """Declares ``torchvision::nms`` and ``torchvision::roi_align`` for this process if torchvision hasn't declared
+    them."""
     if _KEPT or hasattr(torch.ops.torchvision, "nms"):
         return
     library = torch.library.Library("torchvision", "DEF")

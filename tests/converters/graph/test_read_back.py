@@ -21,8 +21,8 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1, and has the fault that the test names. In the tests, a faulty stage writes this
-    module to a file."""
+    """Computes y = 2x and z = x + 1, with the fault ``fault`` in the outputs. In the tests, a faulty stage saves this
+    module as its result."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ def source(tmp_path: Path) -> Path:
         ("", ""),
         ("name", "stage torch_from_onnx lost the output 'z'; remaining: y"),
         ("batch", "stage torch_from_onnx turned the dim 'batch' of the input 'x' into 2"),
-        ("dtype", "stage torch_from_onnx made the output 'z' float64, but it has to stay float32"),
+        (
+            "dtype",
+            "stage torch_from_onnx changed the dtype of the output 'z' to float64; the dtype has to stay float32",
+        ),
         ("added", "stage torch_from_onnx added the output 'output_2'"),
     ],
 )

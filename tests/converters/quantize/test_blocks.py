@@ -21,8 +21,8 @@ from tests.support.onnx_builder import FLOAT, artifact
 
 
 def net(path: Path, opset: int = 21) -> Artifact:
-    """Makes a net of three matrix products. The block size divides the depth of the first and the third product, but
-    not of the second. The third product has a transposed weight."""
+    """Makes a net of three matrix products. The block size divides the inner dim of the first product and of the third
+    product, but not of the second product. The third product has a transposed weight."""
     rng = np.random.default_rng(0)
     shapes = {"w1": (256, 300), "w2": (300, 256), "w3": (128, 256)}
     constants = {n: (rng.standard_normal(shape) / 16).astype(np.float32) for n, shape in shapes.items()}
@@ -45,13 +45,13 @@ def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
 @pytest.mark.parametrize(("mode", "top"), [("int4-weights", 7), ("int8-weights", 127)])
 def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path) -> None:
     """Fails if blocks run along the wrong axis, or if a quantized weight has a wrong value. Also checks that a product
-    stays unchanged if its depth isn't a multiple of the block size."""
+    stays unchanged if its inner dim isn't a multiple of the block size."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(form="tensorrt", mode=mode, block_size=64, smallest=1), tmp_path / "q.onnx")
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations, too
+    with open_session(made, "onnx-rounded") as session:  # unlike ONNX Runtime, doesn't quantize activations
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}
@@ -65,7 +65,8 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
 
 
 def test_the_candidate(tmp_path: Path) -> None:
-    """Checks that --precision int4 makes a candidate, raises an older opset, and uses the given block size."""
+    """Checks that --precision int4 makes a candidate with the given block size, and converts an older model to opset
+    21."""
     src = net(tmp_path / "m.onnx", opset=17)
     words: dict[str, Any] = {"precisions": ("int4",), "data": None, "samples": 0, "threads": 1}
     for options, size in (({}, 128), ({"block_size": 64}, 64)):

@@ -93,7 +93,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
     whole = at_once(np.concatenate(parts))
     assert np.array_equal(streamed.counts, whole.counts)
     assert np.array_equal(streamed.to_row(), whole.to_row())
-    # NumPy's histogram has the same counts over the same edges.
+    # With the same bin edges, NumPy's histogram must have the same counts.
     wanted, _ = np.histogram(np.concatenate(parts).astype(np.float64), whole.edges)
     assert np.array_equal(whole.counts, wanted)
     for method in METHODS:
@@ -101,7 +101,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
 
 
 def test_ranges_are_those_of_the_values_themselves() -> None:
-    """Checks that each method's range from the histogram is close to the method's range for the raw values."""
+    """Checks that each calibration method finds nearly the same range from a histogram as from the raw values."""
     values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
     found = at_once(values)
     bin_width = float(found.edges[1] - found.edges[0])
@@ -183,8 +183,9 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile. Also checks that no pickle is loaded, and that every
-    checksum is compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
+    """Fails if numpy or zipfile raises its own error for a bad file. Also checks that no pickle is loaded, and that
+    every checksum is compared. Also fails if the reader trusts a header that declares more samples than the file
+    contains."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -210,7 +211,7 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
     elif what == "flipped":
         content = bytearray(path.read_bytes())
-        content[600] ^= 1  # the flipped bit gives another valid number
+        content[600] ^= 1  # after the bit flip, the bytes are still a valid number
         path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))
@@ -260,7 +261,7 @@ SCRIPT = """
 
 
 def script(*arguments: object, waits_at: int = -1) -> list[str]:
-    """Returns the script's command line. The script hangs in batch ``waits_at``."""
+    """Returns the script's command line. At batch ``waits_at``, the script waits until the test kills it."""
     return [sys.executable, "-c", textwrap.dedent(SCRIPT), *(str(a) for a in (*arguments, waits_at))]
 
 
@@ -319,8 +320,8 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the stage gives calibration a folder for its saved state, and that the state is kept until the next
-    run. Also fails if the ranges differ from the ranges of an uninterrupted run."""
+    """Checks that calibration saves its state in a folder from the stage, and that the stage keeps this state until the
+    next run. Also fails if the ranges differ from the ranges of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
     config = QuantizeConfig(data=tmp_path / "d.npz")

@@ -120,7 +120,7 @@ def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
         )
         errors[mode] = max(r.value or 0.0 for r in OutputGate(limit=10.0, data=data).check(src, made))
     assert errors["fp8"] < 0.1 < errors["static"]
-    assert errors["fp8"] > 1e-3  # a smaller error would mean that nothing was rounded
+    assert errors["fp8"] > 1e-3  # an error below 1e-3 would mean that nothing was rounded
 
 
 def test_what_stays_and_what_is_refused(data: Path, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Checks that NNCF's model can be converted to IR, and that the IR doesn't store the weights with more bits. Also
-    fails if the small layer is quantized."""
+    """Checks that NNCF's model can be converted to IR, and that the IR stores the weights with as few bits as the
+    model. Also fails if the small layer is quantized."""
     pytest.importorskip("nncf")
     src = linear_net(tmp_path / "m.onnx", opset)
     cache = StageCache(tmp_path / "cache")

@@ -124,8 +124,8 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if ``describe`` trusts accel's signature entry although the model itself has a fixed batch or no tensor of
-    this name."""
+    """Fails if ``describe`` trusts accel's signature entry although the entry contradicts the model. In this test, the
+    model has a fixed batch and lacks the output in the entry."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (

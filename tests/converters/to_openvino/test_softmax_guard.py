@@ -22,8 +22,8 @@ BOOL = onnx.TensorProto.BOOL
 
 def attention(path: Path, mask: str, scores: str = "MatMul") -> Artifact:
     """Makes a model with ``softmax(q @ k + mask)`` and torch's NaN guard. If ``mask`` is "input", the mask is an input
-    of the model. For any other ``mask``, the mask is the lowest float32 number or -inf wherever the input ``seen`` is
-    false."""
+    of the model. Otherwise, the input ``seen`` selects the masked positions, and the mask adds the lowest float32
+    number ("lowest") or -inf to their scores."""
     nodes = [
         node("MatMul", "q k", "product"),
         node("Identity" if scores == "MatMul" else scores, "product", "scores"),

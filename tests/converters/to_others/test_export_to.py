@@ -1,4 +1,4 @@
-"""Proves that `accel export --to` converts ONNX to each other format and back without changing the outputs."""
+"""Proves that `accel export --to` converts ONNX models to every output format and back without changing the outputs."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_
 
 @pytest.mark.proof
 def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if converting a transformer from ONNX to PyTorch and back fixes the dynamic length or changes the
-    outputs."""
+    """Fails if a transformer converted from ONNX to PyTorch and back has a fixed length or other outputs."""
     accel.export(minilm.path, to="torch", out=tmp_path / "torch")
     back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
     assert back.signature.inputs == minilm.signature.inputs

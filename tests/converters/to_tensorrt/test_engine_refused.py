@@ -143,7 +143,7 @@ def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> 
     with pytest.raises(EngineNotBuilt, match=message) as caught:
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
     assert "\n" not in str(caught.value)
-    assert "checkMacros" not in str(caught.value)  # TensorRT prints these lines on a machine without a GPU
+    assert "checkMacros" not in str(caught.value)  # TensorRT prints checkMacros lines without a GPU
     assert not (tmp_path / "m.engine").exists()
 
 
@@ -219,7 +219,7 @@ def test_weights_outside_the_folder_are_refused(source: Artifact, tmp_path: Path
 
 
 def test_a_good_engine_passes_the_check(engine: Artifact) -> None:
-    """Fails if the check reports a good engine as damaged on a machine without a GPU."""
+    """Fails if ``check_engine`` reports a good engine as damaged on a machine without a GPU."""
     assert check_engine(engine.path) is None
 
 
@@ -244,7 +244,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path) -> None:
-    """Fails if a damaged engine passes on a machine without a GPU and without the engine's manifest."""
+    """Checks that ``check_engine`` finds a damaged engine without a GPU and without the engine's manifest."""
     path = tmp_path / "copy.engine"
     path.write_bytes(DAMAGES[damage](engine.path.read_bytes()))
     problem = check_engine(path)
@@ -254,7 +254,7 @@ def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path
 
 
 def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Path) -> None:
-    """Fails if the check reads only the header of the engine. Only the hash in the manifest reveals a changed
+    """Fails if ``check_engine`` reads only the header of the engine. Only the hash in the manifest reveals a changed
     weight."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     assert check_engine(copy.path) is None

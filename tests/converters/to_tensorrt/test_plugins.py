@@ -87,7 +87,7 @@ def test_a_plugin_library_comes_first(
     assert layers[LAYER] == QUICK
     trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # the cached engine doesn't use the library, so accel builds a new engine
+    layers, made = built(fused, tmp_path)  # the cached engine lacks the library's plugin, so accel builds again
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -98,8 +98,8 @@ def test_a_plugin_library_comes_first(
 def test_rows_that_the_library_has_no_kernel_for_are_not_its(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel gives the plugin library a product with K = 15. The library's tensor-core kernels load 16 bytes at
-    a time, so they can't compute this product."""
+    """Fails if accel chooses the plugin library for a product with K = 15. The library's tensor-core kernels load 16
+    bytes at a time, so they can't compute a product with K = 15."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
@@ -183,7 +183,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # counts only reads with options, to leave out the stand-in's parser
+        reads.extend([path] if options else [])  # the stand-in's parser reads without options
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -288,7 +288,8 @@ def test_an_engine_is_loaded_after_its_plugins(
 def test_the_check_of_an_engine_knows_its_plugins(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the check reports a good engine as corrupt because its plugins aren't loaded or aren't installed."""
+    """Fails if ``check_engine`` reports a good engine as corrupt because its plugins aren't loaded or aren't
+    installed."""
     path = library(tmp_path, LAYER)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
     _, made = built(fused, tmp_path)
@@ -308,7 +309,7 @@ def test_the_check_of_an_engine_knows_its_plugins(
 @pytest.mark.gpu
 def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
     """Compares the engine's outputs with the outputs of the function bodies in ONNX Runtime. The outputs may differ by
-    four fp16 roundings of the largest value."""
+    four times the fp16 rounding error of the largest value."""
     pytest.importorskip("tensorrt", reason="needs the extra [tensorrt]")
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True)
     made = run_stage("engine_from_onnx", fused, config, out=tmp_path / "made.engine")

@@ -48,7 +48,7 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias has this scale
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias's scale is xs * ws
         },
     )
 
@@ -183,7 +183,7 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
 
 def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
     """Checks that preflight accepts exactly the types that the parser of TensorRT-RTX 1.7 supports. A uint8 input is
-    accepted only if its first node is a Cast."""
+    accepted only if the node that reads the input is a Cast."""
     refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
     for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
         for cast_first in (True, False):
@@ -290,8 +290,9 @@ def in_float64(path: Path, shift: float) -> Artifact:
 
 
 def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
-    """Checks that preflight lists each float64 node, and that preflight rewrites and builds a graph for which float32
-    is enough. Also fails if an engine in float32 passes the gate although the float64 graph has other outputs."""
+    """Checks that preflight lists each float64 node. If float32 is accurate enough for a graph, ``preflight --fix`` has
+    to rewrite the graph, and ``accel.optimize`` has to build an engine from it. Also fails if a float32 engine passes
+    the gate although the float64 graph has other outputs."""
     import accel
 
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
@@ -333,8 +334,8 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
     """Fails if --fix accepts a float32 rewrite with an error of 2%, although ``accel.optimize`` refuses the same
-    rewrite. Also checks that both errors name the fix, and that the error from ``accel.optimize`` doesn't suggest
-    --max-drop."""
+    rewrite. Also checks that the errors of --fix and of ``accel.optimize`` name the fix, and that the error of
+    ``accel.optimize`` doesn't suggest --max-drop."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)

@@ -69,10 +69,13 @@ def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
 GOOD = ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x16x3"]
 
 WRONG = {
-    "another batch of one input": (["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,32x32x3"], "'sequence' 4..8..16 in 'ids'"),
+    "another batch of one input": (
+        ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,32x32x3"],
+        "'sequence' the sizes 4..8..16 in the input 'ids'",
+    ),
     "one dim of two sizes in one input": (["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x8x3"], "'sequence'"),
-    "min over opt": (["ids=4x4,2x8,4x16", GOOD[1]], "has 4, 2, 4 at dim 0; a profile needs"),
-    "opt over max": (["ids=1x4,2x32,4x16", GOOD[1]], "has 4, 32, 16 at dim 1; a profile needs"),
+    "min over opt": (["ids=4x4,2x8,4x16", GOOD[1]], "has the sizes 4, 2, 4 at dim 0; a profile needs"),
+    "opt over max": (["ids=1x4,2x32,4x16", GOOD[1]], "has the sizes 4, 32, 16 at dim 1; a profile needs"),
     "zero": (["ids=0x4,2x8,4x16", GOOD[1]], "1 <= min"),
     "rank": (["ids=1,2,4", GOOD[1]], "rank 1"),
     "ranks that differ": (["ids=1x4,2,4x16", GOOD[1]], "same rank"),
@@ -97,8 +100,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Checks that the --profile lines in the error complete the given profile lines to a valid profile. The error takes
-    the range of a dim from the given lines or, if no line has the dim, from the signature."""
+    """Checks that the given --profile lines and the --profile lines that the error suggests form a valid profile. The
+    error takes the range of a dim from the given lines or, if no line has the dim, from the signature."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
@@ -112,7 +115,7 @@ def test_the_missing_line_can_be_copied() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
 def test_text_form_reads_back(steps: list[tuple[int, int, int]]) -> None:
-    """Checks that parsing the text of a profile gives the same profile."""
+    """Checks that writing a profile as text and parsing the text gives the original profile."""
     low = tuple(a for a, _, _ in steps)
     opt = tuple(a + b for a, b, _ in steps)
     high = tuple(a + b + c for a, b, c in steps)

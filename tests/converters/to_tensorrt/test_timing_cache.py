@@ -97,9 +97,9 @@ def small(path: Path) -> Artifact:
 
 @pytest.mark.parametrize("toolkit", ["tensorrt", "tensorrt-rtx"])
 def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a build with ``tensorrt`` gets the folder for the timing cache, and that the folder doesn't change
-    the stage's key. Also checks that a build with ``tensorrt-rtx`` doesn't get the folder, because this toolkit crashes
-    when it serializes its timing cache."""
+    """Checks that a build with ``tensorrt`` gets the folder for the timing cache, and that this folder doesn't change
+    the stage's cache key. Also checks that a build with ``tensorrt-rtx`` doesn't get the folder, because this toolkit
+    crashes when it serializes its timing cache."""
     asked: list[Any] = []
 
     def build(_: str, **words: Any) -> dict[str, Any]:

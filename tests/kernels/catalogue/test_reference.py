@@ -61,8 +61,8 @@ def run(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, to
 @settings(max_examples=150, deadline=None)
 def test_numpy_and_torch_agree_and_the_cpu_is_within_the_bound(spec: GemmSpec, seed: int) -> None:
     """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. The references may have a
-    relative difference of 1e-12. This limit covers two erf calls and 40 roundings of 1e-16, because the largest K is
-    40."""
+    relative difference of 1e-12. K is at most 40, so this limit covers two erf calls and 40 rounding errors of 1e-16
+    each."""
     a, b, operands, _ = operands_of(spec, seed)
     exact = reference.gemm_torch(spec, a, b, operands)
     wide = {name: tensor.double().numpy() for name, tensor in operands.items()}
@@ -121,8 +121,8 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     dtype: str,
 ) -> None:
     """Fails if a convolution differs from a reference that sums over the positions of the kernel. The fp32 output may
-    differ by 1e-4 of the largest element. This limit covers cancellation and 45 fp32 roundings, because the largest K
-    is 45. The float64 output may differ by 1e-12."""
+    differ by 1e-4 of the largest element. K is at most 45, so this limit covers cancellation and 45 fp32 rounding
+    errors. The float64 output may differ by 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
@@ -155,9 +155,9 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
     """Fails if the error of a quantized row exceeds the rounding error. For int8, the rounding error is half a step of
-    the scale. For e4m3, the rounding error is the larger of 1/16 of the value and half the smallest step, which is
-    2**-10 of the scale. The int8 and e4m3 bounds are widened by 4e-5, because the fp32 quotient before rounding has an
-    error of up to 127 * 2**-24 of a step."""
+    the scale. For e4m3, the rounding error is 1/16 of the value or, for small values, 2**-10 of the scale (half the
+    smallest step). Both bounds are widened by 4e-5, because the fp32 quotient has an error of up to 127 * 2**-24 of a
+    step before it is rounded."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0
     x[4] *= 1e-6
@@ -193,7 +193,7 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
     """Checks that the error for a wrong stride, padding or dilation names the option and asks for one or two
     numbers."""
     x, w = torch.ones(1, 5, 6, 3), torch.ones(2, 2, 2, 3)
-    with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or two"):
+    with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or a pair"):
         fused_conv2d(x, w, **{name: wrong})  # type: ignore[arg-type]
     assert fused_conv2d(x, w, **{name: [2, 1]}).equal(fused_conv2d(x, w, **{name: (2, 1)}))  # type: ignore[arg-type]
 
@@ -213,14 +213,14 @@ def test_wrong_problems_are_refused_with_the_fix() -> None:
         fused_gemm(a, b.float())
     with pytest.raises(BadFeeds, match="pass out_dtype"):
         fused_gemm(a.to(torch.int8), b.to(torch.int8))
-    with pytest.raises(BadFeeds, match="bias is \\[3\\], but has to be \\[4\\]"):
+    with pytest.raises(BadFeeds, match="bias has the shape \\[3\\], but needs the shape \\[4\\]"):
         fused_gemm(a, b, bias=torch.ones(3))
     with pytest.raises(BadFeeds, match="at least 1"):
         fused_gemm(a[:0], b)
     with pytest.raises(BadFeeds, match="grouped"):
         fused_conv2d(torch.ones(1, 4, 4, 8), torch.ones(8, 3, 3, 4))
     for call in (quantize_rowwise, torch.ops.accel.quantize_rowwise):
-        with pytest.raises(BadFeeds, match="can't give"):
+        with pytest.raises(BadFeeds, match="can't quantize to"):
             call(a, torch.float16)
         with pytest.raises(BadFeeds, match="float matrix"):
             call(a[0], torch.int8)

@@ -59,9 +59,9 @@ class FakeGpu:
 
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the measured time of a small kernel isn't the time of its launch, because all candidates would then
-    look equally fast. Also fails if the CUDA graph contains too few calls of a small kernel to use every set of
-    operands."""
+    """Fails if the tuner measures the launch of a small kernel instead of the kernel itself. With launch times, all
+    candidates would look equally fast. Also fails if the CUDA graph contains too few calls of a small kernel to use
+    every set of operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"
@@ -69,7 +69,8 @@ def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the sets of operands of a product with one row don't fit into a GPU's L2 cache (60 MB on an H200, 126
-    MB on a B200). The timed kernel would then read the operands from the cache instead of from memory."""
+    MB on a B200). If the operands fitted into the cache, the timed kernel would read them from the cache instead of
+    from memory."""
 
     def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
         a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))

@@ -77,7 +77,7 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     assert families(12, 0) == {"sm80", "sm120"}
     assert families(12, 1) == {"sm80"}
     for family in FAMILIES:
-        if all(arch.endswith("a") for arch in family.archs):  # the compiled library checks the capability, too
+        if all(arch.endswith("a") for arch in family.archs):  # the library's C code checks this range of architectures
             assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
     archs = {native: choices.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
@@ -156,7 +156,7 @@ def test_the_library_names_what_it_holds(library: build.Built) -> None:
 
 @pytest.mark.proof
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if `accel kernels check` passes a library without reading the library file."""
+    """Fails if `accel kernels check` approves a library without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
     proof = check._tensor_cores(lambda _message, _fraction: None)
     assert proof.passed, proof.detail
@@ -217,7 +217,7 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library from other sources has the newer record, because a user may build an older version later.
+    # The library from other sources has the newer record, because a user may build an older version of accel last.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()

@@ -118,7 +118,7 @@ def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # dispatch uses this same object for CPU tensors
+    library = native_launch.installed(None)  # dispatch uses this library object for CPU tensors
     assert library is not None
     calls: list[str] = []
 
@@ -185,8 +185,8 @@ def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str])
 def test_the_operator_runs_a_convolution_by_its_patches(
     dtype: str, at_once: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a convolution that multiplies patches has an error of more than four roundings of the largest element.
-    Each of the three images has 2 x 1 output pixels, and the kernel computes ``at_once`` images at a time."""
+    """Fails if the error of a convolution by im2col exceeds four times the rounding error of the largest element. Each
+    of the three images has 2 x 1 output pixels, and the kernel computes ``at_once`` images at a time."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, generator=g).to(TORCH_DTYPES[dtype]) for size in ((3, 5, 4, 3), (6, 3, 2, 3)))
     operands = {

@@ -1,10 +1,10 @@
-"""Proves that the C++ plugins for TensorRT (IPluginV3) compile, and compute correct results if called in TensorRT's
-way.
+"""Proves that the C++ plugins for TensorRT (IPluginV3) compile, and compute correct results for the calls that TensorRT
+makes.
 
 The tests compile against stub headers (``tensorrt_stub/``), and also against the real headers if
 ``$ACCEL_TENSORRT_INCLUDE`` names the folder of TensorRT's headers. The tests don't use TensorRT's library itself. The
-tests cover the plugins' own logic and use kernels that are compiled for the host. In place of the tensor-core GEMM, a
-simple GEMM on the host computes products of 24 columns.
+tests cover the plugins' own logic and use kernels that are compiled for the host. A simple GEMM on the host replaces
+the tensor-core GEMM, and computes products whose output has 24 columns.
 
 These tests check that each name from ``accel.kernels.onnx.function`` has a creator and gets the right epilogue. The
 tests fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
@@ -51,7 +51,7 @@ def nhwc(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Plugins:
-    """Loads the plugin library, and a driver that calls the library in TensorRT's way."""
+    """Loads the plugin library, and a driver that calls the library as TensorRT does."""
 
     def __init__(self, library: Path, driver: Path) -> None:
         self._library, self._driver = ctypes.CDLL(str(library)), ctypes.CDLL(str(driver))
@@ -107,8 +107,8 @@ class Plugins:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the kernels for the host, without CUTLASS. A simple GEMM computes products of 24 columns with more than 16
-    rows."""
+    """Builds the kernels for the host, without CUTLASS. A simple GEMM computes products whose output has 24 columns and
+    more than 16 rows."""
     folder = tmp_path_factory.mktemp("kernels")
     sources = shutil.copytree(build.SOURCES, folder / "csrc")
     shutil.copy(STUB / "host_gemm.cu", sources)
@@ -177,8 +177,9 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands twice, described by
-    the layer's name and by the plugin's fields. The rows have one to three dims."""
+    """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands twice: once with a
+    plugin whose name describes the operands, and once with the plugin FusedGemm, whose fields describe the operands.
+    The rows have one to three dims."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -208,8 +209,8 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
     """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. In this
-    test, each row dim is small, but the product of the row dims or of their maxima exceeds 16. The kernel for few rows
-    takes at most 16 rows."""
+    test, each row dim is at most 9, but the product of the row dims, or of their maxima, can exceed 16. The kernel for
+    few rows takes at most 16 rows."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -242,7 +243,7 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert "accel FusedGemm: " in plugins.said
     assert run(4, largest_m=4096) == 0, "few rows of a range that goes further"
     assert run(4, tactic=12345) == 0, "a tactic of another library"
-    # Each case has unsupported sizes or types, or fields that contradict the name.
+    # Each call below has unsupported sizes or types, or plugin fields that contradict the operator's name.
     a, b, bias = operands(plain, 4, 8, 16).values()
     good = [(a, "fp16"), (b, "fp16"), (bias, "fp16")]
     assert plugins.run(plain.name, good[:2], (4, 8), "fp16")[0] == 5, "an input is missing"
@@ -260,8 +261,8 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Each row has the kernel, stride, padding and dilation of a convolution. The first geometry differs by axis, and the
-# patches of the second geometry equal the image.
+# Each row has the kernel, stride, padding and dilation of a convolution. The first row has different values for the two
+# axes. With the second row, the convolution's patches are equal to the image.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 
@@ -319,8 +320,8 @@ def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int =
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
-    """Fails if a convolution's error exceeds ``gemm_bound``. The test covers every epilogue, with 16 or 15 output
-    pixels, so that the kernel for few rows computes the product."""
+    """Fails if a convolution's error exceeds ``gemm_bound``. The test covers every epilogue. The output has only 16 or
+    15 pixels, so that the kernel for few rows computes the product."""
     for act in ACTS:
         for flags in range(4):
             epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}

@@ -139,7 +139,7 @@ def test_products_with_scales_multiply_in_their_own_type(
 
 
 def test_fp8_has_no_plugin_where_it_has_no_products() -> None:
-    with pytest.raises(UnsupportedHere, match=r"pass arch=89 .*or don't register it"):
+    with pytest.raises(UnsupportedHere, match=r"pass arch=89 .*or don't register the function"):
         compile_kernel(scaled(TensorProto.FLOAT8E4M3FN))
 
 

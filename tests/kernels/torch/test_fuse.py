@@ -159,7 +159,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
     plain = layer(longer[:, :2])
     channels = torch.randn(1, 4, 1, 1)
-    # the sum broadcasts, so the kernel doesn't compute the sum
+    # adding ``channels`` needs broadcasting, so PyTorch computes the sum instead of the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
     assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # PyTorch adds the residual
     assert inside[2:] == [False] * 3
@@ -169,8 +169,8 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_linear(dtype: torch.dtype) -> None:
-    """Checks that ``fuse`` accepts a half-precision layer. The limit inside ``fuse`` is four roundings of the dtype.
-    The fused layer rounds once, and the original layer rounds twice."""
+    """Checks that ``fuse`` accepts a half-precision layer. The limit inside ``fuse`` is four times the dtype's rounding
+    error. The fused layer rounds once, and the original layer rounds twice."""
     model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()).to(dtype).eval(), torch.randn(2, 5, 32, dtype=dtype)
     fused, report = fuse(model, (x,))
     assert [str(m) for m in report.matches] == ["0: linear + gelu_erf"]
@@ -203,8 +203,8 @@ def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | N
 
 @pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16])
 def test_autocast_is_followed(inside: torch.dtype) -> None:
-    """Fails if the fused module differs from the original under autocast by more than two roundings of bf16. The
-    weights are fp32, the inputs are fp32 or bf16, and the output is bf16."""
+    """Fails if, under autocast, the fused module differs from the original by more than two times the rounding error of
+    bf16. The weights are fp32, the inputs are fp32 or bf16, and the output is bf16."""
     torch.manual_seed(0)
     linear, conv = nn.Sequential(nn.Linear(32, 16), nn.GELU()).eval(), Residual().eval()
     for model, x in ((linear, torch.randn(3, 32)), (conv, torch.randn(2, 3, 9, 7))):
@@ -347,7 +347,8 @@ def test_hooks_and_parametrizations_are_left_alone() -> None:
 
 
 def test_a_module_that_loses_an_output() -> None:
-    """Checks that the error for a fused module that returns fewer outputs advises leaving the module unfused."""
+    """Checks the error for a fused module that returns fewer outputs. The error must advise leaving the module
+    unfused."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

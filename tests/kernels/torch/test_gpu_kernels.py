@@ -39,8 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some are one larger, and some aren't
-# multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
+# The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some exceed a tile by one element, and
+# some aren't multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -166,8 +166,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_conv2d(dtype: torch.dtype, act: str) -> None:
-    """Fails if a convolution differs from the CPU's float32 result by more than four roundings of the largest element
-    in the output dtype."""
+    """Fails if a convolution differs from the CPU's float32 result by more than four times the largest element's
+    rounding error in the output dtype."""
     g = torch.Generator().manual_seed(0)
     for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
         x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))
@@ -255,8 +255,8 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
     """Checks that the operator's fake implementation gives the same strides and dtype as the GPU, and that
-    ``torch.compile`` keeps the operator whole. The fp16 result may differ from the plain module by four roundings of
-    the largest element."""
+    ``torch.compile`` doesn't decompose the operator. The fp16 result may differ from the plain module by four times the
+    rounding error of the largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():

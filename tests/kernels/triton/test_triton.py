@@ -81,8 +81,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Checks that the kernel reads a row of at most 8192 elements only once. The test makes the second read wrong, so
-    that only the results of longer rows may change."""
+    """Checks that the kernel reads a row of at most 8192 elements only once. The test plants a mistake in the second
+    read, so that only the results of rows that are read twice change."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -122,7 +122,8 @@ Wanted = tuple[str, str, int, bool]
 
 def wanted() -> Iterator[Wanted]:
     """Yields each configuration with the dtypes and architectures for which dispatch uses the configuration. For the
-    configurations in ``FOR_ANY``, also yields the unaligned case of the dtypes that compile differently."""
+    configurations in ``FOR_ANY``, also yields unaligned sizes with fp16, int8 and fp8, because each of these dtypes
+    compiles differently."""
     for config, dtype, arch in shipped():
         yield config.name, dtype, arch, True
         if config.name in FOR_ANY and dtype in ("fp16", "int8", "fp8_e4m3"):

@@ -95,14 +95,15 @@ def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
     """Checks that a request beyond a dim's range is answered if the model can run the request. If the model can't run
-    the request, the error must be a client error beyond the range and a server error within the range."""
+    the request, the error is a client error for a size beyond the range, and a server error for a size within the
+    range."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(
             tmp_path / name / "1" / "model.onnx",
             [
                 build.node("Shape", "x", "n", start=1, end=2),
-                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so longer inputs fail
+                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so inputs over 11 fail
                 build.node("Add", "x rows", "y"),
             ],
             {"x": (FLOAT, ["batch", "n", 2])},
@@ -150,8 +151,8 @@ def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: 
 
 
 def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Checks that the error for a REST port or an http:// address names the mistake. Also checks that the error for
-    another program's port doesn't say that no server answers."""
+    """Checks that the error for a REST port or an http:// address names the mistake. If another program listens on the
+    port, the error must not say that no server answers."""
     process = start(repository, http_port=0)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 4), np.float32))
 

@@ -213,7 +213,7 @@ def test_memory_that_was_made_smaller(region: Any) -> None:
     shm.set_shared_memory_region(handle, [np.full(8192, 7, np.uint8)])
     found = memory.read(Slice("a", 8192))
     os.truncate(f"/dev/shm{key}", 4096)
-    assert bytes(found) == bytes([7]) * 8192  # the bytes that were already copied remain
+    assert bytes(found) == bytes([7]) * 8192  # ``read`` has already copied these bytes
     with pytest.raises(ServeError, match="made smaller"):
         memory.read(Slice("a", 10))
     with pytest.raises(ServeError, match="made smaller"):

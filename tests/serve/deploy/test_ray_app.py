@@ -117,7 +117,7 @@ def test_tokens_hold_there_too(tmp_path: Path) -> None:
         asyncio.run(replica.ModelInfer(message(), grpc_context=context))  # type: ignore[attr-defined]
     assert context.code is grpc.StatusCode.UNAUTHENTICATED
     checked(asyncio.run(replica.ModelInfer(message(), grpc_context=Call("secret"))))  # type: ignore[attr-defined]
-    with pytest.raises(ray_app.ServeError, match="wants a known token"):
+    with pytest.raises(ray_app.ServeError, match="requires a known token"):
         replica._http("GET", "/v2/models/linear", {}, b"")
     assert replica._http("GET", "/v2/models/linear", {"authorization": "Bearer secret"}, b"")[0] == 200
 

@@ -247,7 +247,7 @@ def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None
         ("recurrent", '"state"', '"ids"', "the input 'ids' twice"),
         ("recurrent", '"12"', '"0"', "stream_steps is '0'; write a number of at least 1"),
         ("recurrent", "stream_state.new", "stream_cache.new", "unknown parameter stream_cache.new"),
-        ("recurrent", parameters(state__new="state"), "", "takes one token at a time, so the stream needs its state"),
+        ("recurrent", parameters(state__new="state"), "", "so the stream needs the model's state"),
         ("cached", '"mask"', '"past"', "the input 'past' twice"),
     ],
 )

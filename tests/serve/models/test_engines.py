@@ -134,8 +134,11 @@ def test_an_engine_of_another_maker(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("", "so the engine's inputs are unknown; build it again, or write config.pbtxt with its input and output"),
-        (CONFIG.replace("data_type: TYPE_FP32 dims: [4]", "dims: [4]"), "'x' has to have a data_type"),
+        ("", "inputs are unknown; build the engine again, or write config.pbtxt with the engine's input and output"),
+        (
+            CONFIG.replace("data_type: TYPE_FP32 dims: [4]", "dims: [4]"),
+            "tensor 'x' has to have a data_type; add a data_type to the config",
+        ),
         (CONFIG + "instance_group [{ kind: KIND_CPU }]", "an engine runs on a GPU; write KIND_GPU"),
     ],
 )

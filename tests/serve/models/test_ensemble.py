@@ -190,7 +190,7 @@ def test_closing() -> None:
 
 
 def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if a step starts for a request that is too late or names an unknown output."""
+    """Fails if a step starts for a request that has passed its deadline or names an unknown output."""
     executor = ensemble(**models)
     assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
     assert Caller(executor, request(1, outputs=("two",))).code == "INVALID_ARGUMENT"

@@ -63,9 +63,13 @@ def reason(root: Path, name: str = "both") -> str:
         ("dims: [4]", "dims: [5]", r"\[-1,5\] and step 'linear' takes FP32 \[-1,4\]"),
         ("dims: [3]", "dims: [2]", r"step 'relu' makes FP32 \[-1,3\] and the ensemble's output is FP32 \[-1,2\]"),
         ("max_batch_size: 8", "max_batch_size: 9", "'linear' which allows maximum batch size 8"),
-        ("max_batch_size: 8", "max_batch_size: 8 response_cache { enable: true }", "can't have response_cache"),
-        ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have instance_group"),
-        ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; take optional out"),
+        (
+            "max_batch_size: 8",
+            "max_batch_size: 8 response_cache { enable: true }",
+            "can't have the field response_cache",
+        ),
+        ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have the field instance_group"),
+        ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; remove optional"),
         ("dims: [4]", "dims: [4] reshape { shape: [2, 2] }", "'image': reshape is not supported"),
         ("dims: [4]", "dims: [-1]", ""),
     ],
@@ -83,7 +87,7 @@ def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str)
 def test_steps_that_disagree(models: Path) -> None:
     """Checks that the output of a step is compared with the input of the next step."""
     relu(models, INT64)
-    assert "step 'linear' makes FP32 [-1,3] and step 'relu' takes INT64 [-1,3]; make them agree" in reason(models)
+    assert "step 'linear' makes FP32 [-1,3] and step 'relu' takes INT64 [-1,3]; make the types agree" in reason(models)
 
 
 def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
@@ -100,7 +104,7 @@ def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
 
 def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
     """Checks that the models of the steps load before the ensemble, even if the ensemble's name comes first in the
-    alphabet. Also fails if ensembles that contain each other stop the server."""
+    alphabet. Also fails if an ensemble that contains itself keeps the server from starting."""
     outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
     ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
     ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")
@@ -158,7 +162,7 @@ def test_a_token_needs_the_steps_too(models: Path, start: Start, tmp_path: Path)
     process = start(models, mode="explicit", tokens=str(tokens))
     with (
         triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client,
-        pytest.raises(InferenceServerException, match="is not for model 'relu'"),
+        pytest.raises(InferenceServerException, match="doesn't allow model 'relu'"),
     ):
         client.load_model("both", headers={"authorization": "Bearer secret"})
     assert process.server.repository.loaded() == []

@@ -157,7 +157,7 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
         (
             'input { name: "k" data_type: TYPE_FP32 optional: true }',
             10,
-            "config says TYPE_FP32, but the model has TYPE_INT64",
+            "config has the data type TYPE_FP32, but the model has TYPE_INT64",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pyte
     rows = {row.name: row for row in process.server.index()}
     assert rows["fast"].state == rows["bare"].state == "UNAVAILABLE"
     assert "needs an NVIDIA GPU and this machine has none" in rows["fast"].reason
-    assert "so the engine's inputs are unknown; build it again" in rows["bare"].reason
+    assert "so the engine's inputs are unknown; build the engine again" in rows["bare"].reason
     with client(process.ports["grpc"]) as made:
         np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
         with pytest.raises(triton.InferenceServerException) as caught:

@@ -1,4 +1,4 @@
-"""Proves that requests of different sizes share a batch if the config declares an input ragged."""
+"""Proves that requests of different sizes share a batch if the config marks an input as ragged."""
 
 from __future__ import annotations
 

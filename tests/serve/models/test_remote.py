@@ -101,7 +101,7 @@ def test_an_outage_takes_no_model_with_it(
     repository = process.server.repository
     kept = dict(memory.store)
     memory.store.clear()
-    with pytest.raises(BadRepository, match="can't read memory://models"):
+    with pytest.raises(BadRepository, match="can't read the repository memory://models"):
         repository.poll_once()
     memory.pipe_file("/models/readme", b"nothing else")
     with pytest.raises(BadRepository, match="holds no folders of models"):
@@ -245,7 +245,7 @@ class _At:
     [
         ("nowhere://x", "use a folder, s3://, gs:// or http"),
         ("memory://nothing", "check the address"),
-        ("http://127.0.0.1:1/models", "can't read http://127.0.0.1:1/models"),
+        ("http://127.0.0.1:1/models", "can't read the repository http://127.0.0.1:1/models"),
     ],
 )
 def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str) -> None:

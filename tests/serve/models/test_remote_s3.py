@@ -48,7 +48,7 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             monkeypatch.setenv(name, value)
 
         def send(path: str, body: bytes) -> None:
-            kind = {"Content-Type": "application/octet-stream"}  # without this type, moto parses the body as a form
+            kind = {"Content-Type": "application/octet-stream"}  # moto parses a body without this type as a form
             request = urllib.request.Request(f"{address}/{path}", data=body, headers=kind, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.status == 200
@@ -73,7 +73,7 @@ def test_a_repository_on_s3(put: Callable[[str, bytes], None], tmp_path: Path, s
     assert '"state": "READY"' in ran.stdout
     ran = check("s3://nowhere/all")
     assert ran.returncode == 2
-    assert "can't read s3://nowhere/all" in ran.stderr
+    assert "can't read the repository s3://nowhere/all" in ran.stderr
     served = serve("s3://models/all", "--mode", "poll", "--poll-seconds", "0.2")
     port = served.wait_for("serving")["ports"]["grpc"]
     with client(port) as made:

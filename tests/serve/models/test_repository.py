@@ -130,7 +130,10 @@ def test_a_batch_below_the_declared() -> None:
         ("max_batch_size: oops", "can't read linear/config.pbtxt"),
         ('name: "other"', "has the name 'other'"),
         ('input { name: "z" data_type: TYPE_FP32 dims: [4] }', "no input 'z'"),
-        ('max_batch_size: 4 input { name: "x" data_type: TYPE_INT32 dims: [4] }', "the config says TYPE_INT32"),
+        (
+            'max_batch_size: 4 input { name: "x" data_type: TYPE_INT32 dims: [4] }',
+            "the config has the data type TYPE_INT32",
+        ),
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [5] }', "the config's dims are [5]"),
         (
             'input { name: "x" data_type: TYPE_FP32 dims: [4] }',
@@ -141,7 +144,7 @@ def test_a_batch_below_the_declared() -> None:
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
         ('backend: "python"', "is Python code, which is not run"),
         ("version_policy { specific { versions: [7] } }", "version 7"),
-        ('input { name: "x" optional: true }', "an input without a default can't be optional"),
+        ('input { name: "x" optional: true }', "an optional input needs a default"),
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
@@ -264,7 +267,8 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """A dict that starts a load at its first read and waits for the load for at most a second."""
+        """A dict that starts loading ``linear`` when its values are first read, and waits up to a second for the
+        end."""
 
         def values(self) -> Any:
             if loading.ident is None:

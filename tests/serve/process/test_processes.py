@@ -362,7 +362,7 @@ def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -
     """Fails if ``accel infer`` prints other numbers than the model's outputs, or prints an error as a traceback."""
     process = start(repository)
     url = f"127.0.0.1:{process.ports['grpc']}"
-    x = np.random.default_rng(0).standard_normal((20, 4))  # these float64 inputs need more than one batch
+    x = np.random.default_rng(0).standard_normal((20, 4))  # 20 float64 rows need more than one batch
     np.savez(tmp_path / "inputs.npz", x=x)
     ran = cli(
         "infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "--json", "-o", tmp_path / "y.npz", "-q"
@@ -382,7 +382,7 @@ def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -
     np.savez(tmp_path / "wrong.npz", z=x)
     ran = cli("infer", "linear", "--url", url, "--input", tmp_path / "wrong.npz", "-q")
     assert ran.code == 2
-    assert "it takes: x" in ran.stderr
+    assert "the model takes the inputs x, but got" in ran.stderr
     ran = cli("infer", "linear", "--url", "127.0.0.1:1", "--input", tmp_path / "inputs.npz", "-q", "--timeout", "5")
     assert ran.code == 1
     assert "start one with accel serve" in ran.stderr

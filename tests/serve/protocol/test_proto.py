@@ -37,7 +37,8 @@ def without_json_names(message: Any) -> Any:
 
 
 def test_protoc_reads_them(tmp_path: Path) -> None:
-    """Fails if protoc compiles the files to other descriptors than the server loads."""
+    """Fails if the descriptors that protoc compiles from the files differ from the descriptors that the server
+    loads."""
     found = tmp_path / "found.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{FOLDER}", f"--descriptor_set_out={found}", *FILES]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)

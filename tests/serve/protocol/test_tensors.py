@@ -19,7 +19,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 @given(st.data())
 def test_raw_round_trip(data: st.DataObject) -> None:
-    """Fails if a round trip changes a bit, a shape or a dtype, also for NaNs and empty tensors."""
+    """Fails if a round trip changes a bit, a shape or a dtype, even for NaNs or empty tensors."""
     kind = data.draw(st.sampled_from(FIXED))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_raw("x", kind.name, array.shape, bytes(encode(array, kind.name)), "m")

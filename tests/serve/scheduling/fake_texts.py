@@ -42,7 +42,8 @@ class TextSession(FakeSession):
 
 
 def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
-    """Makes a request whose ids depend on ``number``. With ``mask``, the mask hides the first id of each row."""
+    """Makes a request whose ids depend on ``number``. If ``mask`` is true, the request has a mask that hides the first
+    id of each row."""
     rng = np.random.default_rng(number)
     inputs = {
         "ids": rng.integers(1, 99, (rows, length)),

@@ -1,4 +1,5 @@
-"""Proves that requests expire, cancel and fail correctly, and that executors close cleanly. The clock is manual."""
+"""Proves that requests that expire, fail or are canceled end correctly, and that executors close cleanly. The clock is
+manual."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_close_answers_what_was_taken() -> None:
 
 
 def test_an_answer_that_raises_hurts_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if an answer callback that raises breaks the instance or the other requests of the batch."""
+    """Fails if an error in one caller's answer callback breaks the instance or the other requests of the batch."""
     executor, _, clock = by_hand(waiting())
 
     def broken(answer: object) -> None:

@@ -16,7 +16,7 @@ from tests.support.fake_sessions import Caller, FakeClock, run_all
 
 
 class SlowText(TextSession):
-    """A ``TextSession`` that advances the clock by the time of a small transformer."""
+    """A ``TextSession`` that advances the clock by the time that a small transformer would take."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Engine(FakeSession):
         )
         if not held:
             self.refused.append(x.shape)
-            raise BadFeeds(f"{x.shape} is outside the engine's profiles")
+            raise BadFeeds(f"the shape {x.shape} is outside the engine's profiles")
         self.runs.append(np.array(x))
         return {"y": x * 2}
 

@@ -90,7 +90,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []
-    cancelled_before: dict[float, int] = {}  # maps a canceled request's value to the number of runs before the cancel
+    cancelled_before: dict[float, int] = {}  # number of runs before the cancel, by the canceled request's value
     inside: list[Any] = []
     started: list[tuple[float, set[float]]] = []
 
@@ -101,7 +101,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
             asked = request(value, step.rows, priority=step.priority, timeout_us=step.timeout_us, deadline=deadline)
             if step.poison:
                 asked.inputs["x"][step.rows // 2, 0] = POISON
-            callers.append(caller := Caller.__new__(Caller))  # a run during ``__init__`` reads this list
+            callers.append(caller := Caller.__new__(Caller))  # ``__init__`` may start a run, which reads ``callers``
             caller.__init__(executor, asked)  # type: ignore[misc]
         elif isinstance(step, Cancel) and callers:
             caller = callers[step.which % len(callers)]

@@ -103,8 +103,8 @@ def test_timeout_rejects_or_delays() -> None:
 
 
 def test_only_a_shorter_timeout_may_be_asked_for() -> None:
-    """Fails if the queue uses a request's timeout that is longer than the policy's timeout, or that the policy
-    forbids."""
+    """Checks that the policy's timeout applies if the request's own timeout is longer, or if the policy forbids
+    timeouts in requests."""
     for override, asked, expires in ((True, 500, 0.0005), (True, 5000, 0.001), (False, 500, 0.001), (True, 0, 0.001)):
         policy = QueuePolicy(timeout_us=1000, allow_override=override)
         queue = RequestQueue(Scheduling(default_policy=policy))

@@ -121,7 +121,7 @@ def test_start_begins_anew() -> None:
         (step("text", 1, "s"), "correlation ID that fits"),
         (step(1 << 63, 1, "s"), "correlation ID that fits"),
         (step(1, 1, "s", rows=2), "batch-size 1"),
-        (step(1, 1, "s", name="sum_in"), "not send 'sum_in'"),
+        (step(1, 1, "s", name="sum_in"), "not send the input 'sum_in'"),
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
@@ -332,11 +332,11 @@ def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -
 @pytest.mark.parametrize(
     ("sequence", "text"),
     [
-        (SequenceBatching(states={"nope": "sum_in"}), "'nope' is not one of its outputs"),
-        (SequenceBatching(states={"sum_out": "nope"}), "'nope' is not one of its inputs"),
+        (SequenceBatching(states={"nope": "sum_in"}), "no output 'nope' to take a state from"),
+        (SequenceBatching(states={"sum_out": "nope"}), "no input 'nope' for a state"),
         (SequenceBatching(states={"sum_out": "start"}), "dtype"),
         (SequenceBatching(controls={"STOP": "start"}), "unknown control"),
-        (SequenceBatching(controls={"START": "nope"}), "'nope' is not one of its inputs"),
+        (SequenceBatching(controls={"START": "nope"}), "no input 'nope' for a control"),
         (SequenceBatching(max_sequences=0), "at least 1"),
     ],
 )

@@ -94,8 +94,8 @@ def step(client: Any, sequence: int, value: float, flags: str = "", name: str = 
 
 
 def test_sequences(tmp_path: Path, start: Start) -> None:
-    """Checks that each state begins with the file's values, isn't lost, and stays within its sequence. Also checks that
-    each control input has the value that the config requires."""
+    """Checks that each sequence's state begins with the values of the initial-state file, isn't lost, and stays within
+    its sequence. Also checks that each control input has the value that the config requires."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -125,7 +125,7 @@ def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) ->
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         step(client, 1, 1, "s")
         step(client, 2, 1, "s")
-        with pytest.raises(InferenceServerException, match="has 2 sequences, its maximum") as caught:
+        with pytest.raises(InferenceServerException, match="has 2 sequences, which is the maximum") as caught:
             step(client, 3, 1, "s")
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         step(client, 2, 1, "e")
@@ -158,9 +158,13 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("fp32_false_true", "int32_false_true", "START has int32_false_true, but the input 'start' is float32"),
+        ("fp32_false_true", "int32_false_true", "START has int32_false_true, but the input 'start' has dtype float32"),
         ("[3, 7]", "[3]", "END needs one of int32_false_true, fp32_false_true, bool_false_true"),
-        ("CORRID data_type: TYPE_INT64", "CORRID data_type: TYPE_STRING", "'id' is BYTES in the config and int64"),
+        (
+            "CORRID data_type: TYPE_INT64",
+            "CORRID data_type: TYPE_STRING",
+            "'id' has dtype BYTES in the config and int64",
+        ),
         ('name: "ready"', 'name: "nothing"', "no control input 'nothing'; it has: x, state"),
         ("CONTROL_SEQUENCE_READY bool_false_true", "CONTROL_SEQUENCE_START bool_false_true", "START or its input"),
         ('output_name: "new_state"', 'output_name: "old"', "no state output 'old'; it has: total"),
@@ -175,7 +179,7 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
             r"has dims \[3\] in the config and \[2\] in the model",
         ),
         ('dims: [2] data_file: "begin"', 'dims: [3] data_file: "begin"', r"has dims \[3\], but the model takes"),
-        ('data_file: "begin"', 'data_file: "none"', "can't read initial_state/none"),
+        ('data_file: "begin"', 'data_file: "none"', "can't read the file initial_state/none"),
         ('data_file: "begin"', 'data_file: "../config.pbtxt"', "plain file name"),
         ("max_candidate_sequences: 2", "max_candidate_sequences: -2", "max_candidate_sequences is -2"),
         ("oldest { max_candidate_sequences: 2", "direct { minimum_slot_utilization: 0.5", "minimum_slot_utilization"),
@@ -193,4 +197,4 @@ def test_what_is_refused(tmp_path: Path, before: str, after: str, said: str) -> 
 def test_a_state_of_another_size(tmp_path: Path) -> None:
     """Fails if a file of the wrong size is loaded as the initial state."""
     configure(tmp_path / "sums", begin=(1.0, 2.0, 3.0))
-    assert_refused(tmp_path, "initial_state/begin is not the state 'state': .*Expected 8, got 12")
+    assert_refused(tmp_path, "initial_state/begin doesn't fit the state 'state': .*Expected 8, got 12")

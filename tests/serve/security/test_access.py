@@ -167,8 +167,8 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# READ lists the server-wide requests that are allowed for a token without the control right. The answers cover only the
-# token's models.
+# A token without the control right may send these server-wide requests. The server's answers then cover only the models
+# that the token allows.
 READ = {
     ("GET", path)
     for path in (
@@ -212,7 +212,7 @@ def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
     assert {found[route] for route in OPEN} == {200}
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     for method, path in table:
-        if method == "POST":  # the server refuses before reading the body
+        if method == "POST":  # the server sends 401 before it reads the body
             assert plain(process, re.sub("{.*?}", "1", path), b"[", **headers)[0] == 401, path
 
 
@@ -230,10 +230,10 @@ def test_what_a_token_is_not_for_over_http(process: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", r"holds no \[\[token\]\]"),
+        ("", r"has no \[\[token\]\] table"),
         ("[[token]]\nname = 'a'", "needs a name and either"),
         ("[[token]]\nname = 'a'\nsha256 = 'xyz'", "64 hex digits"),
-        ("[[token]]\nname = 'a'\ntoken = ''", "non-empty text"),
+        ("[[token]]\nname = 'a'\ntoken = ''", "non-empty string"),
         ("[[token]]\nname = 'a'\ntoken = 't'\ncontroll = true", "may only have"),
         ("[[token", "can't read the tokens"),
     ],

@@ -222,7 +222,7 @@ def test_settings(client: Any) -> None:
 
 
 def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
-    """Fails if registering CUDA memory succeeds without a GPU, or if the status then lists CUDA memory."""
+    """Fails if, without a GPU, registering CUDA memory succeeds or the status lists CUDA memory."""
     assert not client.get_cuda_shared_memory_status().regions
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)

@@ -161,13 +161,13 @@ def test_typed_contents_of_every_datatype(kinds: int) -> None:
             else:
                 assert raw == np.array(values, DATATYPES[kind].numpy).tobytes(), kind
             for other in fields.keys() - {field}:
-                says(request(kind, other, fields[other]), f"'x' is {kind}, but its contents are in {other}")
+                says(request(kind, other, fields[other]), f"datatype {kind}, but its contents are in the field {other}")
             for value in beyond:
                 says(request(kind, field, [value, *values[1:]]), "'x'")
         for kind in KINDS.keys() - TYPED:
             assert kind in ("FP16", "BF16")
             for field, values in fields.items():
-                says(request(kind, field, values), f"'x' is {kind}; send it in raw_input_contents")
+                says(request(kind, field, values), f"'x' has datatype {kind}; send its data in raw_input_contents")
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:
@@ -245,7 +245,7 @@ def test_typed_contents(stub: Any) -> None:
     says("expected one entry of raw_input_contents")
     del request.raw_input_contents[:]
     given.contents.int_contents.extend([1] * 8)
-    says("its contents are in int_contents")
+    says("its contents are in the field int_contents")
     given.contents.ClearField("int_contents")
     given.contents.fp32_contents.extend([1] * 7)
     says("Expected 8, got 7")

@@ -112,7 +112,7 @@ def good(**changes: Any) -> bytes:
         ("linear", good(shape="x"), None, 400, "list of integers"),
         ("linear", good(shape=[1, -4]), None, 400, "Expected [-1,4], got [1,-4]. NOTE: -1 stands for any size"),
         ("linear", good(data=None), None, 400, "needs exactly one of"),
-        ("linear", good(data=None, parameters={"binary_data_size": 16}), None, 400, "0 bytes are left"),
+        ("linear", good(data=None, parameters={"binary_data_size": 16}), None, 400, "the body has only 0 bytes left"),
         ("linear", good(), "9999", 400, "invalid Inference-Header-Content-Length"),
         ("linear", good() + b"more", str(len(good())), 400, "unexpected additional"),
         ("nothing", good(), None, 404, "unknown model: 'nothing'"),

@@ -65,8 +65,7 @@ def test_clients_that_never_finish_their_message(served: Any) -> None:
 
 
 def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
-    """Checks that the server cancels a call only if the call is old and blocks other calls, or exceeds the longest
-    time."""
+    """Checks that the server cancels only old calls that block other calls, and calls that exceed the time limit."""
 
     class Call:
         cancelled = False
@@ -91,8 +90,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
         threads[-1].start()
         assert arrived.acquire(timeout=30)
         now[0] += 1.0
-    # Calls may occupy four of the eight threads. Six calls exceed this limit by two, but only one call is older than
-    # five seconds.
+    # Calls may occupy only four of the eight threads, so two of the six calls are too many. ``sweep`` cancels only one
+    # call, because only one call is older than five seconds.
     assert arrivals.sweep() == 1
     now[0] += 10.0
     assert arrivals.sweep() == 2

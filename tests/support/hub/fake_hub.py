@@ -17,8 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 class FakeHub(ThreadingHTTPServer):
     """Serves ``files`` by repository and name. ``refused`` maps a repository to the status and the X-Error-Code of its
-    answers. A repository in ``gated`` is listed, but its files are refused. The first download of ``cut`` ends after
-    half of the file. ``asked`` lists the requests with their Range header."""
+    answers. A repository in ``gated`` is listed, but its files are refused. The first download of the file whose
+    name is ``cut`` ends after half of the file. ``asked`` lists the requests with their Range header."""
 
     daemon_threads = True
 
@@ -94,7 +94,7 @@ def _oid(body: bytes) -> str:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
-    """Runs a hub until the end of the block."""
+    """Runs a hub until the end of the ``with`` block."""
     with FakeHub() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

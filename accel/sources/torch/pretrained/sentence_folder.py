@@ -31,7 +31,7 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
     if not all(kind.startswith("sentence_transformers.") for kind in kinds):
         raise own_code(name)
     if any(not place.resolve().is_relative_to(folder.resolve()) for place in places):
-        raise InvalidModel(f"{folder / MODULES} names folders outside the model's folder; save the model again")
+        raise InvalidModel(f"{folder / MODULES} lists folders outside the model's folder; save the model again")
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -53,8 +53,8 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
     found = forms(encoder, places[0])
     if not found or not {spec.name for spec in found[0].inputs} <= set(INPUTS):
         raise BadSource(
-            f"{name} takes other inputs than text; load it with sentence-transformers and give the model itself with "
-            "the example inputs of a call"
+            f"the model {name} takes inputs that are not text; load the model with sentence-transformers, and give the "
+            "loaded model with example inputs"
         )
     dense = [file for place in places[1:] if place != folder for file in sorted(place.glob("*.safetensors"))]
     configs = [place / "config.json" for place in places if (place / "config.json").is_file()]

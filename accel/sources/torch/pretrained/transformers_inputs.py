@@ -48,8 +48,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # The first choice is boxes with random corners, and the second choice is boxes with all corners at 0. Some
-        # models look up the width of a box in a table, and random corners may give a negative width.
+        # Tries boxes with random corners first, and then boxes with all corners at 0. Some models look up the width of
+        # a box in a table, and random corners may give a negative width.
         return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
         # A model that compares each image with each text may take different numbers of images and texts.
@@ -63,8 +63,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
     """Returns the first signature in ``found`` that lets the module run. Narrows the ranges of the dims to sizes that
-    the module can take. The config may lack the size of a position table. Keeps the ranges in ``given``. If the module
-    fails with every signature in ``found``, returns the first signature unchanged.
+    the module can take, because the config may lack the size of a position table. Keeps the ranges in ``given``. If the
+    module fails with every signature in ``found``, returns the first signature unchanged.
     """
     module.eval()
     for form in found:

@@ -91,8 +91,9 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Checks that a metric without a value rejects the candidate and doesn't end the run. For example, a correlation of
-    constant outputs has no value. Also checks that accel refuses a source without a value of the metric."""
+    """Checks that accel rejects a candidate if the metric returns NaN for its outputs, and continues the run. For
+    example, the correlation of constant outputs is NaN. Also checks that accel refuses a source if the metric returns
+    NaN for its outputs."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 
@@ -108,8 +109,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """The metric reads an array that the data lacks. Checks that the error lists the arrays in the data, and names the
-    option for other data. Also fails if the error lists the arrays when the metric failed for another reason."""
+    """Checks the error for a metric that reads a missing array. The error must list the arrays in the data, and name
+    the option for other data. If the metric fails for another reason, the error must not list the arrays."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:
@@ -141,7 +142,7 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if the judge reuses the cached judgement of two samples for only the second sample."""
+    """Fails if a judgement on two samples and a judgement on only the second sample share a cache entry."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})

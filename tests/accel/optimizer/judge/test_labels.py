@@ -121,7 +121,7 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
     """Checks that the error for one-hot labels, float class numbers, and class numbers that start at 1 says what to
-    save instead. The error for other invalid labels must not say what to save."""
+    save instead. For labels that are invalid in other ways, the error must not say what to save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 
@@ -184,8 +184,8 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_labels_judge_a_real_net(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Checks that the judgement is the accuracy on the given labels, and that other labels don't get the same cached
-    judgement."""
+    """Checks that the judgement is the accuracy on the given labels. Also fails if accel reuses a cached judgement
+    after the labels changed."""
     test = np.load(digits_data[1])
     inputs = save(tmp_path / "x.npz", image=test["image"])
     words = ["optimize", digits.path, "--target", "tensorrt-rtx", "--precision", "fp32", "--data", inputs, "--json"]
@@ -208,11 +208,12 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     beyond = save(tmp_path / "beyond.npz", label=np.where(np.arange(128) == 7, 10, 0))
     for extra, message in (
         (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
-        (["--labels", one_hot], "outputs fit (there are logits [128, 10]); they look one-hot: save y.argmax(1)"),
+        (["--labels", one_hot], "outputs fit (the outputs are logits [128, 10]); they look one-hot: save y.argmax(1)"),
         (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
-            "flat.npz: 'label': labels for top1 are one finite number a sample, but the array is int64[128, 2]",
+            "flat.npz: 'label': the metric top1 needs one finite number a sample as labels, but the array is "
+            "int64[128, 2]",
         ),
         (["--labels", tmp_path / "none.npz"], "does not exist; check --labels"),
         (["--labels", short, "--metric", "accel.examples.digits:top1"], "either --metric or --labels"),

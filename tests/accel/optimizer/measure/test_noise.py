@@ -34,7 +34,7 @@ HIDDEN = {"verdict": "no measurable difference", "speedup": 1.5, "ci95": [0.9, 2
 
 @pytest.fixture
 def small(tmp_path: Path) -> Artifact:
-    """Makes a model that no test here runs."""
+    """Makes a small model. The tests of this file need a model, but never run it."""
     return build.square_root_of_square(tmp_path / "small.onnx")
 
 
@@ -62,7 +62,8 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
-    """Checks that a candidate with the verdict "too noisy" is measured again, and has no speedup in its reason."""
+    """Checks that accel measures a candidate with the verdict "too noisy" again. The candidate's ``reason`` must not
+    name a speedup."""
     source = row("source", 10.0, verdict="baseline")
     measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
     noisy = row("int8", 0.05, **measured_row)
@@ -89,7 +90,8 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """Checks that a note names dropped session options if their speedup is within the noise."""
+    """If noise hides the speedup of session options, accel drops the options. Checks that the reason for the drop names
+    the noise floor."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -153,8 +155,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Checks that work that reports progress ends after its share of the time budget, and that the progress messages
-    reach the watcher."""
+    """Checks that a task ends when it reports progress after its share of the time budget. The task's progress messages
+    must still reach the watcher."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -225,7 +227,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
-        clock.now += 1.0  # this step is too short to be in the note
+        clock.now += 1.0  # the note leaves out a step of one second
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
     assert "quantize=['samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""

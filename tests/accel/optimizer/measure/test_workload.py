@@ -133,9 +133,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel bench times an artifact with two streams by two concurrent runs in one session. The commands
-    accel optimize and accel serve use concurrent runs in the same way. Also checks that accel bench ignores the two
-    recorded streams when the caller asks for one thread."""
+    """Checks that accel bench runs an artifact with two streams as two concurrent runs in one session. The commands
+    accel optimize and accel serve use concurrent runs in the same way. If the caller asks for one thread, accel bench
+    must ignore the two streams in the manifest."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
@@ -223,8 +223,8 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """A timed pass repeats a list with one request of each length. Checks that the pass runs every length, and returns
-    every request's outputs."""
+    """A pass runs one request of each length, and repeats these requests. Checks that the pass runs every length, and
+    returns every request's outputs."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -258,7 +258,7 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
     session.close()
     assert a_pass == {"compute": 2 * (4.0 + 16.0 + 32.0)}
     row = dict.fromkeys(field.name for field in fields(Row)) | {"round_medians_ms": [60.0], "median_ms": 60.0}
-    row["samples_per_second"] = 2 / 0.080  # the mean pass takes longer than the median pass
+    row["samples_per_second"] = 2 / 0.080  # the mean time of a pass, 80 ms, is longer than the median of 60 ms
     found = _a_request(row | {"joules_per_run": 3.0, "phases_ms": a_pass}, [60.0], "onnxruntime", work)
     assert found["joules_per_run"] == 0.5
     assert found["phases_ms"]["compute"] == pytest.approx((4 + 16 + 32) / 3)
@@ -334,7 +334,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
     assert read_lengths("data", TEXT, SampleStream(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, error, words in (
-        ("8,x", BadData, "is not a file"),
+        ("8,x", BadData, "neither numbers nor a file"),
         (str(tmp_path / "binary"), BadData, "whole numbers, one per line"),
         ("0", BadInputSpec, "from 1 on"),
         ("data", UsageError, "pass data="),
@@ -380,8 +380,8 @@ def test_session_options_that_are_none() -> None:
 
 
 def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
-    """Fails if the note about the measured sizes leaves out the batch when there are several lengths. Also checks that
-    the note calls the measured lengths quantiles of a longer list."""
+    """Fails if the note about the measured sizes leaves out the batch when there are several lengths. If accel measures
+    only some of the given lengths, the note must call the measured lengths quantiles."""
 
     def note(lengths: list[int], batch: int | None) -> str:
         return workload(

@@ -176,7 +176,7 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
     """Fails if the search ignores the held-out half of the data. In this test, only the held-out half has large values,
-    so calibration doesn't see any."""
+    so calibration on the other half sees no large values."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
@@ -223,7 +223,7 @@ def test_it_needs_data(src: Artifact) -> None:
 
 
 def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Artifact:
-    """Saves a model from x to y."""
+    """Saves a model with the input x and the output y."""
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in "xy"]
     tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
     graph = helper.make_graph(nodes, "g", [ends[0]], [ends[1]], tensors)
@@ -233,7 +233,8 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Judges a candidate by the ONNX dtypes of its MatMul weights. The judge uses dtype 0 for int8 weights."""
+    """Judges a candidate by the ONNX dtypes of its MatMul weights. For int8 weights, which aren't stored as floats in
+    the file, the dtype is 0."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -248,8 +249,8 @@ class FloatNeeded(Judge):
 
 
 def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
-    """Fails if the search ignores the cost of float layers. One of the two layers has to stay float, and the layer with
-    the larger int8 error does eight times the work."""
+    """Fails if the search ignores the cost of float layers. In this test, at least one of two layers has to stay float.
+    The layer with the larger int8 error does eight times the work, so the search must choose the other layer."""
     needs_vnni()
     rng = np.random.default_rng(3)
     constants: dict[str, np.ndarray] = {}
@@ -314,9 +315,9 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Each step raises one layer to a higher precision. Checks that the order of the steps follows their costs and
-    handles an infinite error. Also checks that fp16 is tried for a layer if fp16 lowers the layer's error, and only
-    then."""
+    """Checks the order in which the search tries layers in a higher precision. The order depends on each layer's error
+    and cost, and one error is infinite. Also checks that fp16 is tried for a layer if fp16 lowers the layer's error,
+    and only then."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -343,8 +344,8 @@ def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
 
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8. Also checks that a
-    note says that the metric can't be computed on half of the data."""
+    """Checks that accel tries mixed precision if a model is too inaccurate in int8, so that most layers still run in
+    int8. Also checks that a note says that the metric can't be computed on half of the data."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}
@@ -357,8 +358,8 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
-    """Fails if accel adds a mixed search for an uncalibrated candidate, or adds a second mixed search to the user's
-    own."""
+    """Checks that accel adds a mixed-precision search only for a calibrated int8 candidate. If the user requests mixed
+    precision, accel must not add a second search."""
     target = Target.get("ort-cpu")
     request = RecipeRequest(targets=(target,), precisions=None, data=data, samples=32, threads=1)
     made, _ = recipes(src, request)

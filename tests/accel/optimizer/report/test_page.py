@@ -53,7 +53,7 @@ def candidate(name: str, ms: float | None, drop: float | None, status: str = "pa
 
 
 def artifact(name: str = "model") -> Artifact:
-    """Makes an artifact ``name`` with a single stage that records everything that a report shows."""
+    """Makes an artifact ``name`` with one stage. The stage has a value for everything that a report can show."""
     gate = {
         "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
         "passed": True, "note": "",
@@ -161,7 +161,7 @@ def test_light_and_dark(tmp_path: Path) -> None:
         shot = tmp_path / f"{name}.png"
         looked_at(page, f"--screenshot={shot}", *words)
         assert shot.read_bytes()[:4] == b"\x89PNG"
-        assert shot.stat().st_size > 30_000  # a screenshot of an empty window has a tenth of this size
+        assert shot.stat().st_size > 30_000  # a screenshot of an empty window takes about 3,000 bytes
         match = re.search(r'data-colours="([^"]*)"', looked_at(page, "--dump-dom", *words))
         assert match
         paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))

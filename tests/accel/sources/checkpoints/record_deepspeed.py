@@ -7,9 +7,9 @@ Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo rank
 ``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. The weights that accel reads must equal
 ``expected.safetensors`` bit for bit.
 
-Running the script again writes the same bytes, except for padding that DeepSpeed doesn't initialize. The padding is in
-``fp32_flat_groups`` and ``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits of
-the weights may differ.
+Running the script again writes the same bytes, except for padding that DeepSpeed doesn't initialize. At ZeRO 3, the
+last rank's ``fp32_flat_groups`` and ``frozen_param_fragments`` contain this padding. On another kind of CPU, the last
+bits of the weights may differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = {"zero1_bf16": (1, "bf16"), "zero2_fp32": (2, "fp32"), "zero3_bf16": (3,
 
 
 def train(rank: int, case: str, port: int) -> None:
-    """Runs one rank of one case."""
+    """Trains the net of one case on one rank, and saves the checkpoint."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

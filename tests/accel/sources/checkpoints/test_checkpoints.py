@@ -2,8 +2,8 @@
 
 The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
 ``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. The tests save the
-checkpoints of torch.distributed.checkpoint with torch itself. The tests themselves write checkpoints with Megatron's
-pipeline stages and with the layouts before version 2.
+checkpoints of torch.distributed.checkpoint with torch itself. For Megatron's pipeline stages and Megatron's layouts
+before version 2, no recordings exist, so the tests write these checkpoints without the library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDS = "ids:int64[batch,length]{0..10}"
 
 
 def net() -> torch.nn.Module:
-    """Makes the recorded net, with other weights than in any recording."""
+    """Makes the net of the recordings, with weights that no recording contains."""
     torch.manual_seed(99)
     made: torch.nn.Module = load_object(NET, "factory")[1]()
     return made
@@ -80,7 +80,7 @@ def test_the_master_weights_are_not_the_rounded_ones() -> None:
 
 
 def test_deepspeed_without_zero() -> None:
-    """Checks that accel reads a DeepSpeed folder without ZeRO shards, and gets the module as saved."""
+    """Checks that accel reads a DeepSpeed folder without ZeRO shards, and loads exactly the saved weights."""
     folder = RECORDED / "deepspeed" / "zero0_fp32"
     module = net()
     assert load_weights(module, folder).format == "DeepSpeed"
@@ -115,9 +115,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Checks that accel joins the parts of a tensor in the same way as Megatron. The split tensors are grouped
-    query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also
-    checks that accel finds a norm under both of its names."""
+    """Checks that accel joins the parts of a tensor in the same way as Megatron. Megatron splits the query, key and
+    value weights of grouped-query attention, the halves of SwiGLU, row- and column-parallel layers, the vocabulary and
+    the stacked layers. Megatron has two names for some norms, and accel must find the norm under both names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -141,8 +141,8 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
     """Megatron numbers layers within a pipeline stage, or within a chunk of an interleaved schedule. Checks that accel
-    numbers the layers through the whole model. The last stage's copy of the embedding must not count as unexpected. The
-    test writes the checkpoint by hand in Megatron's layout."""
+    numbers the layers through the whole model. The last pipeline stage saves a copy of the embedding, which must not
+    count as an unexpected tensor. The test writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -197,8 +197,9 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Checks that accel accepts hyperparameters such as a Namespace or a Path, and finds the module's prefix. Also
-    checks that accel reads every shard, and that a tied weight that was saved once doesn't count as missing."""
+    """Checks that accel reads a Lightning checkpoint with hyperparameters such as a Namespace or a Path, and removes
+    the prefix from the names of the module's weights. Also checks that accel reads every shard, and that a tied weight
+    that was saved once doesn't count as missing."""
     module = net()
     found = load_weights(module, RECORDED / path)
     # Fabric and Accelerate saved the same untrained net.
@@ -231,7 +232,7 @@ def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> No
     """Fails if a rank's shard is copied to the wrong offset, or if the optimizer's states count as unexpected. Also
     fails if a weight differs from the result of torch's own dcp.load."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate's FSDP folder pytorch_model_fsdp_0 holds the same files
+    if place == "accelerate":  # Accelerate saves the files of a distributed checkpoint in pytorch_model_fsdp_0
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()

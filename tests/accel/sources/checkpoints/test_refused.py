@@ -1,5 +1,5 @@
-"""Proves that damaged, hostile and mixed checkpoints, and checkpoints of other models, give a one-line error. No code
-in them may run."""
+"""Proves that wrong checkpoints give a one-line error, and that no code in the files runs. The checkpoints are damaged,
+hostile, mixed from two saves, or of another model."""
 
 from __future__ import annotations
 
@@ -349,13 +349,13 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
         load_weights(smaller, recorded / "deepspeed/zero2_fp32")
     whole = net()
     whole.version = torch.tensor(1.5)
-    with pytest.raises(BadSource, match=r"'version' is torch.int64 in .* and torch.float32 in the model"):
+    with pytest.raises(BadSource, match=r"'version' has the dtype torch.int64 in .*, but the dtype torch.float32"):
         load_weights(whole, recorded / "deepspeed/zero2_fp32")
 
 
 def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) -> None:
-    """The user passes a folder without a checkpoint, the file of one rank, or a checkpoint without the model's code.
-    Fails if the result is a traceback or an error without a fix."""
+    """Checks the error if the user passes a folder without a checkpoint, the file of one rank, or a checkpoint without
+    the model's code. The error must name the fix and have no traceback."""
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(BadSource, match="is no checkpoint that accel reads"):

@@ -14,9 +14,9 @@ from tests.support.hub.fake_hub import FakeHub, fake_hub, files_of
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives the test an empty cache of huggingface_hub, and turns offline mode on. The environment variables are for
-    child processes. This process has already read the variables, so the fixture also sets huggingface_hub's
-    constants."""
+    """Gives the test an empty cache of huggingface_hub, and turns offline mode on. Child processes read the environment
+    variables that the fixture sets. The process of the tests has already read the variables, so the fixture also sets
+    huggingface_hub's constants."""
     folder = tmp_path / "hf" / "hub"
     folder.mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(folder.parent))

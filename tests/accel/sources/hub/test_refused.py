@@ -185,7 +185,7 @@ def test_a_path_is_no_id(cache: Path, tmp_path: Path) -> None:
 
 
 def test_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub isn't installed. Checks that the error for a mistyped path names this package, without a
+    """If huggingface_hub isn't installed, the error for a mistyped path must name huggingface_hub, and must have no
     traceback."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     words = (

@@ -163,7 +163,8 @@ def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifa
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("ir", [12, 13])
 def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: int) -> None:
-    """Checks that accel lowers a needlessly new IR version to the newest version that the target reads."""
+    """Checks that accel lowers an ONNX file's IR version if the target can't read the version and the model doesn't
+    need it. The file must get the newest IR version that the target reads."""
     source = relu(tmp_path / "new.onnx", ir=ir)
     found = TARGETS[target]
     request = RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)
@@ -198,7 +199,8 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
     this mismatch."""
     for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):
         source = relu(tmp_path / "new.onnx", ir=13, kind=kind, opset=25)
-        with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, and the target reads IR 11 at most"):
+        said = f"needs IR version 13 for {why}, and the target reads at most IR version 11"
+        with pytest.raises(StageFailed, match=said):
             run_stage("onnx_from_onnx", source, OnnxFromOnnxConfig(opset=opset, max_ir=11), out=tmp_path / "m.onnx")
     assert not (tmp_path / "m.onnx").exists()
 
@@ -218,8 +220,8 @@ def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
 
 
 def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Checks that both nets predict the same class. The exported net gets uint8 pixels with channels last, and the
-    original net gets the preprocessed image."""
+    """Checks that an export with preprocessing predicts the same classes as the original net. The exported net gets
+    uint8 pixels with channels last, and the original net gets the preprocessed image."""
     out = tmp_path / "served.onnx"
     ran = cli(
         "export", digits.path, "--normalize", "0.25,0.5", "--layout", "NHWC", "--dtype", "uint8", "--resize", "8x8",
@@ -235,8 +237,8 @@ def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple
 
 
 def test_resize_is_the_usual_one() -> None:
-    """Checks that the gate's reference resize is bilinear between pixel centers. The expected values, for 2 pixels
-    resized to 4, are computed by hand."""
+    """Checks that the gate's reference implementation of resizing interpolates bilinearly between pixel centers. The
+    expected values, for 2 pixels resized to 4, are computed by hand."""
     row = np.array([0.0, 4.0]).reshape(1, 1, 2, 1)
     assert resize_bilinear(row, (1, 4)).ravel().tolist() == [0, 1, 3, 4]
 

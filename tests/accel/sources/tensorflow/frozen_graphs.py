@@ -342,7 +342,7 @@ def labels(x: Any) -> Any:
 
 @graph
 def constant_dropout_too(x: Any) -> Any:
-    """Returns a net with a second dropout, which is random for every keep probability."""
+    """Returns a net with two dropouts. The second dropout has a constant rate, so the placeholder can't turn it off."""
     keep = named()
     y = old_dropout(dense(x, "w"), keep)
     return tf.nn.dropout(y, 0.3), {keep: 1.0}, y

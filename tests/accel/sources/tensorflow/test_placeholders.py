@@ -58,8 +58,8 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
-    """Checks that accel sets every training placeholder to its value at inference, and sets no placeholder with an
-    unknown right value. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
+    """Checks that accel sets every training placeholder to its value at inference, and asks the user if the right value
+    of a placeholder is unknown. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -70,7 +70,7 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel doesn't set a keep probability in a branch that never runs, or a placeholder with the right default.
+        # Accel sets no placeholder with the right default, and no keep probability in a branch that never runs.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
@@ -134,10 +134,10 @@ def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> N
     """Checks that accel refuses a value of the wrong type, an unknown placeholder and the name of an input. The errors
     must name a fix."""
     for given, words in (
-        ({"keep_prob": "much"}, r"is float32 and can't be 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
-        ({"is_training": 2}, "is bool and can't be '2'"),
+        ({"keep_prob": "much"}, r"float32 and can't take the value 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
+        ({"is_training": 2}, "the dtype bool and can't take the value '2'"),
         ({"keep": 1.0}, "no placeholder 'keep' that leads to the outputs; .* takes: is_training, keep_prob"),
-        ({"x": 1.0}, "x is an input of .*; leave it out of placeholders="),
+        ({"x": 1.0}, "x is an input of .*; leave x out of placeholders="),
     ):
         with pytest.raises(BadInputSpec, match=words):
             accel.Source(graphs / "norm_and_dropout.pb", **ENDS, placeholders=given).open()
@@ -152,14 +152,14 @@ def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> N
 
 
 def test_inspect(graphs: Path) -> None:
-    """Fails if inspect refuses a graph because its training placeholders are missing from ``graph_inputs``."""
+    """Checks that inspect accepts a graph although ``graph_inputs`` leaves out the graph's training placeholders."""
     graph = accel.inspect(graphs / "norm_and_dropout.pb", **ENDS).graph
     assert "needs a value for the placeholders" in graph["warnings"][0]
 
 
 def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_path: Path) -> None:
-    """The signature of a TF1 SavedModel leaves out a keep probability. Checks that the export succeeds with the error's
-    advice."""
+    """The signature of a TF1 SavedModel leaves out a keep probability. Checks that the error advises the user to pass a
+    value, and that the export succeeds with this value."""
     words = ["export", graphs / "omits", "-q", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert "placeholder keep_prob, left out of the signature; pass --placeholder keep_prob=1.0 for" in ran.stderr
@@ -170,8 +170,8 @@ def test_a_signature_that_leaves_out_a_placeholder(cli: Any, graphs: Path, tmp_p
 
 
 def test_a_branch_that_assigns_to_a_variable(graphs: Path, tmp_path: Path) -> None:
-    """Checks that accel converts a batch normalization with its training branch in a SavedModel, and doesn't silently
-    ignore placeholders."""
+    """Checks that accel converts a SavedModel with a batch normalization that has a branch for training. If the user
+    sets a placeholder that is an input, accel must raise an error."""
     made = accel.export(graphs / "assigns", out=tmp_path / "m.onnx")
     x = np.float32([[1, 2, 3, 4]])
     with accel.load(made) as session:

@@ -129,9 +129,9 @@ def classes():
 
 
 def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that accel declares the last row of an embedding as the bound of the input that selects rows, even after a
-    cast or a view. A column of an input only limits the random integers, because other columns may hold larger
-    integers. A note names every input that selects no rows."""
+    """Checks that accel limits an input of indices to the rows of the embedding, even after a cast or a view. If only
+    one column of an input holds indices, accel limits only the random inputs, because other columns may hold larger
+    integers. A note must name every integer input without a known bound."""
     (tmp_path / "tables.py").write_text(TABLES)
     inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
     source = f"{tmp_path / 'tables.py'}:make"
@@ -150,8 +150,8 @@ def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
-    """Checks that accel accepts a model that fails on some rows of its embedding. This model has fewer classes than
-    rows."""
+    """Checks that accel accepts a model that fails for some valid indices of its embedding. The model of this test has
+    fewer classes than the embedding has rows."""
     (tmp_path / "tables.py").write_text(TABLES)
     opened = accel.Source(f"{tmp_path / 'tables.py'}:classes", inputs=["ids:int64[batch]"]).open()
     assert opened.signature.inputs[0].values is None
@@ -198,8 +198,8 @@ def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pyte
 
 
 def test_no_valid_integer_at_a_size() -> None:
-    """Checks that a range without an integer at the requested sizes raises an error, and that the error names the
-    size."""
+    """The bounds of an integer input can depend on a dim. If the bounds allow no integer at the requested size, the
+    error must name the size."""
     spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
     signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})
     assert signature.example_inputs(n=3)["at"].tolist() == [2]
@@ -212,7 +212,8 @@ terms = st.lists(st.tuples(st.sampled_from("+-"), st.one_of(st.integers(0, 99), 
 
 @given(terms, st.fixed_dictionaries({"a": st.integers(1, 9), "b": st.integers(1, 9), "c": st.integers(1, 9)}))
 def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], sizes: dict[str, int]) -> None:
-    """Fails if a bound is read or printed as a different sum, or if replacing a dim by its size changes the sum."""
+    """A bound is a sum of integers and dims, such as ``n-1``. Fails if reading, printing or inserting the size of a dim
+    changes the sum."""
     bound = parse_bound("".join(f"{sign}{term}" for sign, term in found))
     total = sum((-1 if sign == "-" else 1) * sizes.get(str(term), term) for sign, term in found)  # type: ignore[call-overload,misc]
     assert bound_at(bound, sizes) == total

@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """Returns its result and one of its inputs. The returned input keeps its name."""
+    """Returns a result, and also returns the input ``ids`` under the same name."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
@@ -87,7 +87,7 @@ class Fixed(nn.Module):
 
 
 class Act(nn.Module):
-    """Calls a function of this file that is an attribute of the module."""
+    """Holds a function as an attribute, and calls the function."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -281,8 +281,8 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
 
 
 def test_a_parametrized_module_still_runs() -> None:
-    """Fails if making a copy without parametrizations also removes the parametrizations from the class of the user's
-    module."""
+    """Accel copies a module and removes the copy's parametrizations. Fails if the user's own module loses its
+    parametrizations."""
     net = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
     before = net(X)
     accel.Source(net, example=(X,)).open()
@@ -322,7 +322,8 @@ class Best(nn.Module):
 
 
 def test_a_first_dim_gets_the_sizes_that_run() -> None:
-    """The first dim is dynamic, and isn't called batch. Fails if its range contains sizes at which the module fails."""
+    """If the first dim is dynamic, but isn't named batch, its range must contain only sizes at which the module
+    runs."""
     source = accel.Source(Best(), example=(torch.randn(5, 2),), dynamic={"rows": {0: "rows"}})
     assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 

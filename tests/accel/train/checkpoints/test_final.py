@@ -44,8 +44,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """Checks that ``accel export`` exports a moved run folder after the factory's file and its imports were deleted.
-    Also checks that the exported model is the trained model."""
+    """Checks that ``accel export`` exports a run folder that was moved, even if the user's code of the model was
+    deleted. Also checks that the exported model is the trained model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)
@@ -84,8 +84,8 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """The run has micro-batches of one sample, and the samples have different lengths. Checks that ``final/`` exists
-    and names the model's inputs."""
+    """Checks that a run on samples of different lengths, with micro-batches of one sample, writes ``final/``. The
+    folder must name the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"

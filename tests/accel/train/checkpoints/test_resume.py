@@ -32,8 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
     """A run has no valid best checkpoint if it was killed before writing the checkpoint, if the checkpoint is damaged,
-    or if the config now names another metric. Checks that the run then marks a new best checkpoint, and no longer names
-    the invalid checkpoint."""
+    or if the config now names another metric. Checks that a run without a valid best checkpoint marks a new one, and no
+    longer names the invalid checkpoint."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -66,7 +66,7 @@ def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "scores.py"
     source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
-    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; use one of these metrics"):
+    with pytest.raises(BadConfig, match=r"best is '-los', but evaluate measures only top1, loss; use one of these"):
         Trainer(config, tmp_path, join(config)).run()
 
 
@@ -92,8 +92,8 @@ def scores(module):
             {},
             r"evaluate .*failing.py:raises failed at step 2 \(KeyError: 'labels'; .*; the weights are in .*/",
         ),
-        ("several", {}, r"several returned a Tensor for 'off', which is not a number; .*; the weights are in .*/final"),
-        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; use .*/final"),
+        ("several", {}, r"a Tensor for the metric 'off', which is not a number; .*; the weights are in .*/final"),
+        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', but evaluate measures only top1; use .*/final"),
         (
             "raises",
             {"evaluate_every": 1},
@@ -151,8 +151,8 @@ def evaluate(module):
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks that the log has the evaluations, and that the output separates the loss of ``evaluate`` from the training
     loss. Also checks that the output names the best checkpoint if it isn't the last checkpoint. The printed command
-    must export the best checkpoint. The command quotes paths for the shell, and declares inputs for a factory without
-    declared inputs."""
+    must export the best checkpoint. The printed command must quote paths for the shell, and must declare the inputs
+    that the factory doesn't declare."""
     source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
     source.write_text(_SCORED)
     config = tmp_path / "run.toml"
@@ -225,7 +225,7 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
     """Checks that a run that resumes with another batch, seed or number of samples notes the new order of samples. Also
-    fails if a run with the same batch, seed and number of samples logs this note."""
+    fails if a run with the same batch, seed and number of samples logs a note about the order."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []

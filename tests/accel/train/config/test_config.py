@@ -48,11 +48,11 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
         ("[optimizer]\nlearning = 3", "", "has no optimizer.learning"),
         ("steps = 'many'", "", "steps is 'many', but has to be a whole number"),
         ("steps = [", "", "is not a TOML file"),
-        ("optimizer = 3", "", "optimizer is a table"),
-        ("tensor_parallel = 'all'", "", "tensor_parallel is a table of texts"),
-        ("[tensor_parallel]\nhead = 3", "", "tensor_parallel is a table of texts"),
+        ("optimizer = 3", "", "optimizer has to be a table"),
+        ("tensor_parallel = 'all'", "", "tensor_parallel has to be a table of strings"),
+        ("[tensor_parallel]\nhead = 3", "", "tensor_parallel has to be a table of strings"),
         ("", "steps", "write --key=value"),
-        ("[optimizer]\nbetas = 3", "", "is a list of numbers"),
+        ("[optimizer]\nbetas = 3", "", "has to be a list of numbers"),
         ("[optimizer]\nbetas = [1]", "", "has 1 numbers; give two"),
     ],
 )
@@ -198,8 +198,8 @@ def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
 
 
 def test_a_rank_without_samples_only_takes_part() -> None:
-    """Fails if the loader of a rank without samples in the last batch yields a target, or yields too few
-    micro-batches."""
+    """In the last batch, a rank may have no samples left. Checks that its loader then yields as many micro-batches as
+    the other ranks, with None as targets."""
     data = [(index, -index) for index in range(5)]
     common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
     parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_a_rank_without_samples_only_takes_part() -> None:
 
 def test_data_shorter_than_a_batch() -> None:
     """Fails if data with too few samples for a batch causes an endless loop instead of BadData."""
-    with pytest.raises(BadData, match="the data has 7 samples, and global_batch is 8"):
+    with pytest.raises(BadData, match="the data has only 7 samples, but global_batch is 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
     with pytest.raises(BadData, match="the data has 0 samples"):
         Order(0, global_batch=8, rank=0, ranks=1, seed=0, drop_last=False)
@@ -233,7 +233,7 @@ def test_schedules() -> None:
         (
             {"logits": torch.zeros(2, 3)},
             torch.zeros(2, dtype=torch.int64),
-            "the model returns a dict, and the default loss takes a tensor of class scores",
+            "the model returns a dict, but the default loss takes a tensor of class scores",
         ),
         (torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64), "the targets are float64, .*squared_error"),
     ],

@@ -63,9 +63,9 @@ def test_a_sequence_says_where_each_token_stands() -> None:
 @pytest.mark.parametrize(
     ("documents", "says"),
     [
-        (_documents(3, 9), "document 1 has 9 tokens, and pack is 8; cut it, or use --pack=9"),
+        (_documents(3, 9), "document 1 has 9 tokens, but pack is only 8; cut the document, or use --pack=9"),
         ([(torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long))], "equal length"),
-        ([(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, dtype=torch.long))], r"has tokens \[3, 2\]"),
+        ([(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, dtype=torch.long))], r"has tokens of shape \[3, 2\]"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: list[Document], says: str) -> None:

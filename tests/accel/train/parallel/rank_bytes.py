@@ -68,10 +68,9 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four properties of a run that its losses don't show.
 
-    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists the numbers of ranks
-    over which FSDP2 shards parameters between the forward and the backward pass. ``compiled`` has one entry per block.
-    The entry is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of this
-    function.
+    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists how many ranks share
+    the parameters between the forward and the backward pass. ``compiled`` has an entry for each block, which is True if
+    the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
     """
     groups = [
         group

@@ -166,7 +166,7 @@ TAKEN_UP = {
 # These overrides train bfloat16 weights with AdamW on float32 copies. Two ranks save the optimizer's state, and four
 # ranks must load exactly the same state.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# In these layouts, the gradient of one plain SGD step has to equal one process's gradient.
+# In each layout of GRADIENTS, one plain SGD step must have the same gradient as on one process.
 GRADIENTS = {
     2: {
         "ddp": [],
@@ -239,8 +239,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# `make test` checks these layouts of GRADIENTS and these resumed runs. Each layout of SAVED is resumed by another
-# layout, and each layout of TAKEN_UP resumes a checkpoint once.
+# `make test` checks the layouts in FAST_GRADIENTS and the resumed runs in FAST_RESUMED. Another layout resumes from
+# each layout of SAVED, and each layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",

@@ -229,7 +229,8 @@ def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Resumes the second half of each run. Returns a dict from a name such as "world4 hsdp -> 2 ddp" to the losses."""
+    """Resumes each run at its half, and trains the second half. Returns a dict from a name such as "world4 hsdp -> 2
+    ddp" to the losses."""
     found = {}
     for name in names:
         source, _, target = name.partition(" -> ")
@@ -242,8 +243,9 @@ def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns the losses of three runs. The first runs all steps, and the second saves a checkpoint after the first
-    half. The third resumes from this checkpoint without PowerSGD's error feedback and starting matrices."""
+    """Returns the losses of three runs. The first run trains all steps, and the second run saves a checkpoint after
+    half of the steps. The third run resumes from the second run's checkpoint without PowerSGD's error feedback and
+    starting matrices."""
     trainer = start(POWER_SGD, folder / "power_sgd")
     found = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
     trainer.finish()
@@ -285,7 +287,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# Maps each key of an order to the function that runs the checks of this key. The checks run in this order.
+# Maps the name of each group of checks to the function that runs the checks. The groups run in the order of this dict.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),

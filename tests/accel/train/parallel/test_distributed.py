@@ -20,7 +20,7 @@ from tests.support import ROOT
 
 TABLE = ROOT / "docs" / "parity.md"
 
-# The first test that needs results waits for all launches, so this time limit includes the launches.
+# The time limit is long, because the first test that needs results waits for all launches.
 pytestmark = pytest.mark.timeout(5400)
 
 ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
@@ -28,9 +28,9 @@ ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
 
 FAST_ROWS = [(name, world) for world in rows.FAST for name in rows.FAST[world]]
 EXACT = 2e-5
-# EARLY is the bound for the first two losses with ZeRO++. These losses change by 2e-5 if ZeRO++ rounds gradients, and
-# by 2e-4 if ZeRO++ rounds weights. Noise in the last bit of float32 sums changed these losses by at most 6e-7 in 40
-# runs of one process.
+# EARLY is the bound for the first two losses with ZeRO++. The first two losses change by 2e-5 if ZeRO++ rounds
+# gradients, and by 2e-4 if ZeRO++ rounds weights. Noise in the last bit of float32 sums changed the first two losses by
+# at most 6e-7 in 40 runs of one process.
 EARLY = 5e-6
 
 
@@ -94,7 +94,8 @@ def alone() -> _Alone:
 
 
 def _difference(got: list[float], expected: list[float]) -> float:
-    # A 16-bit run may skip its first steps until the loss scale settles, but none of these runs may skip a step.
+    # In training, a 16-bit run may skip its first steps until the loss scale settles. The runs of these tests must not
+    # skip a step.
     assert len(got) == len(expected) == rows.STEPS
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
@@ -104,8 +105,8 @@ def _difference(got: list[float], expected: list[float]) -> float:
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
     """Trains ten steps of SGD with momentum on ``world`` ranks. Fails if the losses differ from one process's losses by
     more than the bound. For example, the losses change if a gradient is averaged wrongly, or isn't reduced exactly
-    once. ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses with
-    ZeRO++ may differ by at most a quarter of the effect of the rounding."""
+    once. ZeRO++ is compared with one process that rounds the same blocks of the same values. For the first two losses
+    with ZeRO++, the bound is a quarter of the change that rounding the gradients causes."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -146,8 +147,9 @@ def test_gradients_equal_under_uneven_targets(
     world: int,
     name: str,
 ) -> None:
-    """Fails if the gradient of a rank with few counted targets has the same weight as the gradient of a rank with many
-    targets. The weights after one plain SGD step at rate 1 must equal the weights of one process within 1e-6."""
+    """Targets with the ignored index don't count, so ranks have different numbers of targets. Fails if the gradients of
+    all ranks have the same weight nevertheless. The weights after one plain SGD step at rate 1 must equal the weights
+    of one process within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
@@ -171,13 +173,13 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     [
         ("left out", r"norm.weight has a different gradient on each tensor-parallel rank.*\"norm\" = \"sequence\""),
         ("odd length", "the sequence length 15 is not a multiple of tp 2; pad the sequence"),
-        ("one_head", "blocks.0.attention.query makes 1 head of width 32, and tp 2 would split a head;"),
-        ("all_heads", r"attention makes 4 heads of width 4 from .* 4 heads of width 8; .*view\(b, s, -1, width\)"),
-        ("whole_heads", r"with tp 2, blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
+        ("one_head", "blocks.0.attention.query makes 1 head of width 32, but tp 2 would split a head;"),
+        ("all_heads", r"attention splits .* 4 heads of width 8 into 4 heads of width 4; .*view\(b, s, -1, width\)"),
+        ("whole_heads", r"tp 2, the module blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
         ("one_product", "with tp 2, the model's output for a sample changes; compute query, key and value"),
-        ("turned after the cut", "the output of the model changes if its sequence is cut after embed"),
-        ("cut too late", "the output of the model changes if its sequence is cut after blocks.0"),
-        ("cut too early", r"can't be run with its sequence cut after embed.tokens \(The size of tensor"),
+        ("turned after the cut", "the output of the model changes if the sequence is cut after the module embed"),
+        ("cut too late", "the output of the model changes if the sequence is cut after the module blocks.0"),
+        ("cut too early", r"can't be run if the sequence is cut after the module embed.tokens \(The size of tensor"),
         ("wrong chain", "the output of the pipeline's chain differs from the model's"),
     ],
 )
@@ -246,8 +248,8 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
     """In this test, two ranks save AdamW's moments and the float32 copies of the weights, and four ranks load them.
-    Checks that the loaded values are bit-identical. Also fails if the next losses differ from a run that never stopped
-    by more than bfloat16's rounding error."""
+    Checks that the loaded values are bit-identical. The next losses must equal the losses of a run that never stopped,
+    except for bfloat16's rounding error."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -324,14 +326,16 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
         lines = [
             "# Parity",
             "",
-            "Each row compares a layout's losses with the losses of one process in float32. Both runs take ten",
-            "steps of SGD with momentum, with the same global batches. The model is a small GPT with a vocabulary",
-            "of 61 tokens, and the samples have different numbers of targets. The ranks run on the CPU, over",
-            "gloo. The bound of ZeRO++ is the difference that the same rounding makes in one process, plus 0.02",
-            "(0.03 with bf16). The added 0.02 allows for values that round the other way because of their last",
-            "bit. Without bf16, the first two losses of ZeRO++ are within 5e-6 of one process with the same",
-            "rounding. Every layout was compared in float32. 16 bits, recomputation and offload were compared only",
-            "in the rows that name them. Combinations without a row were not compared.",
+            "Each row compares a layout's losses with the losses of one process in float32. Both the layout and",
+            "the single process take ten steps of SGD with momentum, with the same global batches. The model is a",
+            "small GPT with a vocabulary of 61 tokens, and the samples have different numbers of targets. The",
+            "ranks run on the CPU, over gloo. ZeRO++ rounds to int8. The bound of ZeRO++ is the difference that",
+            "int8 rounding makes in one process, plus 0.02 (0.03 with bf16). The 0.02 is added because a",
+            "difference in the last bit of a value can change how ZeRO++ rounds the value. Without bf16, the",
+            "first two losses of ZeRO++ differ by at most 5e-6 from the losses of one process that rounds to int8",
+            "in the same way. Every layout was compared in float32. 16-bit precision, recomputation and offload",
+            "were compared only in the rows that name one of the three. Combinations without a row were not",
+            "compared.",
             '`ACCEL_WRITE_PARITY=1 pytest -m "" tests/accel/train/parallel/test_distributed.py` writes this page.',
             "",
             "| layout and precision | ranks | largest difference | bound |",

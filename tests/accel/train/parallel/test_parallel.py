@@ -40,9 +40,9 @@ def test_a_plan_names_modules_by_pattern() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"layers.*.query": "column"}, "names no module of the model; its modules are embed, "),
+        ({"layers.*.query": "column"}, "matches no module of the model; the modules are embed, "),
         ({"head": "column", "he*": "row"}, "gives head the styles column and row; keep one"),
-        ({"norm": "row"}, "norm is a LayerNorm, and the style row needs a Linear"),
+        ({"norm": "row"}, "norm is a LayerNorm, but the style row needs a Linear"),
         ({"norm": "vocabulary"}, "the style vocabulary needs a Linear or an Embedding"),
     ],
 )
@@ -54,9 +54,9 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """A plan with only column and row styles has no module that splits the sequence. With sequence parallel, accel must
-    refuse this plan before torch raises an error about shapes. Accel must accept a plan if its embedding splits the
-    sequence."""
+    """Under sequence parallel, a column-parallel layer gathers the sequence that an earlier module has split. Checks
+    that accel refuses a plan without an earlier module that splits the sequence, before torch raises an error about
+    shapes. Accel must accept a plan if its embedding splits the sequence."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
     plan = match(grouped, {"layers.*.[qkv]": "column", "layers.*.up": "column"})
     seen = attempt(grouped, ids, []).attentions
     check_heads(grouped, plan, seen, 2)
-    with pytest.raises(BadConfig, match=r"layers.0.k makes 2 heads of width 8, and tp 4 .* use a --tp that divides 2"):
+    with pytest.raises(BadConfig, match=r"layers.0.k makes 2 heads of width 8, but tp 4 .* use a --tp that divides 2"):
         check_heads(grouped, plan, seen, 4)
 
 
@@ -153,7 +153,7 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),
         (("embed", "blocks", "norm", "norm", "head"), "the output of the pipeline's chain differs from the model's"),
         (("norm", "embed", "blocks", "head"), "can't be run"),
-        (("embed", "layers"), "names layers, which is not in the model"),
+        (("embed", "layers"), "lists layers, which is not a module of the model"),
     ):
         model = _gpt()
         model.pipeline_chain = wrong  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The first test that needs results waits for all launches, so this time limit includes the launches.
+# The time limit is long, because the first test that needs results waits for all launches.
 pytestmark = pytest.mark.timeout(5400)
 
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(5400)
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold between steps or during a micro-batch differ from the formula. For bf16
-    without sharding, the formula is 2 + 2 + 12 bytes per parameter. The bytes may exceed the formula only because the
-    vocabulary of 61 is padded to 64. Also checks that the bytes sent by the collectives of a step are the planned
+    without sharding, the formula is 2 + 2 + 12 bytes per parameter. The vocabulary of 61 is padded to 64, so the bytes
+    may exceed the formula by this padding. Also checks that the bytes sent by the collectives of a step are the planned
     bytes. The collectives of the loss and the gradient norm don't count. The bytes include the second shards of hpZ and
     the int8 values of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
@@ -41,7 +41,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         passing += (width - width / (layout.hpz or 4)) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]
     for what, formula, bytes_ in (
-        ("parameters", weights if layout.zero == 0 else shard, width),  # between steps, every stage holds only shards
+        # Between steps, a rank holds only shards of the parameters at every ZeRO stage from 1 to 3.
+        ("parameters", weights if layout.zero == 0 else shard, width),
         ("optimizer", optimizer, master),
         ("parameters in a step", shard if layout.zero == 3 else weights, width),
         ("parameters between the passes", passing, width),
@@ -51,8 +52,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         assert total == pytest.approx(formula, rel=0.005), what
         assert padded <= formula + 2 * 32 * bytes_ + 64, what
     planned = data_parallel_bytes(spec, layout)
-    # The last quantization block of each parameter may be shorter. Each collective sends the scale of this block to the
-    # three other ranks.
+    # The last quantization block of each parameter may be shorter than the other blocks. Each collective sends the
+    # scale of the last block to the three other ranks.
     scales = 4 * len(list(suite.start([], Path("none")).module.parameters())) * 3
     least = 2 * scales * ((1 if layout.hpz else 2) * layout.qwz + layout.qgz)
     for rank in kept:
@@ -74,9 +75,9 @@ def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], worl
 
 @pytest.mark.slow
 def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, dict[str, Any]]) -> None:
-    """Compares the planned activations of a context-parallel rank with the bytes that autograd keeps on two ranks.
-    Fails if they differ by more than half a percent. Also fails if the planned traffic differs from the bytes that
-    attention exchanges."""
+    """Fails if the planned activations of a context-parallel rank differ by more than half a percent from the bytes
+    that autograd keeps on two ranks. Also fails if the planned traffic differs from the bytes that attention
+    exchanges."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=2, cp=2, precision="fp32", micro_batch=2)
     seen = results[2]["context parallel"]
@@ -91,13 +92,14 @@ def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, 
 def test_tensor_parallel_keeps_what_the_plan_says(
     results: dict[int, dict[str, Any]], world: int, sequence: bool, again: str
 ) -> None:
-    """Compares the planned activations of a tensor-parallel rank with the bytes that autograd keeps on two and four
-    ranks. Fails if they differ by more than half a percent. Column-parallel layers keep their whole gathered inputs."""
+    """Fails if the planned activations of a tensor-parallel rank differ by more than half a percent from the bytes that
+    autograd keeps on two or four ranks. Column-parallel layers keep their whole gathered inputs."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
     assert planned is not None
-    if again == "full":  # the plan counts one recomputed layer, which the forward pass doesn't keep
+    # With recomputation, the plan also counts one recomputed layer, which only the backward pass holds.
+    if again == "full":
         planned -= layer_activations(spec, replace(layout, recompute="none"))
     places = 8 * spec.seq  # GPT's learned positions keep more bytes than the plan counts
     assert results[world]["tensor parallel"][f"{again} {sequence}"] == pytest.approx(planned + places, rel=0.005)

@@ -96,8 +96,8 @@ def _normed() -> torch.nn.Module:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
-    """A pipeline finds its tensor shapes in an extra forward pass. Fails if this pass changes the running statistics of
-    a batch norm."""
+    """A pipeline finds its tensor shapes in an extra forward pass. Fails if the extra forward pass changes the running
+    statistics of a batch norm."""
     data = [(torch.randn(4) + 5, torch.tensor(index % 3)) for index in range(8)]
     config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
     staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))

@@ -86,9 +86,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 
 # Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
-# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint. At this
-# time, all shards are written, but the folder isn't renamed yet. The code for "in a checkpoint" kills a rank after all
-# shards are written. The code for "in the consolidation" kills a rank after half of final/ is written.
+# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, before the
+# checkpoint's folder gets its final name. The code for "in a checkpoint" kills a rank after all shards are written. The
+# code for "in the consolidation" kills a rank after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -191,8 +191,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
     """Checks that the run survives a SIGKILL, and doesn't repeat steps before the last checkpoint on the disk. Also
-    fails if the following losses or the final weights differ from a run without faults, or if a half-written file
-    remains."""
+    fails if the losses after the restart or the final weights differ from a run without faults, or if a half-written
+    file remains."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"

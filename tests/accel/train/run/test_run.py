@@ -6,7 +6,9 @@ import json
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -230,7 +232,7 @@ def _plain(config: TrainConfig) -> dict[str, object]:
 
 
 # Each rank raises a different error. The second rank ignores SIGTERM, waits for the first rank's error file, and then
-# raises its error.
+# raises an error of its own.
 _TWO_FAIL = """
 
 import signal
@@ -326,7 +328,7 @@ def test_an_interrupt_says_where_it_goes_on(
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     """Checks that a BadData error raised in a rank reaches the caller with its type and message."""
-    with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
+    with pytest.raises(BadData, match="the data has only 96 samples, but global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
@@ -343,7 +345,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
-            "needs a plan of which modules to cut",
+            "needs a plan of the modules to split",
         ),
     ):
         assert run(group, ["train", *words, "--out", str(tmp_path / "run"), "-q"]) == 2
@@ -361,8 +363,8 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if the
-    command gets only numbers."""
+    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if its
+    options give only the model's sizes, such as ``--layers``."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
@@ -385,8 +387,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Checks that the FLOPs of a model with named inputs are counted. The log must say that FLOPs can't be counted if
-    the model's code reads tensor values."""
+    """Checks that the FLOPs of a model with named inputs are counted. If the model's code reads tensor values, the log
+    must say that FLOPs can't be counted."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -404,7 +406,7 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
+def test_the_log_says_how_busy_the_machine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
     TensorBoard file contains every step. The progress must show the loss, the speed, the MFU, the memory and the
     remaining time. The remaining time is computed from the speed of the last steps."""
@@ -422,12 +424,14 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head and, in each of the 3
-    # blocks, the layers of the MLP and of attention. Attention also takes 2 products of sequence x sequence x hidden in
-    # each block.
+    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head, and the MLP and attention
+    # layers of each of the 3 blocks. In each block, attention also computes 2 matrix products, each of sequence x
+    # sequence x hidden.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
+    # With this module, TensorBoard doesn't import TensorFlow, which other tests don't want in their process.
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     (file,) = (tmp_path / "tensorboard").iterdir()

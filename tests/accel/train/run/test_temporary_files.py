@@ -14,8 +14,8 @@ from accel.train.config.schema import TrainConfig
 from accel.train.run import launch
 from accel.train.run.rank import RESULT
 
-# This code replaces torchrun and its ranks. Like torchrun, the code leaves a folder in the temporary folder and ends
-# without cleaning up.
+# This code replaces torchrun and its ranks. Like torchrun, the code makes a folder in the system's temporary folder and
+# never removes the folder.
 LEAVES = "import json, sys, tempfile; open(sys.argv[1], 'w').write(json.dumps({'left': tempfile.mkdtemp()}))"
 
 
