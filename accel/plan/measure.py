@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .spec import ModelSpec
 
-# The inputs of one sample, without a batch dim, by position or by name.
+# The inputs of one sample without a batch dim. A sequence holds the inputs by position, a mapping by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# Maps each shape field of ``ModelSpec`` to the names of the same number in the configs of transformer models.
+# Maps each shape field of ``ModelSpec`` to the names that configs of transformer models use for this field.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),

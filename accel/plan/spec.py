@@ -24,7 +24,7 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "bf16-only": (2, 2, 0, 2, 2, 2),
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
-# The bytes of a weight at inference, by precision.
+# The bytes per weight at inference, by precision.
 WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
 # The number of moments that each optimizer keeps per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
@@ -92,8 +92,8 @@ class ModelSpec:
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise BadConfig(
-                f"{self.heads} query heads can't share the key-value heads of {option('kv_heads', self.kv_heads)} "
-                f"evenly; use a divisor of {self.heads}"
+                f"{self.heads} query heads can't be divided evenly over the key-value heads "
+                f"({option('kv_heads', self.kv_heads)}); use a divisor of {self.heads}"
             )
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -178,7 +178,7 @@ class Layout:
         _choice("recompute", self.recompute, ("none", "selective", "full"))
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"the ZeRO stage of {option('zero', self.zero)} is unknown; use stage 0, 1, 2 or 3")
+            raise BadConfig(f"{option('zero', self.zero)} is no ZeRO stage; use stage 0, 1, 2 or 3")
         for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"the value of {name} is {getattr(self, name)}; use at least 1")

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values up to these limits count as mask values. Examples are -1e9 or -inf in the reference, and -65504 or -inf in a
-# float16 candidate.
+# A pair of values counts as mask values if the reference's value is at most MASKED_REFERENCE (for example -1e9 or -inf)
+# and the candidate's value is at most MASKED_CANDIDATE (for example -65504 or -inf in float16).
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# The maximum number of harmless tensors that a search skips. After the last skipped tensor, the search returns the next
-# tensor that differs.
+# A tensor is harmless if it differs although all tensors computed from it agree. A search skips at most this number of
+# harmless tensors. After the last skipped tensor, the search returns the next tensor that differs.
 _MOST_HARMLESS = 16
 
-# The maximum number of bytes of tensors that a scan holds in memory.
+# The maximum size in bytes of the tensors that a scan holds in memory.
 SCAN_BYTES = 1 << 28
 
 

@@ -191,7 +191,7 @@ def check_values(data: Path, signature: Signature) -> None:
             declared = str(signature.input(found.input))
             raise BadData(
                 f"{file}: input {found.input!r} holds the number {found.value} in sample {found.sample}, but the model "
-                f"takes the range {found.low}..{found.high}; correct the sample, or declare the range with "
+                f"takes numbers in the range {found.low}..{found.high}; correct the sample, or declare the range with "
                 f"{option('inputs', [declared])}"
             )
 
@@ -218,7 +218,7 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = one_line(error, 120)
-        raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
+        raise BadData(f"can't read {file} as .npz ({reason}); write the file with numpy.savez") from error
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
@@ -295,9 +295,11 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():
         raise BadData(
-            f"{file}: input {name!r} holds {value.dtype} numbers that are too large for {spec.dtype} in sample "
-            f"{start + int(np.argwhere(lost)[0, 0])}; scale the numbers"
+            f"{file}: input {name!r} in sample {start + int(np.argwhere(lost)[0, 0])} holds {value.dtype} "
+            f"numbers that are too large for the dtype {spec.dtype}; scale the numbers"
         )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
-        raise BadData(f"{file}: input {name!r} holds numbers that don't fit {spec.dtype}; correct the numbers")
+        raise BadData(
+            f"{file}: input {name!r} holds numbers that don't fit the dtype {spec.dtype}; correct the numbers"
+        )
     return converted

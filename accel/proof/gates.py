@@ -100,10 +100,10 @@ class OutputGate:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise
                     reason = one_line(error)
-                    raise GateFailed(f"the model that the stage made can't run at {case}: {reason}") from error
+                    raise GateFailed(f"the model that the stage made fails in the case {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         # The source model has to accept all random inputs, because random inputs fit the signature. The source model
-        # may refuse some of the user's samples, because cutting a sample to the sizes of a case may make the sample
+        # may refuse some of the user's samples, because a sample that is cut to the dim sizes of a test case may become
         # invalid. If the source model refuses all samples, the gate raises the first error.
         if refused and not (self.data and results):
             raise refused[0]

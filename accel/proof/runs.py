@@ -183,7 +183,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(found.value) not in str(error):
-                continue  # The integer may not be the reason why the process died.
+                continue  # the integer is perhaps not the reason for the crash
             why = ""  # Leaves out the library's error text, because the text names internal nodes of the library.
         return BadData(
             f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "

@@ -34,7 +34,7 @@ class CudaGraph:
             self._cuda.begin_capture(self._stream)
             try:
                 enqueued = enqueue()
-            finally:  # ends the capture even after an error, because a stream runs no work during a capture
+            finally:  # without this call after an error, the stream would record later work and not run it
                 graph = self._cuda.end_capture(self._stream)
             if not enqueued:
                 self._cuda.destroy_graph(graph)

@@ -50,13 +50,14 @@ _NATIVE = frozenset(
 # The names of integer attributes that hold a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
-# Constants with more elements than this are passed as arrays, because a protobuf message is limited to 2 GB and copying
-# is slow.
+# Constants with more than this number of elements are passed as arrays, because a protobuf message is limited to 2 GB
+# and copying is slow.
 _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
 
-# Above this many bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps a second copy.
+# If a model has more than this number of bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps
+# a second copy.
 _LARGE_BYTES = 1 << 30
 
 

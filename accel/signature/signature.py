@@ -45,8 +45,8 @@ class Signature:
             if unknown := sorted(spec.bound_dims.difference(known)):
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(
-                    f"the range of input {spec} has the name {unknown[0]!r}, which is not a dim of an input; the dims "
-                    f"are: {has}"
+                    f"the range of input {spec} contains the name {unknown[0]!r}, which is not a dim of an input; the "
+                    f"dims are: {has}"
                 )
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
 
@@ -103,10 +103,10 @@ class Signature:
             if dim not in self.dims:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
             if size < 1:
-                raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
+                raise BadInputSpec(f"the dim {dim!r} can't have the size {size}; sizes start at 1")
             if size % (sizes := self.dims[dim]).step:
                 raise BadInputSpec(
-                    f"the dim {dim!r} can't be {size}, because sizes are multiples of {sizes.step}; use "
+                    f"the dim {dim!r} can't have the size {size}, because its sizes are multiples of {sizes.step}; use "
                     f"{sizes.beside(size)}"
                 )
         return given
@@ -169,7 +169,8 @@ class Signature:
         if low > high:
             at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
             raise BadInputSpec(
-                f"input {spec} has no valid integer at the size {at}; give the dim larger sizes with {option('dims')}"
+                f"input {spec} has an empty integer range at the size {at}; allow only larger sizes with "
+                f"{option('dims')}"
             )
         return low, high
 

@@ -115,8 +115,8 @@ class PipelineSession(BaseSession):
             raise
         except Exception as error:  # the function may raise any type of error
             raise RunFailed(
-                f"the function {self._file.function} of the pipeline {self.artifact.path} fails at {shapes_of(feeds)}"
-                f"{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
+                f"the function {self._file.function} of the pipeline {self.artifact.path} fails with the inputs "
+                f"{shapes_of(feeds)}{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
             ) from error
 
     def close(self) -> None:
