@@ -227,7 +227,9 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
     for what, values in facts.items():
         if len(values) > 1:
             found = " and ".join(sorted(map(str, values)))
-            raise shards.bad(f"the folder mixes files of different saves ({what} {found}; rank 0 names {ranks} ranks)")
+            raise shards.bad(
+                f"the folder mixes files of different saves ({what}: {found}; rank 0 expects {ranks} ranks)"
+            )
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:

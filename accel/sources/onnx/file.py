@@ -98,8 +98,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A quantization operator of this kind computes one
-# scale for all rows of a batch, so each row influences the results of the other rows.
+# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A dynamic quantization operator computes one scale
+# for all rows of a batch, so each row influences the results of the other rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -348,7 +348,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # the model is valid but needs another CPU, for example a CPU with bfloat16 products
+        return None  # the model is valid, but this CPU lacks a kernel, for example for bfloat16
     except Exception as error:
         return one_line(error)
     return None
