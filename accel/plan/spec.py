@@ -51,8 +51,8 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The size of a model. A field that is 0 is unknown. The fields from ``layers`` to ``seq`` describe a decoder-only
-    transformer.
+    """The size of a model. The value 0 in a field means that the value isn't known. The fields from ``layers`` to
+    ``seq`` describe a decoder-only transformer.
 
     ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32. ``flops`` counts the
     forward pass only. The numbers measured on fake tensors are used only if the model isn't a transformer of known
@@ -142,15 +142,16 @@ def transformer_params(spec: ModelSpec) -> int:
 class Layout:
     """The layout of a training run over ranks.
 
-    ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
-    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats context-parallel
-    ranks as data-parallel ranks. ``sequence_parallel`` shards the replicated activations of tensor parallel along the
-    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    ``micro_batch`` is the number of samples that a rank runs through the model at once. ``accumulation`` is the number
+    of micro-batches per rank and optimizer step. ``cp`` is the number of ranks that share each sequence (Ulysses
+    context parallel). ZeRO treats context-parallel ranks as data-parallel ranks. ``sequence_parallel`` shards the
+    activations that tensor parallel would replicate, along the sequence dim. ``chunks`` is the number of stages per
+    rank in the interleaved schedule.
 
     ``replicate`` is the number of shard groups in hybrid sharding. ZeRO shards within each group, and all groups hold
     the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the
-    backward gather (ZeRO++). ``qwz`` gathers weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps
-    the shards of ZeRO on the host (CPU offload).
+    backward gather (ZeRO++). ``qwz`` gathers the weights in int8, and ``qgz`` reduces the gradients in int8 (both
+    ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
     """
 
     world: int

@@ -62,7 +62,7 @@ class Divergence:
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
     in the reference and in the candidate. ``inputs`` holds the nearest matched tensors before this tensor, and the
     difference of each of them. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to
-    this tensor. ``between`` or ``candidate_between`` is empty if the list would have only one node.
+    this tensor. A list that would have only one node is left empty.
     """
 
     tensor: str
@@ -184,8 +184,8 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs. All tensors that cross the cut before the returned position
-        agree."""
+        """Returns the position of a tensor that differs. If the graph is cut before this tensor, all tensors that cross
+        the cut agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

@@ -170,7 +170,7 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
 
 
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Signature) -> AccelError:
-    """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
+    """Returns an error that tells the user why a model raised ``error`` on ``feeds`` from ``data``.
 
     If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. An integer
     outside its range is an error only if the run fails. A range derived from a graph is a guess, because a negative

@@ -43,7 +43,7 @@ class Graph:
         return cls(nodes, inputs, tuple(v.name for v in graph.output), constants, producer)
 
     def reads(self, node: onnx.NodeProto) -> list[str]:
-        """Returns the tensors that a node reads, including those that its subgraphs capture."""
+        """Returns the tensors that a node reads, including the outer tensors that its subgraphs read."""
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:

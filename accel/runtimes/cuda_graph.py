@@ -14,7 +14,7 @@ class CudaGraph:
     same ``key``.
 
     The key has to identify everything that the kernels depend on (profile, shapes, addresses) except the contents of
-    their buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
+    the kernels' buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
     (TensorRT's developer guide, "CUDA graphs").
     """
 
