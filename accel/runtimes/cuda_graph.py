@@ -44,7 +44,7 @@ class CudaGraph:
         return True
 
     def close(self) -> None:
-        """Destroy the graph. The next run with any key calls ``enqueue``."""
+        """Destroy the graph. The next run calls ``enqueue``, whatever its key is."""
         if self._graph is not None:
             self._cuda.destroy_graph(self._graph)
         self._key = self._graph = None

@@ -46,8 +46,8 @@ class OnnxRuntimeSession(BaseSession):
 
     Several threads may call ``run``. Concurrent runs (``options.streams``) share the threads.
 
-    Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if this build has no kernel
-    for an operator.
+    Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if the installed build of
+    ONNX Runtime has no kernel for an operator.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
@@ -76,7 +76,7 @@ class OnnxRuntimeSession(BaseSession):
         """Returns a phrase for an error message. The phrase names the first integer input with an index outside its
         lookup table.
 
-        Returns "" if all indices are inside the tables, because the model itself then computed the bad index.
+        The phrase is empty if the inputs hold no bad index, which means that the model itself computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]

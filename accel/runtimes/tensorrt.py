@@ -299,7 +299,7 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
-    """Returns ``signature`` with the range of each dim over all profiles."""
+    """Returns ``signature`` with the range of each dim replaced by the range that all profiles cover together."""
     found: dict[str, DimRange] = {}
     for profile in profiles:
         for spec in signature.inputs:

@@ -113,8 +113,8 @@ class Signature:
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
         """Returns the combinations of dim sizes at which every gate runs. The batch is 1, 2 or the largest batch, and
-        other dims are at min, opt or max. ``largest_batch`` limits the batch, after rounding up to a multiple of the
-        batch dim's step.
+        other dims are at min, opt or max. ``largest_batch`` is an upper limit for the batch, and is first rounded up to
+        a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -235,7 +235,7 @@ class Signature:
 
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:
-        """Returns the dims whose step isn't 1. The result is cached, because a server checks every request."""
+        """Returns the dims whose step isn't 1. The result is cached, because a server needs it at every request."""
         return {dim: found for dim, found in self.dims.items() if found.step != 1}
 
     def describe_inputs(self) -> str:

@@ -128,7 +128,7 @@ class Pipeline(Function):
 
     @contextmanager
     def recorded_by(self, record: Record) -> Iterator[None]:
-        """Passes each call of a part inside the ``with`` block to ``record``."""
+        """Inside the ``with`` block, ``record`` receives each call of a part."""
         self._record = record
         try:
             yield

@@ -60,7 +60,7 @@ def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
 
 
 def files_of(part: Artifact) -> list[Path]:
-    """Returns the files of a part, its manifest included, relative to the part's folder."""
+    """Returns the paths of a part's files and of its manifest, relative to the part's folder."""
     return [file.relative_to(part.path.parent) for file in (*part.files, manifest_path(part.path))]
 
 
