@@ -95,7 +95,7 @@ def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of ``options`` that the mode of ``config`` reads."""
+    """Returns the options that apply to the quantization mode of ``config``."""
     return {name: value for name, value in options.items() if name in OPTIONS_BY_MODE[config.mode]}
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .memory import offloaded, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
-# The bytes that ZeRO++ sends per value in int8 blocks (accel.train.parallel.quantized_comm). Each block of 256 values
-# has a float32 scale. The last block of a parameter may be shorter.
+# The number of bytes per value when ZeRO++ sends values in int8 blocks (accel.train.parallel.quantized_comm). Each
+# block of 256 values has a float32 scale. The last block of a parameter may be shorter.
 QUANTIZED = 1 + 4 / 256
 
 

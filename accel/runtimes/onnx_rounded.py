@@ -64,8 +64,8 @@ _LARGE_BYTES = 1 << 30
 class RoundedModel:
     """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed.
 
-    ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. The list includes the
-    tensors in the model's local functions, which are inlined before.
+    ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. The model's local functions
+    are inlined first, so the list includes their tensors.
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:

@@ -224,9 +224,9 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process first loads a file that has no manifest with the ONNX checker and
-    ONNX Runtime. The child process protects this process from a hostile file that crashes its reader. The result of the
-    probe is cached by the file's content.
+    file leaves open. With ``probe``, a file without a manifest is first loaded by the ONNX checker and by ONNX Runtime
+    in a child process. The child process protects this process from a hostile file that crashes its reader. The result
+    of the probe is cached under the hash of the file.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
