@@ -107,7 +107,7 @@ CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("optimize", "{d}/opset99.onnx", "-o", "{d}/out"), 2, "opset"),
     ((*OPTIMIZE, "--data", "{d}/gone.npz"), 2, "does not exist; check --data"),
     ((*OPTIMIZE, "--data", "{d}/nan.npz"), 2, "NaN or infinity in sample 3"),
-    ((*OPTIMIZE, "--data", "{d}/huge.npz"), 2, "in sample 5 holds float64 numbers that are too large for the dtype float32"),
+    ((*OPTIMIZE, "--data", "{d}/huge.npz"), 2, "in sample 5 holds float64 numbers that are too large for the dtype"),
     ((*OPTIMIZE, "--data", "{d}/names.npz"), 2, "has no array 'x' (its arrays: y)"),
     ((*OPTIMIZE, "--data", "{d}/dtype.npz"), 2, "the model takes float32"),
     ((*OPTIMIZE, "--data", "{d}/shape.npz"), 2, "has shape [8, 5], but the model takes x:float32[batch,4]"),
