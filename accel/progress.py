@@ -19,8 +19,8 @@ _sink: ContextVar[Sink | None] = ContextVar("accel_progress_sink", default=None)
 
 
 def report(message: str, fraction: float | None = None) -> None:
-    """Reports progress to the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has
-    to end."""
+    """Reports progress to the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work was
+    cancelled."""
     sink = _sink.get()
     if sink is not None:
         sink(message, fraction)
@@ -29,7 +29,7 @@ def report(message: str, fraction: float | None = None) -> None:
 
 @contextmanager
 def watched_by(sink: Sink) -> Iterator[None]:
-    """Sends every report made in the block to ``sink``."""
+    """Inside the ``with`` block, ``sink`` receives every progress report."""
     token = _sink.set(sink)
     try:
         yield

@@ -95,7 +95,7 @@ def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of ``options`` that the mode of ``config`` reads."""
+    """Returns the options that apply to the quantization mode of ``config``."""
     return {name: value for name, value in options.items() if name in OPTIONS_BY_MODE[config.mode]}
 
 
@@ -175,7 +175,7 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
-# Maps each key to a function that reads the key's value, and to an example of a value.
+# Maps each option of a quantize stage to a function that parses the option's value, and to an example value.
 _QUANTIZE: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": ({name: name for name in CALIBRATIONS}.__getitem__, " or calibration=".join(CALIBRATIONS)),
     "percentile": (_number(50.0, 100.0), "99.99"),

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .spec import ModelSpec
 
-# The inputs of one sample, without a batch dim, by position or by name.
+# The inputs of one sample without a batch dim. A sequence holds the inputs by position, a mapping by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# Maps each shape field of ``ModelSpec`` to the names of the same number in the configs of transformer models.
+# Maps each shape field of ``ModelSpec`` to the names that configs of transformer models use for this field.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -27,9 +27,9 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """Returns the ``ModelSpec`` of ``module``, with its number of parameters, its largest block, and the shape from its
-    ``config``. Shared parameters are counted once. ``sample`` holds the inputs of one sample, without a batch dim. A
-    trial run on ``sample`` measures activations and FLOPs.
+    """Returns the ``ModelSpec`` of ``module``: the number of parameters, the largest block, and the shape, which is
+    read from ``module.config``. Shared parameters are counted once. ``sample`` holds the inputs of one sample, without
+    a batch dim. A trial run on ``sample`` measures activations and FLOPs.
     """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
@@ -72,8 +72,9 @@ def sample_of(inputs: Any) -> Sample:
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
     """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
-    Computes both numbers from the difference between a batch of four and a batch of two. The difference leaves out
-    costs that don't grow with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
+    Measures a batch of two and a batch of four samples, and halves the difference between the two measurements. Costs
+    that don't grow with the batch cancel out. Returns (0, 0.0), which means unknown, if the model can't run on fake
+    tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
@@ -112,7 +113,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """A context manager that counts the bytes that autograd saves for the backward pass.
 
-    Counts each storage once, except for the storages of the tensors ``leave_out``.
+    Counts each storage once. Doesn't count the storages of the tensors in ``leave_out``.
     """
 
     def __init__(self, leave_out: Any = ()) -> None:

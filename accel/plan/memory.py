@@ -180,16 +180,16 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns the number of micro-batches that have activations in memory at the peak, for each of two ranks.
+    """Returns two counts of the micro-batches that have activations in memory at the peak.
 
-    The first number is the maximum over all ranks. The second number belongs to the rank of the last stage. Usually the
-    rank of the first stage has the largest number. In a zero-bubble schedule, the last rank has the largest number.
-    Neither number is larger than m, the number of micro-batches. The two numbers depend on the schedule:
+    The first count is the maximum over all ranks, and the second count is for the rank of the last stage. The rank of
+    the first stage usually has the most micro-batches in memory, but in a zero-bubble schedule the last rank has the
+    most. Neither count is larger than m, the number of micro-batches. The counts depend on the schedule:
 
     - GPipe: m and m.
     - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
     - Interleaved with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. If r =
-      p, the first number of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
+      p, the first count of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
     - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). In a zero-bubble schedule, the stages
       run down the ranks and back up in a V, so the first rank has both the first and the last stage. Before its first
       backward pass, the first rank runs 2 p - 1 forward passes of the first stage and one forward pass of the last

@@ -24,7 +24,7 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "bf16-only": (2, 2, 0, 2, 2, 2),
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
-# The bytes of a weight at inference, by precision.
+# The bytes per weight at inference, by precision.
 WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
 # The number of moments that each optimizer keeps per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
@@ -51,8 +51,8 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The size of a model. A field that is 0 is unknown. The fields from ``layers`` to ``seq`` describe a decoder-only
-    transformer.
+    """The size of a model. The value 0 in a field means that the value isn't known. The fields from ``layers`` to
+    ``seq`` describe a decoder-only transformer.
 
     ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32. ``flops`` counts the
     forward pass only. The numbers measured on fake tensors are used only if the model isn't a transformer of known
@@ -92,8 +92,8 @@ class ModelSpec:
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise BadConfig(
-                f"{self.heads} query heads can't share the key-value heads of {option('kv_heads', self.kv_heads)} "
-                f"evenly; use a divisor of {self.heads}"
+                f"{self.heads} query heads can't be divided evenly over the key-value heads "
+                f"({option('kv_heads', self.kv_heads)}); use a divisor of {self.heads}"
             )
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -142,15 +142,16 @@ def transformer_params(spec: ModelSpec) -> int:
 class Layout:
     """The layout of a training run over ranks.
 
-    ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
-    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats context-parallel
-    ranks as data-parallel ranks. ``sequence_parallel`` shards the replicated activations of tensor parallel along the
-    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    ``micro_batch`` is the number of samples that a rank runs through the model at once. ``accumulation`` is the number
+    of micro-batches per rank and optimizer step. ``cp`` is the number of ranks that share each sequence (Ulysses
+    context parallel). ZeRO treats context-parallel ranks as data-parallel ranks. ``sequence_parallel`` shards the
+    activations that tensor parallel would replicate, along the sequence dim. ``chunks`` is the number of stages per
+    rank in the interleaved schedule.
 
     ``replicate`` is the number of shard groups in hybrid sharding. ZeRO shards within each group, and all groups hold
     the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the
-    backward gather (ZeRO++). ``qwz`` gathers weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps
-    the shards of ZeRO on the host (CPU offload).
+    backward gather (ZeRO++). ``qwz`` gathers the weights in int8, and ``qgz`` reduces the gradients in int8 (both
+    ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
     """
 
     world: int
@@ -178,7 +179,7 @@ class Layout:
         _choice("recompute", self.recompute, ("none", "selective", "full"))
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"the ZeRO stage of {option('zero', self.zero)} is unknown; use stage 0, 1, 2 or 3")
+            raise BadConfig(f"{option('zero', self.zero)} is no ZeRO stage; use stage 0, 1, 2 or 3")
         for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"the value of {name} is {getattr(self, name)}; use at least 1")

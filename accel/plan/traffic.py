@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .memory import offloaded, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
-# The bytes that ZeRO++ sends per value in int8 blocks (accel.train.parallel.quantized_comm). Each block of 256 values
-# has a float32 scale. The last block of a parameter may be shorter.
+# The number of bytes per value when ZeRO++ sends values in int8 blocks (accel.train.parallel.quantized_comm). Each
+# block of 256 values has a float32 scale. The last block of a parameter may be shorter.
 QUANTIZED = 1 + 4 / 256
 
 
@@ -208,13 +208,13 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
     is added to the time of computing. The pipeline bubble lengthens the sum of computing time and tensor- and
-    context-parallel time. Data-parallel traffic overlaps with computing, so only the longer of the two is counted. The
-    estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the time of the copies to and from
-    the host. CPU offload also adds the time to read and write all tensors on the host once, at
+    context-parallel time. Data-parallel traffic overlaps with computing, so only the longer of these two times is
+    counted. The estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the time of the copies
+    to and from the host. CPU offload also adds the time to read and write all tensors on the host once, at
     ``machine.host_bandwidth``.
 
-    Consecutive rank numbers first cover the tensor- and context-parallel ranks, then a shard group, then the replicas.
-    A transfer that reaches beyond a node runs at ``machine.bandwidth``.
+    Ranks are numbered so that tensor- and context-parallel ranks are neighbors, then the ranks of a shard group, and
+    then the replicas. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth

@@ -16,7 +16,7 @@ from accel.spelling import option
 # The number of samples after which no more batches are written. A data loader may be endless, and calibration and
 # comparison need only a few hundred samples.
 MOST_SAMPLES = 1024
-# The name of the array that follows the inputs in a batch.
+# The name of the array of labels, which follows the inputs in a batch.
 LABELS = "labels"
 
 

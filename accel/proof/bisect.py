@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values up to these limits count as mask values. Examples are -1e9 or -inf in the reference, and -65504 or -inf in a
-# float16 candidate.
+# A pair of values counts as mask values if the reference's value is at most MASKED_REFERENCE (for example -1e9 or -inf)
+# and the candidate's value is at most MASKED_CANDIDATE (for example -65504 or -inf in float16).
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# The maximum number of harmless tensors that a search skips. After the last skipped tensor, the search returns the next
-# tensor that differs.
+# A tensor is harmless if it differs although all tensors computed from it agree. A search skips at most this number of
+# harmless tensors. After the last skipped tensor, the search returns the next tensor that differs.
 _MOST_HARMLESS = 16
 
-# The maximum number of bytes of tensors that a scan holds in memory.
+# The maximum size in bytes of the tensors that a scan holds in memory.
 SCAN_BYTES = 1 << 28
 
 
@@ -62,7 +62,7 @@ class Divergence:
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
     in the reference and in the candidate. ``inputs`` holds the nearest matched tensors before this tensor, and the
     difference of each of them. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to
-    this tensor. ``between`` or ``candidate_between`` is empty if the list would have only one node.
+    this tensor. A list that would have only one node is left empty.
     """
 
     tensor: str
@@ -184,8 +184,8 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs. All tensors that cross the cut before the returned position
-        agree."""
+        """Returns the position of a tensor that differs. If the graph is cut before this tensor, all tensors that cross
+        the cut agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

@@ -111,7 +111,8 @@ def _made(record: Any, cache: StageCache) -> list[Link]:
 
 
 def _given(record: Any, cache: StageCache) -> list[Link]:
-    """Returns the links of the user's file that a stage read, or no links if the stage's input was in the cache."""
+    """Returns the links of a file that the user passed to a stage, or no links if the stage read its input from the
+    cache."""
     path = Path(record["input_path"])
     if path.is_relative_to(cache.root) or kind_of(path) is None or not path.is_file():
         return []

@@ -100,7 +100,7 @@ def holds_floats(value: np.ndarray) -> bool:
 
 
 def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
-    """Returns the difference of every output of the reference. Outputs are matched by name."""
+    """Returns the difference between each output of the reference and the candidate's output of the same name."""
     found = []
     for name, value in reference.items():
         if name not in candidate:

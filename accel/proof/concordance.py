@@ -36,18 +36,19 @@ def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
-    """Returns the distance between the batches of one output and their reference: 0 if equal, 1 if unrelated. The
-    distance is the mean of 1 - c over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance
-    of a sample a and its reference b. If both norms are equal, the concordance is the cosine similarity. If the norms
-    differ, the concordance is smaller than the cosine similarity.
+    """Returns the distance between the candidate's and the reference's batches of one output. The distance of equal
+    batches is 0, and the distance of unrelated batches is 1. The distance is the mean of 1 - c over the samples (axis
+    0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance of a sample a and its reference b. If both norms are
+    equal, the concordance is the cosine similarity. If the norms differ, the concordance is smaller than the cosine
+    similarity.
 
-    A sample with only one number has no direction. For samples of one number, two distances are computed: the median
-    over the samples, and Lin's distance over all samples. The result is the larger of the two distances. Lin's distance
-    is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's
-    coefficient detects errors in an output that varies little compared with its size. With ``about_the_mean=False``,
-    the concordance over all samples replaces Lin's coefficient. Callers pass ``about_the_mean=False`` for random
-    inputs, because the variation of outputs on random inputs is meaningless. For strings, and for samples of one
-    integer, the distance is the share of values that differ.
+    A sample with only one number has no direction. For samples of one number, the result is the larger of two
+    distances: the median of 1 - c over the samples, and Lin's distance over all samples. Lin's distance is 1 - l, where
+    l = 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects
+    errors in an output that varies little compared with its size. With ``about_the_mean=False``, the concordance over
+    all samples replaces Lin's coefficient. Callers pass ``about_the_mean=False`` for random inputs, because the
+    variation of outputs on random inputs is meaningless. For strings, and for samples of one integer, the distance is
+    the share of values that differ.
     """
     import numpy as np
 
@@ -66,8 +67,8 @@ def discordance(
 
 
 def _rows(value: np.ndarray) -> np.ndarray:
-    """Returns ``value`` as float64[samples, numbers]. Values that aren't finite become 0, because ``compare`` checks
-    these values."""
+    """Returns ``value`` as float64[samples, numbers]. Values that aren't finite become 0 here, because ``compare``
+    already checks them."""
     import numpy as np
 
     wide = value.astype(np.float64)

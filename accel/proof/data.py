@@ -43,8 +43,8 @@ def batch_plan(
 @dataclass(frozen=True)
 class Dataset:
     """Samples for a model. Each of ``parts`` holds the arrays of one file, with samples on axis 0. Shapes may differ
-    between files. Arrays named like the model's inputs are the feeds. ``extra`` returns all other arrays, such as
-    labels.
+    between files. Arrays named like the model's inputs are the feeds. ``extra`` returns the arrays that aren't inputs,
+    such as labels.
     """
 
     path: Path
@@ -138,8 +138,8 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
     """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Keeps the ranges of the
-    dims in ``declared``. Widens nothing if the artifact has a manifest or is not an ONNX file. Skips unreadable files,
-    which ``Dataset.load`` reports.
+    dims in ``declared``. If the artifact has a manifest or is not an ONNX file, the ranges stay unchanged. Skips
+    unreadable files, which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
@@ -191,7 +191,7 @@ def check_values(data: Path, signature: Signature) -> None:
             declared = str(signature.input(found.input))
             raise BadData(
                 f"{file}: input {found.input!r} holds the number {found.value} in sample {found.sample}, but the model "
-                f"takes the range {found.low}..{found.high}; correct the sample, or declare the range with "
+                f"takes numbers in the range {found.low}..{found.high}; correct the sample, or declare the range with "
                 f"{option('inputs', [declared])}"
             )
 
@@ -203,7 +203,8 @@ def single_array(file: Path) -> BadData:
 
 @contextmanager
 def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
-    """Opens a file of arrays. Raises ``BadData`` if ``file`` is not an .npz file or reading fails inside the block."""
+    """Opens a file of arrays. Raises ``BadData`` if ``file`` is not an .npz file or if reading the file fails inside
+    the ``with`` block."""
     import zipfile
 
     import numpy as np
@@ -218,7 +219,7 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = one_line(error, 120)
-        raise BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez") from error
+        raise BadData(f"can't read {file} as .npz ({reason}); write the file with numpy.savez") from error
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
@@ -248,8 +249,8 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
     """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
 
-    ``start`` is the number of the first sample, which error messages use. Raises ``BadData`` if the model doesn't take
-    the shape, the dtype or the numbers.
+    In error messages, the number of the first sample is ``start``. Raises ``BadData`` if the model doesn't take the
+    shape, the dtype or the numbers.
     """
     import numpy as np
 
@@ -295,9 +296,11 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():
         raise BadData(
-            f"{file}: input {name!r} holds {value.dtype} numbers that are too large for {spec.dtype} in sample "
-            f"{start + int(np.argwhere(lost)[0, 0])}; scale the numbers"
+            f"{file}: input {name!r} in sample {start + int(np.argwhere(lost)[0, 0])} holds {value.dtype} "
+            f"numbers that are too large for the dtype {spec.dtype}; scale the numbers"
         )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
-        raise BadData(f"{file}: input {name!r} holds numbers that don't fit {spec.dtype}; correct the numbers")
+        raise BadData(
+            f"{file}: input {name!r} holds numbers that don't fit the dtype {spec.dtype}; correct the numbers"
+        )
     return converted

@@ -37,9 +37,9 @@ class OutputGate:
     """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of every output, at every shape.
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
-    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that are also run unchanged.
-    ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches of a
-    model.
+    repeated to the shape of the case. In addition, the first ``samples`` samples of ``data`` are run at their own
+    shape. ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches
+    of a model.
     """
 
     name: str = "outputs"
@@ -100,10 +100,10 @@ class OutputGate:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise
                     reason = one_line(error)
-                    raise GateFailed(f"the model that the stage made can't run at {case}: {reason}") from error
+                    raise GateFailed(f"the model that the stage made fails on inputs ({case}): {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
         # The source model has to accept all random inputs, because random inputs fit the signature. The source model
-        # may refuse some of the user's samples, because cutting a sample to the sizes of a case may make the sample
+        # may refuse some of the user's samples, because a sample that is cut to the dim sizes of a test case may become
         # invalid. If the source model refuses all samples, the gate raises the first error.
         if refused and not (self.data and results):
             raise refused[0]
@@ -161,8 +161,8 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:
-    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in one of the signatures is fixed
-    in the result."""
+    """Returns a signature with the inputs of ``src`` and the dim ranges of ``out``. A dim that is fixed in one of the
+    signatures is fixed in the result."""
     names = new_names(src.inputs, out.inputs)
     bare = Signature(tuple(spec.with_dims(names) for spec in src.inputs))
     return bare.with_dims({d: r for d, r in out.dims.items() if d in bare.dims})

@@ -121,7 +121,7 @@ def _source(manifest: Manifest) -> Artifact:
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims
-    # The source may fail to open at sizes that are not multiples of the step.
+    # If a dim takes only multiples of a step, the source may fail to open at any other size of the dim.
     if any(found.step != 1 for found in dims.values()):
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
@@ -132,18 +132,20 @@ def _source(manifest: Manifest) -> Artifact:
         except BadInputSpec:  # the source doesn't declare its inputs
             found = replace(named, inputs=manifest.signature.inputs).open()
     except AccelError as error:
-        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); restore it") from error
+        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); restore the source") from error
     files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]
     now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
     for path, sha256 in files:
         if now.get(path, sha256) != sha256:
             raise ChainBroken(
-                f"{path} is not the file that the artifact was made from (its sha256 differs); restore it"
+                f"{path} is not the file that the artifact was made from (its sha256 differs); restore the file"
             )
     if source.get("sha256") not in (None, found.source.get("sha256")):
         raise ChainBroken(f"{spec} makes a different model than the manifest records; restore the original code")
     if found.digest != manifest.stages[0]["input"]:
-        raise ChainBroken(f"{spec} is not the source that the first stage read (its sha256 differs); restore it")
+        raise ChainBroken(
+            f"{spec} is not the source that the first stage read (its sha256 differs); restore the source"
+        )
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
     return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
 

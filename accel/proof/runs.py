@@ -170,7 +170,7 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
 
 
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Signature) -> AccelError:
-    """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
+    """Returns an error that tells the user why a model raised ``error`` on ``feeds`` from ``data``.
 
     If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. An integer
     outside its range is an error only if the run fails. A range derived from a graph is a guess, because a negative
@@ -183,7 +183,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(found.value) not in str(error):
-                continue  # The integer may not be the reason why the process died.
+                continue  # the integer is perhaps not the reason for the crash
             why = ""  # Leaves out the library's error text, because the text names internal nodes of the library.
         return BadData(
             f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "

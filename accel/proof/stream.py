@@ -208,4 +208,4 @@ def _unreadable(file: Path, error: Exception) -> BadData:
         if stream.read(len(_NPY)) == _NPY:
             return single_array(file)
     reason = one_line(error, 120)
-    return BadData(f"can't read {file} as .npz ({reason}); write it with numpy.savez")
+    return BadData(f"can't read {file} as .npz ({reason}); write the file with numpy.savez")

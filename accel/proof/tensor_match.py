@@ -43,7 +43,7 @@ class Graph:
         return cls(nodes, inputs, tuple(v.name for v in graph.output), constants, producer)
 
     def reads(self, node: onnx.NodeProto) -> list[str]:
-        """Returns the tensors that a node reads, including those that its subgraphs capture."""
+        """Returns the tensors that a node reads, including the outer tensors that its subgraphs read."""
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
@@ -102,7 +102,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # groups of equal size are paired in order
+        if len(others) == len(names):  # pairs the tensors of equally large groups in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -125,7 +125,7 @@ def module_path(node: onnx.NodeProto) -> str:
             scopes = [str(s) for s in ast.literal_eval(text)]
         except (ValueError, SyntaxError):
             scopes = []
-        scopes = [s for s in scopes[:-1] if s]  # the last entry is the operator itself
+        scopes = [s for s in scopes[:-1] if s]  # the last scope is the operator itself
         path = scopes[-1] if scopes else ""
         # accel exports models inside a wrapper whose only child is called `module`.
         return path.removeprefix("module").removeprefix(".") if scopes and scopes[0] == "module" else path

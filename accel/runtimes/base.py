@@ -302,5 +302,5 @@ def open_session(
         if limit and not given.get("threads") and not 0 < options.threads <= limit:
             options = replace(options, threads=limit)
     if found.needs_gpu and not has_nvidia_gpu():
-        raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; use a machine with one")
+        raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; use another machine")
     return found.open(artifact, options)

@@ -14,7 +14,7 @@ class CudaGraph:
     same ``key``.
 
     The key has to identify everything that the kernels depend on (profile, shapes, addresses) except the contents of
-    their buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
+    the kernels' buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
     (TensorRT's developer guide, "CUDA graphs").
     """
 
@@ -34,7 +34,7 @@ class CudaGraph:
             self._cuda.begin_capture(self._stream)
             try:
                 enqueued = enqueue()
-            finally:  # ends the capture even after an error, because a stream runs no work during a capture
+            finally:  # without this call after an error, the stream would record later work and not run it
                 graph = self._cuda.end_capture(self._stream)
             if not enqueued:
                 self._cuda.destroy_graph(graph)
@@ -44,7 +44,7 @@ class CudaGraph:
         return True
 
     def close(self) -> None:
-        """Destroy the graph. The next run with any key calls ``enqueue``."""
+        """Destroy the graph. The next run calls ``enqueue``, whatever its key is."""
         if self._graph is not None:
             self._cuda.destroy_graph(self._graph)
         self._key = self._graph = None

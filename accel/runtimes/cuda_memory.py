@@ -9,8 +9,8 @@ import numpy as np
 
 from accel.errors import AccelError, MissingExtra, UnsupportedHere
 
-# Buffer sizes are rounded up to a multiple of this number of bytes, the alignment of cudaMalloc. No buffer is empty,
-# because a tensor without elements needs an address, too.
+# Buffer sizes are rounded up to a multiple of this number of bytes, the alignment of cudaMalloc. Even a tensor without
+# elements gets a buffer of this size, because it needs an address.
 GRAIN = 256
 
 
@@ -68,7 +68,7 @@ class CudaRuntime:
             raise MissingExtra("cuda-bindings", extra) from error
         self._cuda: Any = runtime
         self._kinds: Any = runtime.cudaMemcpyKind
-        # Maps integers to the objects that the functions of the CUDA bindings take.
+        # Each dict maps an integer handle to the object that the functions of the CUDA bindings take.
         self._streams: dict[int, Any] = {}
         self._events: dict[int, Any] = {}
         self._graphs: dict[int, Any] = {}
@@ -164,7 +164,9 @@ class CudaRuntime:
         if status == errors.cudaSuccess:
             return tuple(values)
         if status == errors.cudaErrorMemoryAllocation and size is not None:
-            raise CudaFailed(f"the GPU has no {size / 1e6:.0f} MB left; run a smaller batch or close other sessions")
+            raise CudaFailed(
+                f"the GPU can't allocate {size / 1e6:.0f} MB more; run a smaller batch or close other sessions"
+            )
         raise CudaFailed(
             f"CUDA failed ({self._text(status)}); check the GPU with nvidia-smi, and run compute-sanitizer if the "
             "error persists"

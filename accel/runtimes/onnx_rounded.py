@@ -50,21 +50,22 @@ _NATIVE = frozenset(
 # The names of integer attributes that hold a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
-# Constants with more elements than this are passed as arrays, because a protobuf message is limited to 2 GB and copying
-# is slow.
+# Constants with more than this number of elements are passed as arrays, because a protobuf message is limited to 2 GB
+# and copying is slow.
 _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
 
-# Above this many bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps a second copy.
+# If a model has more than this number of bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps
+# a second copy.
 _LARGE_BYTES = 1 << 30
 
 
 class RoundedModel:
     """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed.
 
-    ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. Functions are inlined
-    first.
+    ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. The model's local functions
+    are inlined first, so the list includes their tensors.
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
@@ -77,8 +78,8 @@ class RoundedModel:
         self._sessions: dict[tuple[str, ...], Any] = {}
 
     def run(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Returns the tensors ``names``, by default the outputs. Values in 16-bit floats are returned as rounded
-        float32."""
+        """Returns the tensors ``names``, by default the outputs. A 16-bit float tensor is returned as float32, with its
+        values rounded to 16 bits."""
         wanted = tuple(names) if names is not None else self.outputs
         if not wanted:
             return {}
@@ -86,8 +87,8 @@ class RoundedModel:
         return dict(zip(wanted, self._session(wanted).run(list(wanted), plain), strict=True))
 
     def _session(self, wanted: tuple[str, ...]) -> Any:
-        """Returns a session with the outputs ``wanted``. Caches the session of the model's own outputs and the last
-        session with further outputs."""
+        """Returns a session with the outputs ``wanted``. Caches two sessions: the session that returns only the model's
+        own outputs, and the last session that also returns other tensors."""
         extra = tuple(name for name in wanted if name not in self.outputs)
         if extra not in self._sessions:
             self._sessions = {key: value for key, value in self._sessions.items() if not key}
@@ -207,7 +208,8 @@ def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit:
 
 
 def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
-    """Returns the number of bytes of each inner tensor. Leaves out tensors of unknown shape."""
+    """Returns the number of bytes of each tensor that the nodes of ``model`` compute. Leaves out tensors of unknown
+    shape."""
     light = without_weights(model)
     del light.graph.value_info[:]
     for value in light.graph.input:

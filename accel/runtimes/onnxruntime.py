@@ -46,8 +46,8 @@ class OnnxRuntimeSession(BaseSession):
 
     Several threads may call ``run``. Concurrent runs (``options.streams``) share the threads.
 
-    Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if this build has no kernel
-    for an operator.
+    Raises ``InvalidModel`` if ONNX Runtime can't load the file. Raises ``UnsupportedHere`` if the installed build of
+    ONNX Runtime has no kernel for an operator.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
@@ -76,7 +76,7 @@ class OnnxRuntimeSession(BaseSession):
         """Returns a phrase for an error message. The phrase names the first integer input with an index outside its
         lookup table.
 
-        Returns "" if all indices are inside the tables, because the model itself then computed the bad index.
+        The phrase is empty if the inputs hold no bad index, which means that the model itself computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]
@@ -109,7 +109,7 @@ class OnnxRuntimeSession(BaseSession):
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
         for name in self.outputs:
-            # Tensors of dtypes without NumPy support are read by their address, which has to be in CPU memory.
+            # A tensor whose dtype NumPy lacks is read from its memory address, so the tensor has to be in CPU memory.
             binding.bind_output(name, device if self._plain else "cpu")
         self.session.run_with_iobinding(binding)
         if self._plain:
@@ -182,8 +182,9 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ nodes into an int8 product and then rejects this product. The file itself is
-        # valid and can be loaded without optimizations. If the second load fails too, the first error is reported.
+        # ONNX Runtime fuses float8 QDQ nodes into an int8 matrix multiplication and then rejects the fused node. The
+        # file itself is valid and can be loaded without optimizations. If the second load fails too, the first error is
+        # reported.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])

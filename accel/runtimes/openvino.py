@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # bfloat16.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
-# Dtypes that OpenVINO's Python API only takes as integers with the same bits.
+# OpenVINO's Python API takes tensors of these dtypes only as integers with the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
@@ -151,7 +151,7 @@ class OpenVinoSession(BaseSession):
                 slot = None
                 while slot is None:
                     try:
-                        slot = free.get(block=not under_way)  # the requests of other callers may hold all slots
+                        slot = free.get(block=not under_way)  # waits if other callers hold all slots
                     except Empty:
                         self._finish_one(requests, under_way, found, free)
                 under_way[number] = slot
@@ -253,7 +253,7 @@ def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, 
         raise UnknownName(f"OpenVINO can't compute in the precision {options.precision!r}; use {' or '.join(_HINTS)}")
     needs = _CAPABILITY.get(options.precision)
     if needs and needs not in capabilities:
-        raise UnsupportedHere(f"this CPU has no {options.precision}; load the model with precision fp32")
+        raise UnsupportedHere(f"this CPU has no {options.precision} instructions; load the model with precision fp32")
     settings: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY" if options.streams == 1 else "THROUGHPUT",
         "INFERENCE_PRECISION_HINT": _HINTS[options.precision],

@@ -227,7 +227,7 @@ class TensorRTSession(BaseSession):
 
     def __del__(self) -> None:
         if getattr(self, "_stream", None) is not None and hasattr(self, "_memory"):
-            with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
+            with contextlib.suppress(Exception):  # at the end of the process, the CUDA driver may already be unloaded
                 self.close()
 
 
@@ -240,7 +240,7 @@ def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
             trt.IOutputAllocator.__init__(self)
             self.shapes: dict[str, Shape] = {}
 
-        # TensorRT passes the arguments by position, so unused arguments may have other names.
+        # TensorRT passes the arguments by position, so the names of unused arguments may differ from TensorRT's names.
         def reallocate_output(self, tensor_name: str, _memory: int, size: int, _alignment: int) -> int:
             return device(tensor_name, size)
 
@@ -299,7 +299,7 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
-    """Returns ``signature`` with the range of each dim over all profiles."""
+    """Returns ``signature`` with the range of each dim replaced by the range that all profiles cover together."""
     found: dict[str, DimRange] = {}
     for profile in profiles:
         for spec in signature.inputs:

@@ -109,7 +109,7 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
 
 
 class Log:
-    """Collects a toolkit's messages: its errors, its warnings and its last list of an engine's layers."""
+    """Collects a toolkit's messages: errors, warnings, and the most recent list of an engine's layers."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -161,7 +161,7 @@ def load_plugin_library(trt: Any, capability: str) -> Path | None:
     Returns the path of the plugin library, or None if no library was built.
 
     Raises ``BadConfig`` if ``ACCEL_TENSORRT_LIBRARY`` names a library that TensorRT can't load. Raises
-    ``UnsupportedHere`` if TensorRT can't load the library that was built here.
+    ``UnsupportedHere`` if TensorRT can't load the library that was built on this machine.
     """
     from accel.kernels.native.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins
 

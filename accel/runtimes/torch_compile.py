@@ -24,7 +24,7 @@ from .torch_eager import TorchSession
 if TYPE_CHECKING:
     import numpy as np
 
-# The modules that this process has compiled. torch caches their compiled code.
+# The modules that this process has compiled. torch caches the compiled code of these modules.
 _compiled: WeakSet[torch.nn.Module] = WeakSet()
 
 
@@ -74,7 +74,7 @@ class TorchCompileSession(TorchSession):
         report("torch.compile: compiling")
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         try:
-            # Beyond its limit of recompilations, torch would log a line and run the module in eager mode.
+            # By default, torch logs a line after too many recompilations and runs the module in eager mode.
             with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False), _torch_warns_of_itself():
                 outputs = self._run_bare(feeds)
         except Exception as error:

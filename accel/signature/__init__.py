@@ -1,5 +1,5 @@
 """Describes a model's inputs and outputs: their names, dtypes and shapes, and the ranges of their dims and integers.
-Parses the command line's notation of inputs, and draws and checks inputs.
+Also parses the command line's notation for inputs, makes random inputs, and checks inputs.
 """
 
 from .bounds import Bound

@@ -53,7 +53,7 @@ def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
 
 @lru_cache(maxsize=256)  # a server evaluates the bounds of every request
 def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Splits a sum into its dims with their factors, and its constant."""
+    """Splits a sum into the factors of its dims and its constant."""
     compact = text.replace(" ", "")
     terms = list(_TERM.finditer(compact))
     if not terms or "".join(term[0] for term in terms) != compact or not all(term[1] for term in terms[1:]):

@@ -103,5 +103,6 @@ class DimRange:
 
 
 def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
-    """Returns the ranges in ``known``, updated with the ranges in ``given``. ``DimRange.over`` chooses the steps."""
+    """Returns the ranges in ``known``, updated with the ranges in ``given``. A range in ``given`` without a step may
+    keep the step of the range in ``known`` (see ``DimRange.over``)."""
     return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}

@@ -45,8 +45,8 @@ class Signature:
             if unknown := sorted(spec.bound_dims.difference(known)):
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(
-                    f"the range of input {spec} has the name {unknown[0]!r}, which is not a dim of an input; the dims "
-                    f"are: {has}"
+                    f"the range of input {spec} contains the name {unknown[0]!r}, which is not a dim of an input; the "
+                    f"dims are: {has}"
                 )
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
 
@@ -103,18 +103,18 @@ class Signature:
             if dim not in self.dims:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
             if size < 1:
-                raise BadInputSpec(f"the dim {dim!r} can't be {size}; sizes start at 1")
+                raise BadInputSpec(f"the dim {dim!r} can't have the size {size}; sizes start at 1")
             if size % (sizes := self.dims[dim]).step:
                 raise BadInputSpec(
-                    f"the dim {dim!r} can't be {size}, because sizes are multiples of {sizes.step}; use "
+                    f"the dim {dim!r} can't have the size {size}, because its sizes are multiples of {sizes.step}; use "
                     f"{sizes.beside(size)}"
                 )
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
         """Returns the combinations of dim sizes at which every gate runs. The batch is 1, 2 or the largest batch, and
-        other dims are at min, opt or max. ``largest_batch`` limits the batch, after rounding up to a multiple of the
-        batch dim's step.
+        other dims are at min, opt or max. ``largest_batch`` is an upper limit for the batch, and is first rounded up to
+        a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -169,7 +169,8 @@ class Signature:
         if low > high:
             at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
             raise BadInputSpec(
-                f"input {spec} has no valid integer at the size {at}; give the dim larger sizes with {option('dims')}"
+                f"input {spec} has an empty integer range at the size {at}; allow only larger sizes with "
+                f"{option('dims')}"
             )
         return low, high
 
@@ -234,7 +235,7 @@ class Signature:
 
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:
-        """Returns the dims whose step isn't 1. The result is cached, because a server checks every request."""
+        """Returns the dims whose step isn't 1. The result is cached, because a server needs it at every request."""
         return {dim: found for dim, found in self.dims.items() if found.step != 1}
 
     def describe_inputs(self) -> str:

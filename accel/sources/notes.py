@@ -31,7 +31,7 @@ def _placeholder_note(artifact: Artifact) -> str | None:
 
 
 def _renaming_note(artifact: Artifact) -> str | None:
-    """Returns a note if an input's name differs from the name of its parameter of ``forward``, or else None."""
+    """Returns a note if an input has another name than its parameter of the ``forward`` method, or else None."""
     renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
     for name, own in renamed.items():
         return f"forward calls its input {own!r}; the artifact calls it {name!r}, as {option('inputs')} does"

@@ -75,8 +75,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """Returns advice for a model that fails at some sizes of its ``signature``. The advice restricts dims to multiples
-    of the smallest number in ``_STEPS`` for which the model runs. Returns "" if the model fails for every number in
-    ``_STEPS``.
+    of a step, which is the smallest number in ``_STEPS`` at whose multiples the model runs. Returns "" if the model
+    fails with every step in ``_STEPS``.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -111,7 +111,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # the model needs no step, only narrower ranges
+        if not any(stepped.dims[d].step == step for d in found):  # narrower ranges without a step are enough
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"
@@ -137,7 +137,8 @@ def output_specs(
     where: str,
     names: Mapping[str, str] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Derives the specs of a model's outputs from ``runs``, the outputs at the sizes ``cases``.
+    """Derives the specs of a model's outputs from several runs. ``cases`` has the dim sizes of each run, and ``runs``
+    has the outputs of each run.
 
     A dim with the same size in all runs is fixed. An output dim gets the name of an input dim if both dims always have
     the same size. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names.

@@ -128,7 +128,7 @@ class Pipeline(Function):
 
     @contextmanager
     def recorded_by(self, record: Record) -> Iterator[None]:
-        """Passes each call of a part inside the ``with`` block to ``record``."""
+        """Inside the ``with`` block, ``record`` receives each call of a part."""
         self._record = record
         try:
             yield
@@ -140,8 +140,8 @@ def _check(name: str, part: Any) -> None:
     """Raises ``UsageError`` for a name or an object that can't be a part."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UsageError(
-            f"{name!r} can't be the name of a part, because a folder and an attribute get the same name; "
-            "use letters, digits and underscores"
+            f"{name!r} can't be the name of a part, because the part's folder and attribute get the same "
+            "name; use letters, digits and underscores"
         )
     if isinstance(part, torch.nn.Module):
         return

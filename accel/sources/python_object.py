@@ -20,8 +20,8 @@ SOURCE = "accel_source_"  # prefix of module names for modules loaded from a fil
 
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
-    """Loads the object at ``package.module:name`` or ``file.py:name``, and returns its module and the object. ``role``
-    is the word for this kind of object in error messages.
+    """Loads an object from ``package.module:name`` or ``file.py:name``. Returns the object's module and the object
+    itself. ``role`` is the word for this kind of object in error messages.
 
     Raises ``BadSource`` if the object does not exist or importing its module raises.
     """

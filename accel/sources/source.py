@@ -153,8 +153,8 @@ class Source:
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
 
-        ``like`` returns the signature of another version of the model. ``like`` is called only if the inputs have no
-        other declaration.
+        ``like`` is a function that returns the signature of another version of the model. The function is called only
+        if nothing else declares the inputs.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that doesn't apply to this model.

@@ -192,7 +192,7 @@ def test_an_input_with_a_default_may_be_left_out() -> None:
     for wrong, says in (
         ({"k": np.array([3])}, "missing input 'x'"),
         ({**feeds, "k": np.array([3, 4])}, "input 'k' has shape"),
-        ({**feeds, "k": np.array([3.0])}, "input 'k' is float64"),
+        ({**feeds, "k": np.array([3.0])}, "input 'k' has dtype float64"),
     ):
         with pytest.raises(BadFeeds, match=says):
             signature.check_feeds(wrong)

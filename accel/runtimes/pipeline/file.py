@@ -42,7 +42,7 @@ class PipelineFile:
             raise InvalidModel(f"{path} is not a pipeline that accel wrote; export the pipeline again") from error
         outside = any(PurePosixPath(file).is_absolute() or ".." in Path(file).parts for file in parts.values())
         if outside or not parts:
-            raise InvalidModel(f"{path} names parts outside its folder, which is refused; export the pipeline again")
+            raise InvalidModel(f"{path} names parts outside its folder, which accel refuses; export it again")
         return found
 
 
@@ -60,7 +60,7 @@ def parts_of(pipeline: Artifact) -> dict[str, Artifact]:
 
 
 def files_of(part: Artifact) -> list[Path]:
-    """Returns the files of a part, its manifest included, relative to the part's folder."""
+    """Returns the paths of a part's files and of its manifest, relative to the part's folder."""
     return [file.relative_to(part.path.parent) for file in (*part.files, manifest_path(part.path))]
 
 

@@ -31,8 +31,8 @@ class PipelineSession(BaseSession):
     """Runs the function of a pipeline on the sessions of its parts.
 
     The function comes from this process or from the user's cache. If neither the process nor the cache has the
-    function, ``use`` has to set the function. ``options.threads`` applies to every part. Each part takes all other
-    options from its own manifest.
+    function, the caller has to set the function with ``use``. ``options.threads`` applies to every part. Each part
+    takes all other options from its own manifest.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -64,7 +64,7 @@ class PipelineSession(BaseSession):
         assert self.module
 
     def recorded_by(self, record: Record) -> AbstractContextManager[None]:
-        """Inside the block, passes each call of a part to ``record``."""
+        """Inside the ``with`` block, ``record`` receives each call of a part."""
         return self._pipeline.recorded_by(record)
 
     @property
@@ -115,8 +115,8 @@ class PipelineSession(BaseSession):
             raise
         except Exception as error:  # the function may raise any type of error
             raise RunFailed(
-                f"the function {self._file.function} of the pipeline {self.artifact.path} fails at {shapes_of(feeds)}"
-                f"{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
+                f"the function {self._file.function} of the pipeline {self.artifact.path} fails with the inputs "
+                f"{shapes_of(feeds)}{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
             ) from error
 
     def close(self) -> None:

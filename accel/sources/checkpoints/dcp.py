@@ -61,9 +61,9 @@ class Pieces:
             found = _read_piece(piece, self.name)
             if tuple(found.shape) != piece.sizes or found.dtype != self.dtype:
                 raise InvalidModel(
-                    f"{piece.file} holds the tensor {self.name!r} as {found.dtype} of the shape {list(found.shape)}, "
-                    f"but {METADATA} says {self.dtype} of the shape {list(piece.sizes)}; the files come from different "
-                    "checkpoints, so copy the whole folder again"
+                    f"{piece.file} holds the tensor {self.name!r} with dtype {found.dtype} and shape "
+                    f"{list(found.shape)}, but {METADATA} declares dtype {self.dtype} and shape {list(piece.sizes)}; "
+                    "the files come from different checkpoints, so copy the whole folder again"
                 )
             slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
             if row is None:
@@ -208,10 +208,10 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadSource(
-            f"{piece.file} holds more than a tensor for {name!r}; accel refuses to unpickle this file"
+            f"{piece.file} holds more than a tensor for the entry {name!r}; accel refuses to unpickle this file"
         ) from error
     except Exception as error:  # torch raises errors of many types on damaged bytes
         raise InvalidModel(f"{piece.file} holds damaged bytes for the tensor {name!r}; copy the file again") from error
     if not isinstance(found, torch.Tensor):
-        raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
+        raise InvalidModel(f"{piece.file} holds no tensor for the entry {name!r}; save the checkpoint again")
     return found.detach()

@@ -183,12 +183,12 @@ def _open(folder: Path) -> Shards:
         if rank not in optimizer:
             name = f"{pattern.group(1)}{rank}_mp_rank_00_optim_states.pt"
             raise InvalidModel(
-                f"the folder {folder} lacks the file {name}, the part of rank {rank} of {ranks}; copy the file there"
+                f"the folder {folder} lacks the file {name} of rank {rank} ({ranks} ranks); copy the file there"
             )
         if stage == 3 and rank not in by_rank:
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
             raise InvalidModel(
-                f"the folder {folder} lacks the file {name}, the part of rank {rank} of {ranks}; copy the file there"
+                f"the folder {folder} lacks the file {name} of rank {rank} ({ranks} ranks); copy the file there"
             )
     models = [body, *(read_torch(f, fix=fix) for rank, f in sorted(by_rank.items()) if rank and stage == 3)]
     shards = Shards(
@@ -227,7 +227,9 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
     for what, values in facts.items():
         if len(values) > 1:
             found = " and ".join(sorted(map(str, values)))
-            raise shards.bad(f"the folder mixes files of different saves ({what} {found}; rank 0 names {ranks} ranks)")
+            raise shards.bad(
+                f"the folder mixes files of different saves ({what}: {found}; rank 0 expects {ranks} ranks)"
+            )
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:

@@ -21,7 +21,7 @@ _NAMES = (
     "pytorch_model_fsdp.bin",
     "pytorch_model_fsdp_0",
 )
-# The file names that save_state gives to the second prepared model.
+# The file names that Accelerate's save_state uses for the weights of the second prepared model.
 _SECOND = ("model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1")
 
 

@@ -308,5 +308,5 @@ class _Joining:
 def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
     if not gated:
         return torch.cat(list(parts), dim=axis)
-    halves = [part.chunk(2) for part in parts]  # each rank has a shard of the gate, followed by a shard of the values
+    halves = [part.chunk(2) for part in parts]  # the first half of a part is the gate's shard
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -98,8 +98,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A quantization operator of this kind computes one
-# scale for all rows of a batch, so each row influences the results of the other rows.
+# Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A dynamic quantization operator computes one scale
+# for all rows of a batch, so each row influences the results of the other rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -224,9 +224,9 @@ def open_onnx(
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process first loads a file that has no manifest with the ONNX checker and
-    ONNX Runtime. The child process protects this process from a hostile file that crashes its reader. The result of the
-    probe is cached by the file's content.
+    file leaves open. With ``probe``, a file without a manifest is first loaded by the ONNX checker and by ONNX Runtime
+    in a child process. The child process protects this process from a hostile file that crashes its reader. The result
+    of the probe is cached under the hash of the file.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
@@ -348,7 +348,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # the model is valid but needs another CPU, for example a CPU with bfloat16 products
+        return None  # the model is valid, but this CPU lacks a kernel, for example for bfloat16
     except Exception as error:
         return one_line(error)
     return None

@@ -10,8 +10,8 @@ from accel.artifact import text_sha256
 from accel.cache import StageCache
 from accel.errors import InvalidModel, one_line
 
-# The weights of a model of at least this size go to a file beside the model, because protobuf can't serialize messages
-# above 2 GiB.
+# If a model has at least this number of bytes, its weights go to a file beside the model, because protobuf can't
+# serialize messages above 2 GiB.
 _LARGE = 1 << 30
 
 

@@ -26,8 +26,8 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
-# The metadata key for the dtype of a detached tensor in its file. A tensor has this key only if reading converts its
-# values to another dtype.
+# This metadata key of a detached tensor records the dtype of the values in the tensor's file. A tensor has this key
+# only if reading converts the values to another dtype.
 _STORED_AS = "stored_as"
 
 

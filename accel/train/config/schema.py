@@ -155,10 +155,11 @@ class TrainConfig:
     ``accel.train.loss:squared_error``. ``evaluate`` names a function ``module -> {metric: value}``. Rank 0 calls
     ``evaluate`` every ``evaluate_every`` steps and at the end.
 
-    ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
-    and pass. Gradients are accumulated over the micro-batches of a step. ``pack`` is the length of the sequences into
-    which samples of any length are packed (see ``data/packing.py``). With ``pack``, the batch sizes count sequences.
-    ``pack = 0`` takes samples unchanged. With ``drop_last = false``, the smaller last batch of an epoch is used too.
+    ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples that a
+    rank runs through the model at once. Gradients are accumulated over the micro-batches of a step. ``pack`` is the
+    length of the sequences into which samples of any length are packed (see ``data/packing.py``). With ``pack``, the
+    batch sizes count sequences. ``pack = 0`` takes samples unchanged. With ``drop_last = false``, the smaller last
+    batch of an epoch is used too.
 
     ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
     each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for

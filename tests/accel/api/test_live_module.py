@@ -157,6 +157,6 @@ def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch
     np.savez(tmp_path / "ids.npz", ids=ids)
     monkeypatch.setattr("accel.api.as_onnx.run_stage", None)  # nothing may run
     with pytest.raises(
-        BadData, match=r"'ids' holds the number 50 in sample 257, but the model takes the range 0\.\.49"
+        BadData, match=r"'ids' holds the number 50 in sample 257, but the model takes numbers in the range 0\.\.49"
     ):
         accel.optimize(Words(), example=(torch.zeros(2, 3, dtype=torch.int64),), data=tmp_path / "ids.npz")

@@ -305,9 +305,9 @@ FORMATS: dict[str, Case] = {
 }
 
 DATA: dict[str, Case] = {
-    "half of it": data(make.truncated("data.npz", to="bad.npz"), "write it with numpy.savez"),
+    "half of it": data(make.truncated("data.npz", to="bad.npz"), "write the file with numpy.savez"),
     "bits turned around": data(make.flipped("data.npz", 7), "", "data.npz"),
-    "a bomb": data(make.npz({"x.npy": make.npy("(1000000000000, 4)")}), "write it with numpy.savez"),
+    "a bomb": data(make.npz({"x.npy": make.npy("(1000000000000, 4)")}), "write the file with numpy.savez"),
     "dims that overflow": data(make.npz({"x.npy": make.npy("(4611686018427387904, 4)")}), "numpy.savez"),
     "negative dims": data(make.npz({"x.npy": make.npy("(-1, 4)")}), "numpy.savez"),
     "a header with code": data(make.npz({"x.npy": make.npy("__import__('os').mkdir('ran')")}), "numpy.savez"),

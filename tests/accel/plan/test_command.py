@@ -175,7 +175,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "4 has to divide 6 query heads"),
         (
             "plan --layers 4 --hidden 60 --heads 6 --kv-heads 4 --seq 64",
-            "can't share the key-value heads of --kv-heads 4",
+            "can't be divided evenly over the key-value heads (--kv-heads 4)",
         ),
         ("plan --layers 4 --hidden 60 --kv-heads 4 --seq 64", "pass the number as --heads"),
         (

@@ -194,7 +194,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
         ("{dir}/boom.py:make", "raised ZeroDivisionError.*boom.py line 3"),
         ("{dir}/syntax.py:make", "raised SyntaxError"),
         ("{dir}/number.py:make", "returned int"),
-        ("{dir}/number.py", "write .*number.py:NAME with one of: make"),
+        ("{dir}/number.py", "write .*number.py:NAME, where NAME is one of these: make"),
         ("{dir}/net.py:make", "pass inputs="),
         ("{dir}", "no config.json"),
         ("{dir}/text.pt", "is no PyTorch file or is damaged"),

@@ -128,7 +128,7 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
     info.offset, info.length = shard.stat().st_size, len(buffer.getvalue())
     shard.write_bytes(shard.read_bytes() + buffer.getvalue())
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(BadSource, match=r"__0_0\.distcp holds more than a tensor for 'model\.up\.weight'"):
+    with pytest.raises(BadSource, match=r"__0_0\.distcp holds more than a tensor for the entry 'model\.up\.weight'"):
         load_weights(net(), plain_dcp)
     assert not mark.exists()
 
@@ -152,9 +152,9 @@ def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
 
 DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
-     "lacks the file bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, the part of rank 1 of 2"),
+     "lacks the file bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt of rank 1 .2 ranks."),
     ("deepspeed/zero3_bf16", ZERO3, lambda f: (f / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(),
-     "lacks the file zero_pp_rank_1_mp_rank_00_model_states.pt, the part of rank 1 of 2"),
+     "lacks the file zero_pp_rank_1_mp_rank_00_model_states.pt of rank 1 .2 ranks."),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "mp_rank_00_model_states.pt").unlink(), "the file mp_rank_00_model"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: [x.unlink() for x in f.glob("*optim*")], "lacks the ranks'"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "mp_rank_01_model_states.pt").touch(), "is model-parallel"),
@@ -168,13 +168,13 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
      lambda f: shutil.copy(f / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
                            f / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), "mixes files of different saves"),
     ("deepspeed/zero3_bf16", ZERO3, lambda f: _edit(f / "zero_pp_rank_1_mp_rank_00_model_states.pt", "global_steps", 9),
-     "different saves .global steps 2 and 9"),
+     "different saves .global steps: 2 and 9"),
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _another_step(f),
-     "different saves .steps 2.0 and 5.0"),
+     "different saves .steps: 2.0 and 5.0"),
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _shorter(f), "holds .* its shapes need"),
     ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"),
      "lacks the folder mp_rank_01 .the checkpoint has 2 x 1"),
-    ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "lacks model_optim_rng"),
+    ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "file model_optim_rng"),
     ("megatron/legacy", LEGACY, lambda f: _edit(f / "mp_rank_01" / "model_optim_rng.pt", "iteration", 9), "mixes"),
     ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names the folder iter_0000002, which does not exist"),
     ("megatron/legacy", LEGACY, lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("../2"),

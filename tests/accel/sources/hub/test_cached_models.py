@@ -43,7 +43,7 @@ def test_a_model_of_transformers(
     assert reproduce(words[-1]).passed
     next(cache.glob("*/snapshots/*/config.json")).unlink()
     ran = cli("reproduce", words[-1])
-    assert (ran.code, "restore it" in ran.stderr) == (1, True), ran.stderr
+    assert (ran.code, "restore the source" in ran.stderr) == (1, True), ran.stderr
 
 
 def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
