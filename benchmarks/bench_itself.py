@@ -36,7 +36,7 @@ from accel.timing.statistics import round_medians
 
 RUNTIMES = ("onnxruntime", "openvino")
 SAME, DELAYED = 40, 20
-SHARE = 0.1  # the delay as a share of a run's time
+SHARE = 0.1  # the added delay, as a fraction of the time of one run
 MOST_FALSE = 1 / 20
 WIDTH, LAYERS, BATCH = 512, 6, 16
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
-    # The process of a candidate imports the candidate's opener from this module.
+    # Each candidate runs in its own process, which imports the function that opens the candidate from this module.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))

@@ -51,7 +51,8 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # All rows of a model use the same files. The cache is empty, so that this run reuses no cached stage.
+    # Rows that measure the same model share the model's files. The cache starts empty, so no stage reuses a result of
+    # an earlier run.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -96,7 +97,7 @@ def make(model: Model, folder: Path) -> Made:
     for title, function in BY_HAND.items():
         try:
             by_hand[title] = function(exported, dataset, folder)
-        except Exception as error:  # a failure of a tool is part of the result
+        except Exception as error:  # if a tool fails, the results report the error
             failed[title] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return Made(
         model=model,

@@ -35,7 +35,7 @@ from accel.kernels.choose import choices, dispatch, tune
 from accel.kernels.choose.tuned import Table
 
 RESULTS = Path(__file__).parent / "results"
-# The minimum measured ratio for each goal. The notes under the table explain the goals.
+# For each goal, the smallest measured ratio that meets the goal. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
 PADDED = 32  # _int_mm needs at least 17 rows, so matrices with fewer rows are padded to 32 rows
@@ -127,7 +127,8 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns a function that runs the operation of ``spec``, compiled by torch.compile with max-autotune."""
-    # Without a reset, torch.compile would compile only the lambdas of the first eight calls of this function.
+    # torch.compile compiles a function at most eight times. The reset lets every call of ``compiled`` compile its
+    # lambda.
     torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
@@ -308,7 +309,7 @@ def write(body: dict[str, Any], folder: Path) -> None:
 def part_of(text: str) -> tuple[int, int]:
     part, _, of = text.partition("/")
     if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
-        raise argparse.ArgumentTypeError(f"the part can't be {text!r}; write 0/4, 1/4, 2/4 or 3/4")
+        raise argparse.ArgumentTypeError(f"invalid part {text!r}; write 0/4, 1/4, 2/4 or 3/4")
     return int(part), int(of)
 
 
@@ -352,8 +353,8 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
     if other:
         file = folder / "gpu_gemm.json"
         raise SystemExit(
-            f"the results in {file} differ from this run in {', '.join(other)}, so no row is added; leave out --go-on "
-            "to replace the file"
+            f"this run can't add rows to the file {file}, because the file has other values of {', '.join(other)}; "
+            "leave out --go-on to replace the file"
         )
     return before
 

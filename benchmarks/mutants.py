@@ -106,7 +106,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
         mutated = mutate_code(code, operator, place.occurrence) or code
         pairs = list(zip(code.splitlines(), mutated.splitlines(), strict=False))
         changed = [line for line, (was, now) in enumerate(pairs) if was != now]
-        if len(changed) == 1:  # a mutant of several lines can't be found again in an older file
+        if len(changed) == 1:  # only a mutant of one line can be found again in an older version
             was, now = pairs[changed[0]]
             found[file, now] = Mutant(file, changed[0], was, now, _definition(code, changed[0] + 1))
     return list(found.values())

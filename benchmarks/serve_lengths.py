@@ -40,7 +40,7 @@ from accel.examples import minilm
 from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both models in ms: how long a request may wait for other requests
+BOUND_MS = 100  # max_queue_delay of both models in ms: the longest wait of a request for other requests
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
@@ -94,7 +94,8 @@ class Asked:
         self._started: dict[int, float] = {}
         self._answers: dict[int, int] = {}
         self._numbers = itertools.count()
-        self.latencies: list[tuple[float, float]] = []  # the time of each answer, and the request's latency in seconds
+        # The arrival time of each answer, and the latency of its request in seconds.
+        self.latencies: list[tuple[float, float]] = []
         self.wrong = 0
 
     def send(self) -> None:

@@ -190,7 +190,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     sent.append((lost, twice))
     if lost or twice:
         raise RuntimeError(
-            f"h2load counted {answered} answers, with at most {under_way} requests open when h2load stopped; "
+            f"h2load counted {answered} answers, and at most {under_way} requests were open when h2load stopped; "
             f"the server counted {success} successes and {fail} failures"
         )
 

@@ -48,7 +48,7 @@ def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str,
                 log.seek(0)
                 raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
             time.sleep(0.1)
-        time.sleep(2)  # gives a second process of the server time to start
+        time.sleep(2)  # a second process of the server may still be starting
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -87,7 +87,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # without saved weights, each call would make a model with other random weights
+        if model.train:  # without saved weights, each call would make a model with different random weights
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]

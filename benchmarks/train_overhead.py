@@ -46,9 +46,9 @@ from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# The bare loop for each ZeRO stage.
+# For each ZeRO stage, the name of the plain PyTorch loop that is compared with accel.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable is set in the processes of the ranks
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable passes the number of turns to the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -157,7 +157,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # collects now, so that no loop collects the garbage of another loop
+        gc.collect()  # frees garbage before the timing, so that no loop has to free another loop's garbage
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}

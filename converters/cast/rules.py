@@ -27,7 +27,7 @@ MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )
 
-# Operators that may come between the addition of an epsilon and a division by the sum.
+# A model may add an epsilon to a value, apply these operators, and divide by the result.
 _EPSILON_FLOW = frozenset(
     {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -120,8 +120,8 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. The rounding to int8 already makes a
-# larger error.
+# The largest accepted relative error of a quantization scale. Rounding values to int8 causes a larger error
+# than this limit.
 _SCALE_ERROR = 2**-6
 
 

@@ -221,9 +221,9 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
             model = version_converter.convert_version(model, opset)
         except Exception as error:
             raise ExportFailed(
-                f"{where} can't be converted from opset {opset_of(model)} to {opset} ({one_line(error)}); "
-                f"pass {option('opset', opset_of(model))}"
+                f"{where} can't be converted from opset {opset_of(model)} to opset {opset} "
+                f"({one_line(error)}); pass {option('opset', opset_of(model))} to keep the opset"
             ) from error
-    del model.graph.value_info[:]  # otherwise the converter's symbols would replace the names of the dims
+    del model.graph.value_info[:]  # the converter's symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

@@ -227,7 +227,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
-            # TorchScript module. In this TorchScript module, the branches of the inner module are kept.
+            # TorchScript module. The combined module keeps the branches of the inner module.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))

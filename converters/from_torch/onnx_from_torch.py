@@ -31,7 +31,7 @@ from .python_numbers import Place, places
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
-# The number of places that a message names.
+# The largest number of source lines that an error message lists.
 _SHOWN = 3
 
 # Patterns for the exporters' messages about an operator without an ONNX translation, and for color codes in messages.
@@ -89,7 +89,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             if rung == "legacy":
                 read = _read(src, said if by_values else ())
                 if read:
-                    raise ExportFailed(f"the file has constants in place of the values that are read at {_where(read)}")
+                    raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -109,8 +109,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     if _packs(src):
         raise ExportFailed(
             f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
-            "pad_packed_sequence directly after the RNN, or run an RNN of one direction on the padded "
-            "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
+            "pad_packed_sequence directly after the RNN; an RNN of one direction can also run on the padded batch: "
+            "select its outputs by the lengths or a mask, as in output.gather(1, lengths - 1)"
         )
     read = _read(src, ()) if read is None else read
     if certain := [place for place in read if place.rewrite.certain]:
@@ -119,7 +119,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
-            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators"
+            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of PyTorch"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
@@ -255,11 +255,11 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
     _, properties = describe(out)
     if properties["opset"] != config.opset:
-        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']}, not {config.opset}")
+        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']} instead of opset {config.opset}")
     try:
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
-        raise ExportFailed(f"the file fails the checker: {one_line(error)}") from error
+        raise ExportFailed(f"the exported file fails the ONNX checker: {one_line(error)}") from error
     companions = external_files(read_proto(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
@@ -274,8 +274,8 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"the file's outputs are off: the error of {failed[0].output} at {failed[0].case} is {failed[0].value:.2g} "
-            f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
+            f"the file's outputs are off: the output {failed[0].output} has an error of {failed[0].value:.2g} at "
+            f"{failed[0].case} (limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})

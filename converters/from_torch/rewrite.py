@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .tensor_expression import condition, function_name, is_condition, module_function, takes_numbers, tensors
 
-# A place in a file: first line, last line, first column and last column. Columns count bytes of UTF-8.
+# A place in a file: first line, last line, first column and last column. Columns are counted in bytes of UTF-8.
 Span = tuple[int, int | None, int | None, int | None]
 
 _UNKNOWN = "use functions of tensors there"

@@ -59,7 +59,7 @@ def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequen
             expected = [dim] * len(cases)
         elif all(dim in case for case in cases):
             expected = [case[dim] for case in cases]
-        else:  # the dim is computed from the dims of inputs, so its size must vary
+        else:  # this output dim is computed from input dims, so its size has to differ between the cases
             expected = sizes if len(set(sizes)) > 1 else []
         if sizes != expected:
             return False
