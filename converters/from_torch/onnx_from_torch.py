@@ -119,7 +119,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
-            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of PyTorch"
+            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of "
+            "PyTorch"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")

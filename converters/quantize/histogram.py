@@ -189,7 +189,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # shrinks down to 2**-11, because smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # the smallest factor is about 2**-11: smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]

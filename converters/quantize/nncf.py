@@ -85,7 +85,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # removes unused zero points, and declarations of old dtypes
+    spent = (set(unsigned) - used) | quantized  # the names of unused zero points and of tensors whose dtype changed
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:
