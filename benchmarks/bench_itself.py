@@ -3,10 +3,10 @@
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again  # repeats these two runs.
 
-The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. The first goal is that at most two of the 40 runs of a model against itself
-report a difference. The second goal is that all 20 runs with a delay report the delay. Each run has its own seed, and
-therefore its own order of the blocks. The runs alternate between the runtimes.
+The script uses real sessions in real processes, and gets the same verdicts as a user of `accel bench`. The script
+needs a quiet machine for eight minutes. In 40 runs, the script compares a model with itself. The first goal is that at
+most two of these 40 runs report a difference. The second goal is that all 20 runs with a delay report the delay. Each
+run has its own seed, and therefore its own order of the blocks. The runs alternate between the runtimes.
 """
 
 from __future__ import annotations

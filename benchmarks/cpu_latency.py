@@ -143,8 +143,8 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
     """Quantizes per channel with onnxruntime.quantization.quantize_static and its defaults, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, repeats the pre-processing without symbolic shape inference. ONNX
-    Runtime's documentation gives this advice for transformers."""
+    pre-processing. If symbolic shape inference fails, repeats the pre-processing without symbolic shape inference, as
+    ONNX Runtime's documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -226,7 +226,7 @@ def markdown(body: dict[str, Any]) -> str:
 
 
 def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns accel's judgement of the chosen candidate, which has the drop in accuracy against the source."""
+    """Returns accel's judgement of the chosen candidate. The judgement contains the loss of accuracy."""
     chosen = found["optimize"]["chosen"]["name"]
     judged: dict[str, Any] | None = next(c["judgement"] for c in found["optimize"]["candidates"] if c["name"] == chosen)
     return judged
@@ -234,8 +234,8 @@ def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
 
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
     """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
-    True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. If the
-    interval extends beyond the noise floor, the row proves nothing and the verdict is None.
+    True if the choice is as fast as the fastest candidate, up to noise. The verdict is False if the choice is slower.
+    If the interval extends beyond the noise floor, the row proves nothing and the verdict is None.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """

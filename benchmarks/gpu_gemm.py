@@ -46,7 +46,8 @@ LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # (N, K) of each layer of 
 
 
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
-    """Yields pairs (problem, whether torch.compile is measured too), the most important first."""
+    """Yields the problems, the most important first. With each problem, also yields True if torch.compile is measured
+    on the problem."""
     for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
         for size in (4096, 8192):
             yield spec_of(size, size, size, dtype, "gelu_tanh"), dtype == "bf16"
@@ -75,8 +76,9 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """Maps names to the functions that are timed for comparison with the fused kernel. For types other than int8 and
-    fp8, cuBLASLt adds the bias in its epilogue. The operands get each library's layout before the timing starts."""
+    """Returns the functions that are timed for comparison with the fused kernel, by name. For types other than int8
+    and fp8, cuBLASLt adds the bias in its epilogue. The operands are brought to the layout of each library before the
+    timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 

@@ -1,4 +1,4 @@
-"""Measures how many faults the tests catch. Changes one line of code at a time, and runs the tests near that line.
+"""Measures how many faults the tests catch. Changes one line of code at a time, and runs the tests for this line.
 
 Usage:
 
@@ -131,7 +131,7 @@ def _annotations(code: str) -> set[tuple[int, int]]:
 
 
 def _definition(code: str, line: int) -> str:
-    """Returns the name of the innermost function or class around ``line``, which counts from 1."""
+    """Returns the name of the innermost function or class around ``line``. The first line has the number 1."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     around = [n for n in ast.walk(ast.parse(code)) if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or 0)]
     return max(around, key=lambda node: node.lineno).name if around else ""

@@ -81,8 +81,8 @@ def start_accel(
 def start_floor(
     scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
 ) -> contextlib.AbstractContextManager[int]:
-    """Starts the floor server. If ``runs`` is true, the server runs the model on the thread of the call. Otherwise, the
-    server answers with zeros."""
+    """Starts the floor server. If ``runs`` is true, the server runs the model on the thread that handles the request.
+    Otherwise, the server answers with zeros."""
     port = free_port()
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     answered = str(model) if runs else str(scenario.answer_bytes)

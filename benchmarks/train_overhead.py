@@ -5,8 +5,8 @@ Usage:
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python     # also measures DeepSpeed.
 
-Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. The loops take turns
-of two steps in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all
+Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. In one process
+group, each loop in turn runs two steps. The order rotates from turn to turn, so that a disturbance of the machine slows all
 loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that the
 gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
 pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is

@@ -148,7 +148,7 @@ def pending(
 
 
 class Limits:
-    """The largest time in seconds and memory in MiB of one try."""
+    """The limits of one try: the time in seconds, and the memory in MiB."""
 
     def __init__(self, seconds: float, memory: float) -> None:
         self.seconds = seconds

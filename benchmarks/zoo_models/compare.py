@@ -85,8 +85,8 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
     """Returns the error of ``found`` against the model in float32, and whether ``found`` counts as right.
 
-    If the error is large, both float32 results are compared with the model in float64. In this comparison, the error of
-    ``found`` may be at most four times the error of the model in float32.
+    If the error is large, both float32 results are compared with the model in float64. Against the float64 result, the
+    error of ``found`` may be at most four times the error of the float32 model.
     """
     apart = error(found, wanted)
     if apart <= LIMIT:

@@ -28,8 +28,8 @@ _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
     """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
 
-    If ``apart`` is true, accel simplifies the graph in a child process, as for users. Otherwise accel simplifies the
-    graph in this process, which saves the start of an interpreter.
+    If ``apart`` is true, accel simplifies the graph in a child process, as it does by default. Otherwise accel
+    simplifies the graph in this process, which saves the start of an interpreter.
     """
     os.setsid()  # the parent kills the whole process group
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:

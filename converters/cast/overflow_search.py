@@ -142,8 +142,8 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. The format's largest or lowest number counts
-    as equal to a value of a mask."""
+    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. It is no error if a mask value becomes the
+    format's largest or lowest number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":

@@ -51,7 +51,7 @@ class OpNotConverted(ExportFailed):
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
-    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of the signature of ``src``.
+    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names in the signature of ``src``.
 
     The TensorFlow process calls ``read`` (``module:function``) with a ``TensorFlowSpec``, an opset and a layout.
     ``read`` returns ``Converted``.
@@ -126,7 +126,7 @@ def run_tf2onnx(
 
 @contextmanager
 def _operators_noted(file: Path) -> Iterator[None]:
-    """Writes each operator to ``file`` before tf2onnx converts it, because the conversion may end the process."""
+    """Writes the name of each operator to ``file`` before the conversion of the operator, which may end the process."""
     from tf2onnx import handler
 
     kept = (handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping)

@@ -65,9 +65,10 @@ class OpsetNotGiven(ExportFailed):
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
     """Exports ``src`` (kind ``torch``) to ``out``.
 
-    The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. If ``proof`` has no
-    gate for outputs, the error limit is the default for the source's precision. The notes name the chosen exporter, and
+    The file of an exporter has to pass the ONNX checker and match the signature of ``src``. The file's outputs have to
+    agree with eager PyTorch at every case of the signature. ``proof`` has the gates of the run, which check the
+    signature and the outputs. If ``proof`` has no gate for outputs, the error limit is the default for the source's
+    precision. The notes name the chosen exporter, and
     tell why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
@@ -150,7 +151,7 @@ def _where(read: Sequence[Place]) -> str:
 
 
 def _fixes(read: Sequence[Place]) -> str:
-    """Returns the rewrites of the first places in ``read``, and the number of the remaining places."""
+    """Returns a text with the first places in ``read``, how to rewrite each place, and how many places follow."""
     more = f"; {len(read) - _SHOWN} more follow" if len(read) > _SHOWN else ""
     return "; ".join(map(str, read[:_SHOWN])) + more
 

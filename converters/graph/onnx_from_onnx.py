@@ -305,7 +305,9 @@ def _observe_outputs(
             shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
             fix = fix or f"; correct {options('inputs', 'dims')}"
-            raise NotBroughtOver(f"{path} doesn't run on inputs of the shapes {shapes} ({one_line(error)}){fix}") from error
+            raise NotBroughtOver(
+                f"{path} doesn't run on inputs of the shapes {shapes} ({one_line(error)}){fix}"
+            ) from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):
         kind = value.type.tensor_type.elem_type

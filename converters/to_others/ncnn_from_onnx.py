@@ -54,7 +54,9 @@ def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Arti
         if not param.is_file() or not weights.is_file():
             raise NcnnFailed(f"pnnx can't convert {src.path.name}: {_last(said)}; {_advice(src)}")
         if left := _left_over(param):
-            raise NcnnFailed(f"ncnn has no layers for the operators {', '.join(left)} of {src.path.name}; use another target")
+            raise NcnnFailed(
+                f"ncnn has no layers for the operators {', '.join(left)} of {src.path.name}; use another target"
+            )
         companion = out.with_suffix(".bin")
         shutil.copyfile(param, out)
         shutil.copyfile(weights, companion)

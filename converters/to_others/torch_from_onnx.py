@@ -119,7 +119,9 @@ class OnnxModule(torch.nn.Module):
             attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             if node.op_type == "Constant":
                 if "value" not in attributes:
-                    raise OperatorNotThere(f"the Constant node {node.output[0]!r} has no tensor; simplify the model first")
+                    raise OperatorNotThere(
+                        f"the Constant node {node.output[0]!r} has no tensor; simplify the model first"
+                    )
                 tensors[node.output[0]] = attributes["value"]
                 continue
             attributes = {k: numpy_helper.to_array(v) if hasattr(v, "raw_data") else v for k, v in attributes.items()}

@@ -104,7 +104,7 @@ def build(
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
         if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
-            raise EngineNotBuilt(f"{toolkit} can't load its own engine of {model.name}: {problem}")
+            raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it can't load: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
         chosen = [choice.to_json() for choice in plugins]
@@ -146,7 +146,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
     # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, an intact engine file
-    # fails to load only at this first call to CUDA.
+    # passes these checks, and loading fails at the first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -216,7 +216,7 @@ def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | No
         reasons = [e.desc() for e in ([named] if named else []) + errors]
         raise EngineNotBuilt(_refused(f"TensorRT refuses {where} of {model.name}", _first_reason(reasons)))
     if not network.num_layers or not network.num_outputs:
-        raise EngineNotBuilt(f"TensorRT found nothing to build in {model.name}; export it again")
+        raise EngineNotBuilt(f"TensorRT found no layers or no outputs in {model.name}; export the model again")
     return network
 
 
@@ -235,8 +235,8 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # TensorRT only logs an error for a wrong level
-            raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave out builder_level")
+        if config.builder_optimization_level != builder_level:  # TensorRT doesn't raise an error for a wrong level
+            raise UnsupportedHere(f"this version of TensorRT has no builder level {builder_level}; leave out builder_level")
     return config
 
 
@@ -252,7 +252,8 @@ def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: 
         level = getattr(trt.HardwareCompatibilityLevel, name, None)
         if level is None:
             raise UnsupportedHere(
-                f"this TensorRT has no hardware compatibility {hardware}; leave out {hardware}, or update TensorRT"
+                f"this version of TensorRT can't build for the hardware level {hardware}; leave out {hardware}, or "
+                "update TensorRT"
             )
         config.hardware_compatibility_level = level
 
@@ -262,8 +263,8 @@ def _refuse_shape_inputs(network: Any) -> None:
         tensor = network.get_input(index)
         if tensor.is_shape_tensor:
             raise EngineNotBuilt(
-                f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no ranges "
-                "for these values; make the sizes constant and export the model again"
+                f"the values of the input {tensor.name!r} are sizes of other tensors, and accel can't give TensorRT "
+                "ranges for these values; make the sizes constant and export the model again"
             )
 
 

@@ -85,7 +85,7 @@ def _of_the_loader(error: BaseException) -> str:
 
 
 def disk_full(where: Path | str) -> CannotWrite:
-    """Returns the error of a run whose disk is full."""
+    """Returns the error that reports a full disk."""
     return CannotWrite(f"no space left for {where}; free some space and run the same command again")
 
 
