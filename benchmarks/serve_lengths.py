@@ -6,8 +6,8 @@ Usage:
 
 One `accel serve` process serves MiniLM (real weights) under two names. The model `grouped` has the default settings,
 and the model `padded` has the parameter `length_grouping: none`. The model `padded` batches texts in the order of
-arrival, and pads each batch to its longest text. The texts are a mix of the documents of the Lee corpora, the sentences of
-these documents, and the words of WordSim353. In every round each model first gets the maximum load (64 requests in
+arrival, and pads each batch to its longest text. The texts are a mix of the documents of the Lee corpora, the sentences
+of these documents, and the words of WordSim353. In every round each model first gets the maximum load (64 requests in
 flight). Then each model gets requests at random times, at half of its maximum rate, to measure the latency. Every
 answer is compared with the unbatched answer for the same text. Needs a quiet machine. All requests go to 127.0.0.1.
 """

@@ -7,8 +7,8 @@ Usage:
 
 Each network is converted twice. The first version has two transposes around every convolution. In the second version,
 the transposes are moved through the graph until they cancel each other. Both versions run in ONNX Runtime and in
-OpenVINO, and both runtimes also remove some transposes. The versions are timed in paired blocks at batch 1. Each row is written to
-benchmarks/results/tensorflow_layout.json and .md as soon as it is measured. Needs a quiet machine.
+OpenVINO, and both runtimes also remove some transposes. The versions are timed in paired blocks at batch 1. Each row is
+written to benchmarks/results/tensorflow_layout.json and .md as soon as it is measured. Needs a quiet machine.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Usage:
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python     # also measures DeepSpeed.
 
 Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. In one process
-group, each loop in turn runs two steps. The order rotates from turn to turn, so that a disturbance of the machine slows all
-loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that the
-gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
+group, each loop in turn runs two steps. The order rotates from turn to turn, so that a disturbance of the machine slows
+all loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that
+the gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
 pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
 the mean over the batch. The bare loop doesn't check or clip the gradients, and writes no log. If DeepSpeed is
 installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate

@@ -26,8 +26,8 @@ _SHOWS = ("print", "warn", "warning", "debug", "info")
 
 @dataclass(frozen=True)
 class Rewrite:
-    """``text`` is the user's expression, or "" if the source code isn't known. ``fix`` is an imperative clause with advice.
-    If ``certain`` is true, no exporter can record the expression."""
+    """``text`` is the user's expression, or "" if the source code isn't known. ``fix`` is an imperative clause with
+    advice. If ``certain`` is true, no exporter can record the expression."""
 
     text: str
     fix: str

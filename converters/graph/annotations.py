@@ -21,8 +21,9 @@ def mend(path: Path, known: Signature) -> bool:
     """Runs the ONNX file ``path`` at several sizes. If the outputs have the shapes that ``known`` states, writes these
     shapes into the file. Exporters and quantizers declare fixed sizes or formulas for dims that they can't infer.
 
-    Also removes the declared shapes of inner tensors, because runtimes may rely on these shapes. If the file can't be
-    run here, or if an output's shape differs from ``known``, returns False and leaves the file unchanged.
+    Also removes the declared shapes of inner tensors, because these shapes may be wrong and runtimes may rely on them.
+    If the file can't be run here, or if an output's shape differs from ``known``, returns False and leaves the file
+    unchanged.
     """
     model = onnx.load(path, load_external_data=False)
     cases = known.cases(_LARGEST_BATCH)

@@ -226,7 +226,7 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
 
-    Removes an attribute only if it has its default value. Also removes a Reshape's ``allowzero`` if none of the sizes
+    Removes an attribute only if its value is the default. Also removes a Reshape's ``allowzero`` if none of the sizes
     is 0. The checker later refuses the model if other newer attributes remain.
     """
     import onnx
@@ -250,7 +250,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``. The first pair is (0, "")."""
+    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``, after a first pair (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}

@@ -31,8 +31,8 @@ class PreprocessConfig(StageConfig):
 
     ``mean`` and ``std`` have one number for all channels or one number for each channel. ``mean`` and ``std`` apply to
     pixels from 0 to 1, so uint8 pixels are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
-    ``resize`` is the (height, width) that the model takes. Images of any size are resized bilinearly with half-pixel
-    centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
+    ``resize`` is the height and width that the model takes. If ``resize`` is set, images of any size are resized
+    bilinearly with half-pixel centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
     maps ``height`` and ``width`` to their ranges before the resize.
     """
 
@@ -284,7 +284,8 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
 
 
 def parse_postprocess(text: str) -> tuple[str, int]:
-    """Splits a text such as ``topk:5`` into its kind and its number. The number of ``softmax`` and ``argmax`` is 0.
+    """Splits a text such as ``topk:5`` into its kind and its number. For ``softmax`` and ``argmax``, returns 0 as the
+    number.
 
     Raises ``BadInputSpec`` if the text has another form.
     """

@@ -114,7 +114,7 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Makes a signature from rows. Dynamic axes get their names from ``known``."""
+    """Makes a signature from the rows of the inputs and outputs. Dynamic axes get their names from ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:

@@ -48,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the dims that accel recorded in the IR for each tensor. Without a record, the dicts are empty."""
+    """Returns the dims that accel recorded in the IR for each tensor. If the IR has no record, returns empty dicts."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty

@@ -153,9 +153,9 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """Makes only quantized products read quantized tensors, and all other nodes the original tensors.
+    """Connects all nodes except the quantized products to the original, unquantized tensors.
 
-    Otherwise, a residual connection beside a product would accumulate the rounding of every layer. Raises
+    If a residual connection read the quantized tensors, it would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.
     """
     model = onnx.load(str(path), load_external_data=False)

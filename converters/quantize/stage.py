@@ -97,10 +97,10 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale. For openvino, 8-bit weights have a scale for each channel instead.
+    of ``block_size`` weights has a scale. Only 8-bit weights for openvino have a scale for each channel.
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
-    percentile, entropy or mse (see ``histogram.value_range``). The form openvino takes only minmax and percentile.
+    percentile, entropy or mse (see ``histogram.value_range``). The form openvino only supports minmax and percentile.
     ``smooth`` sets how far outliers move from activations into weights of a transformer, from 0 (not at all) to 1
     (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. If ``ops`` is not empty, only
     the operators in ``ops`` are quantized. ``keep`` lists shell patterns. Nodes whose name or operator matches a

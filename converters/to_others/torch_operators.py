@@ -1,6 +1,7 @@
 """Implements ONNX operators as differentiable torch functions.
 
-Values are tensors. Computed shapes are lists of integers. During an export, the lists have symbols for dynamic dims.
+Values are tensors. Computed shapes are lists of integers. During an export, a computed shape has symbols for dynamic
+dims.
 """
 
 from __future__ import annotations
@@ -103,10 +104,7 @@ def _average_pool(a: Attributes, x: torch.Tensor) -> torch.Tensor:
     inside = bool(a.get("count_include_pad", 0))
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:]:
-        raise OperatorNotThere(
-            "accel can't translate AveragePool with uneven pads to PyTorch; export the part of the model without this "
-            "operator"
-        )
+        raise OperatorNotThere("accel can't translate AveragePool with uneven pads; export the model without AveragePool")
     kind = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[spatial]
     found: torch.Tensor = kind(
         x,
@@ -178,10 +176,7 @@ def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> tor
 
 def _gather_nd(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if a.get("batch_dims", 0):
-        raise OperatorNotThere(
-            "accel can't translate GatherND with batch_dims to PyTorch; export the part of the model without this "
-            "operator"
-        )
+        raise OperatorNotThere("accel can't translate GatherND with batch_dims; export the model without GatherND")
     return x[tuple(index.unbind(-1))]
 
 

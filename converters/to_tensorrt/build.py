@@ -201,7 +201,7 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Parses ``model``, and returns the network. If ``content`` is given, parses these bytes instead of the file.
+    """Parses ``model``, and returns the network. If ``content`` is given, parses ``content`` instead of the file.
 
     External weights are read from the folder of ``model``. Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -236,7 +236,7 @@ def _config(
     if builder_level is not None:
         config.builder_optimization_level = builder_level
         if config.builder_optimization_level != builder_level:  # TensorRT doesn't raise an error for a wrong level
-            raise UnsupportedHere(f"this version of TensorRT has no builder level {builder_level}; leave out builder_level")
+            raise UnsupportedHere(f"your TensorRT has no builder level {builder_level}; leave out builder_level")
     return config
 
 
@@ -319,8 +319,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
-    toolkit that offers a choice.
+    Returns the capability of this machine's GPU if the toolkit can only build for this GPU. Returns an empty list if
+    the toolkit can build for other GPUs.
     """
     if offered_capabilities(trt):
         return []

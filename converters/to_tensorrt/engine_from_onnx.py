@@ -38,7 +38,7 @@ class EngineFromOnnxConfig(StageConfig):
     ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from 0 (fast
     build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later versions of
     TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If
-    ``kernels`` is set, accel's operators become plugins if possible. An operator without a plugin is built from its
+    ``kernels`` is set, the engine uses plugins for accel's operators. An operator without a plugin is built from its
     function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if
     there is no library. With the sha256, the cache distinguishes engines for different libraries.
     """
