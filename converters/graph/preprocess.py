@@ -32,8 +32,8 @@ class PreprocessConfig(StageConfig):
     ``mean`` and ``std`` have one number for all channels or one number for each channel. ``mean`` and ``std`` apply to
     pixels from 0 to 1, so uint8 pixels are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
     ``resize`` is the height and width that the model takes. If ``resize`` is set, images of any size are resized
-    bilinearly with half-pixel centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
-    maps ``height`` and ``width`` to their ranges before the resize.
+    bilinearly with half-pixel centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to
+    the only output. ``dims`` maps ``height`` and ``width`` to their ranges before the resize.
     """
 
     mean: tuple[float, ...] = ()

@@ -57,8 +57,8 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     change.
 
     Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
-    computes these nodes wrongly. U-Nets have such tensors: NNCF quantizes a skip tensor to int8 if a Concat joins the
-    skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    computes these nodes wrongly. In a U-Net, NNCF quantizes a skip tensor to int8 if a Concat joins
+    the skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []

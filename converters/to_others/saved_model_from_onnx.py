@@ -161,8 +161,8 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
     """Returns the arguments of onnx2tf for the layout option ``rung``.
 
-    The option that keeps channels first takes only inputs of rank 3 to 5. The other inputs don't need the option,
-    because onnx2tf never moves the channels of inputs with less than 3 or more than 5 dims.
+    The option that keeps channels first takes only inputs of rank 3 to 5. Inputs of other ranks don't need this
+    option, because onnx2tf never moves the channels of these inputs.
     """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}

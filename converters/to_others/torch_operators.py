@@ -104,7 +104,7 @@ def _average_pool(a: Attributes, x: torch.Tensor) -> torch.Tensor:
     inside = bool(a.get("count_include_pad", 0))
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:]:
-        raise OperatorNotThere("accel can't translate AveragePool with uneven pads; export the model without AveragePool")
+        raise OperatorNotThere("accel can't translate AveragePool with uneven pads; export the part without it")
     kind = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[spatial]
     found: torch.Tensor = kind(
         x,
@@ -176,7 +176,7 @@ def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> tor
 
 def _gather_nd(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if a.get("batch_dims", 0):
-        raise OperatorNotThere("accel can't translate GatherND with batch_dims; export the model without GatherND")
+        raise OperatorNotThere("accel can't translate GatherND with batch_dims; export the part without GatherND")
     return x[tuple(index.unbind(-1))]
 
 

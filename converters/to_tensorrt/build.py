@@ -66,8 +66,8 @@ def build(
 ) -> dict[str, Any]:
     """Builds an engine from ``model`` into ``out``, and describes the network's inputs, outputs and kernels.
 
-    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
-    operators become plugins if possible. Transposed weights for plugins are written to ``kernels``. Raises
+    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, the
+    engine uses plugins for accel's operators. Transposed weights for plugins are written to ``kernels``. Raises
     ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
     """
 
