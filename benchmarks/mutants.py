@@ -173,7 +173,7 @@ def run(mutant: Mutant, tree: Path, python: str) -> tuple[str, str]:
             return "survived", ""
         if "::" not in failed or _failed(tree, python, [failed]) is None:
             return "caught", failed
-        flaky.append(failed)  # this test fails without the mutant, too
+        flaky.append(failed)  # this test also fails without the mutant
 
 
 def _failed(tree: Path, python: str, arguments: Sequence[str]) -> str | None:

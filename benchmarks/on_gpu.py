@@ -10,7 +10,7 @@ Usage:
 Steps run one after another. The commands of a step run in parallel. If a step fails or takes too long, the next step
 still runs. The result files are written after each step, so an interrupted run keeps its results. Nothing is
 downloaded. The kernel library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu).
-If neither library exists, nvcc builds the library in $ACCEL_CACHE_DIR.
+If there is no kernel library, nvcc builds the library in $ACCEL_CACHE_DIR.
 """
 
 from __future__ import annotations

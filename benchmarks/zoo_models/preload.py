@@ -69,6 +69,6 @@ if folder := os.environ.get("ACCEL_ZOO_PACKAGES"):
     sys.path.insert(0, folder)
     _declare_torchvision()
 for name in filter(None, os.environ.get("ACCEL_ZOO_PRELOAD", "").split(",")):
-    with contextlib.suppress(Exception):  # if the package is missing, each model of the family fails with this error
+    with contextlib.suppress(Exception):  # if a package is missing, each model of the family reports the import error
         importlib.import_module(name)
 _warm_up()

@@ -43,8 +43,8 @@ def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes. Casts before and after these nodes would
-    only lose precision."""
+    """Returns the nodes that only move values between float32 nodes. If such a node were 16-bit, the Casts before and
+    after the node would only lose precision."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)

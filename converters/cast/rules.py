@@ -161,8 +161,8 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors that a clamped constant flows into. In these tensors, the format's lowest number may be a
-    mask."""
+    """Returns the tensors that a clamped constant flows into. If a tensor depends on a clamped constant, the format's
+    lowest number may be a mask."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

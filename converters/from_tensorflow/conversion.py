@@ -177,8 +177,8 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. The tool tf2onnx writes this mode although opset 13
-    removed it.
+    """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. Opset 13 removed the mode ``tf_half_pixel_for_nn``,
+    but tf2onnx still writes it.
 
     The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded to the
     nearest integer, with halves rounded up.

@@ -17,7 +17,7 @@ import numpy as np
 BINS = 8192
 _HALF = BINS // 2
 
-# At most this many values are counted at a time, because counting makes copies of the values.
+# The largest number of values that are counted at a time. A limit is needed, because counting copies the values.
 _PIECE = 1 << 18
 
 _INT8_STEPS = 255  # number of steps from the lowest to the highest 8-bit value

@@ -30,7 +30,7 @@ FP8_CALIBRATIONS = ("minmax", "percentile")
 
 _CHECKED_AT_ONCE = 16
 
-# Without calibration data, this many random inputs are run for each set of input sizes.
+# The number of random inputs for each set of input sizes, used if there is no calibration data.
 _RANDOM_FEEDS = 4
 
 
@@ -139,7 +139,7 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # A killed calibration leaves its state in this folder. See ``collect``.
+    unfinished: Path | None = None  # The folder in which a killed calibration leaves its state. See ``collect``.
     base: str = "fp32"  # The precision of the layers that don't become int8, used by ``sensitivity.measure``.
 
 

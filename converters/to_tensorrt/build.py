@@ -310,7 +310,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
             with lock:
                 progress.step(phase_name, step)
                 tell()
-            return True  # a build is canceled by killing this process
+            return True  # always continues: to cancel a build, accel kills this process
 
     config.progress_monitor = Monitor()
     return config.progress_monitor

@@ -142,7 +142,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the builder options that differ from the defaults. A rebuild of the engine needs these options."""
+    """Returns the builder options that differ from the defaults, so that the engine can be built again."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}

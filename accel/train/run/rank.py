@@ -57,7 +57,7 @@ def main(config_file: Path, out: Path) -> int:
 
 
 def leave(out: Path, rank: int, error: BaseException) -> None:
-    """Writes the error that stopped this rank, for the launcher."""
+    """Writes the error that stopped this rank to a file that the launcher reads."""
     said: BaseException = error
     if not isinstance(error, AccelError) and (full := no_space(error)) is not None:
         said = disk_full(full.filename or out)
