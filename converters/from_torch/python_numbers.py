@@ -89,8 +89,8 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
     A place that only prints or checks values is left out, because it doesn't change the outputs. Also leaves out
-    places that only read tensors that don't depend on the inputs, such as buffers. ``said`` has warnings of the older exporter, which
-    also warns about branches on sizes that depend on values.
+    places that only read tensors that don't depend on the inputs, such as buffers. ``said`` has warnings of the older
+    exporter, which also warns about branches on sizes that depend on values.
     """
     import torch
 
