@@ -216,7 +216,7 @@ def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | No
         reasons = [e.desc() for e in ([named] if named else []) + errors]
         raise EngineNotBuilt(_refused(f"TensorRT refuses {where} of {model.name}", _first_reason(reasons)))
     if not network.num_layers or not network.num_outputs:
-        raise EngineNotBuilt(f"TensorRT found no layers or no outputs in {model.name}; export the model again")
+        raise EngineNotBuilt(f"TensorRT found no layers or no outputs in {model.name}; export it again")
     return network
 
 
