@@ -3,10 +3,10 @@
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again  # repeats these two runs.
 
-The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. The first goal is that at most two of the 40 runs of a model against itself
-report a difference. The second goal is that all 20 runs with a delay report the delay. Each run has its own seed, and
-therefore its own order of the blocks. The runs alternate between the runtimes.
+The script uses real sessions in real processes, and gets the same verdicts as a user of `accel bench`. The script
+needs a quiet machine for eight minutes. In 40 runs, the script compares a model with itself. The first goal is that at
+most two of these 40 runs report a difference. The second goal is that all 20 runs with a delay report the delay. Each
+run has its own seed, and therefore its own order of the blocks. The runs alternate between the runtimes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from accel.timing.statistics import round_medians
 
 RUNTIMES = ("onnxruntime", "openvino")
 SAME, DELAYED = 40, 20
-SHARE = 0.1  # the delay as a share of a run's time
+SHARE = 0.1  # the added delay, as a fraction of the time of one run
 MOST_FALSE = 1 / 20
 WIDTH, LAYERS, BATCH = 512, 6, 16
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
-    # The process of a candidate imports the candidate's opener from this module.
+    # Each candidate runs in its own process, which imports the function that opens the candidate from this module.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))

@@ -51,7 +51,8 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # All rows of a model use the same files. The cache is empty, so that this run reuses no cached stage.
+    # Rows that measure the same model share the model's files. The cache starts empty, so no stage reuses a result of
+    # an earlier run.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -96,7 +97,7 @@ def make(model: Model, folder: Path) -> Made:
     for title, function in BY_HAND.items():
         try:
             by_hand[title] = function(exported, dataset, folder)
-        except Exception as error:  # a failure of a tool is part of the result
+        except Exception as error:  # if a tool fails, the results report the error
             failed[title] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return Made(
         model=model,
@@ -142,8 +143,8 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
     """Quantizes per channel with onnxruntime.quantization.quantize_static and its defaults, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, repeats the pre-processing without symbolic shape inference. ONNX
-    Runtime's documentation gives this advice for transformers."""
+    pre-processing. If symbolic shape inference fails, repeats the pre-processing without symbolic shape inference, as
+    ONNX Runtime's documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -225,7 +226,7 @@ def markdown(body: dict[str, Any]) -> str:
 
 
 def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns accel's judgement of the chosen candidate, which has the drop in accuracy against the source."""
+    """Returns accel's judgement of the chosen candidate. The judgement contains the loss of accuracy."""
     chosen = found["optimize"]["chosen"]["name"]
     judged: dict[str, Any] | None = next(c["judgement"] for c in found["optimize"]["candidates"] if c["name"] == chosen)
     return judged
@@ -233,8 +234,8 @@ def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
 
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
     """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
-    True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. If the
-    interval extends beyond the noise floor, the row proves nothing and the verdict is None.
+    True if the choice is as fast as the fastest candidate, up to noise. The verdict is False if the choice is slower.
+    If the interval extends beyond the noise floor, the row proves nothing and the verdict is None.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """

@@ -35,7 +35,7 @@ from accel.kernels.choose import choices, dispatch, tune
 from accel.kernels.choose.tuned import Table
 
 RESULTS = Path(__file__).parent / "results"
-# The minimum measured ratio for each goal. The notes under the table explain the goals.
+# For each goal, the smallest measured ratio that meets the goal. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
 PADDED = 32  # _int_mm needs at least 17 rows, so matrices with fewer rows are padded to 32 rows
@@ -46,7 +46,8 @@ LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # (N, K) of each layer of 
 
 
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
-    """Yields pairs (problem, whether torch.compile is measured too), the most important first."""
+    """Yields the problems, the most important first. With each problem, also yields True if torch.compile is measured
+    on the problem."""
     for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
         for size in (4096, 8192):
             yield spec_of(size, size, size, dtype, "gelu_tanh"), dtype == "bf16"
@@ -75,8 +76,9 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """Maps names to the functions that are timed for comparison with the fused kernel. For types other than int8 and
-    fp8, cuBLASLt adds the bias in its epilogue. The operands get each library's layout before the timing starts."""
+    """Returns the functions that are timed for comparison with the fused kernel, by name. For types other than int8
+    and fp8, cuBLASLt adds the bias in its epilogue. The operands are brought to the layout of each library before the
+    timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 
@@ -127,7 +129,8 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns a function that runs the operation of ``spec``, compiled by torch.compile with max-autotune."""
-    # Without a reset, torch.compile would compile only the lambdas of the first eight calls of this function.
+    # torch.compile compiles a function at most eight times. The reset lets every call of ``compiled`` compile its
+    # lambda.
     torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
@@ -308,7 +311,7 @@ def write(body: dict[str, Any], folder: Path) -> None:
 def part_of(text: str) -> tuple[int, int]:
     part, _, of = text.partition("/")
     if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
-        raise argparse.ArgumentTypeError(f"the part can't be {text!r}; write 0/4, 1/4, 2/4 or 3/4")
+        raise argparse.ArgumentTypeError(f"invalid part {text!r}; write 0/4, 1/4, 2/4 or 3/4")
     return int(part), int(of)
 
 
@@ -352,8 +355,8 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
     if other:
         file = folder / "gpu_gemm.json"
         raise SystemExit(
-            f"the results in {file} differ from this run in {', '.join(other)}, so no row is added; leave out --go-on "
-            "to replace the file"
+            f"this run can't add rows to the file {file}, because the file has other values of {', '.join(other)}; "
+            "leave out --go-on to replace the file"
         )
     return before
 

@@ -1,4 +1,4 @@
-"""Measures how many faults the tests catch. Changes one line of code at a time, and runs the tests near that line.
+"""Measures how many faults the tests catch. Changes one line of code at a time, and runs the tests for this line.
 
 Usage:
 
@@ -106,7 +106,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
         mutated = mutate_code(code, operator, place.occurrence) or code
         pairs = list(zip(code.splitlines(), mutated.splitlines(), strict=False))
         changed = [line for line, (was, now) in enumerate(pairs) if was != now]
-        if len(changed) == 1:  # a mutant of several lines can't be found again in an older file
+        if len(changed) == 1:  # only a mutant of one line can be found again in an older version
             was, now = pairs[changed[0]]
             found[file, now] = Mutant(file, changed[0], was, now, _definition(code, changed[0] + 1))
     return list(found.values())
@@ -131,7 +131,7 @@ def _annotations(code: str) -> set[tuple[int, int]]:
 
 
 def _definition(code: str, line: int) -> str:
-    """Returns the name of the innermost function or class around ``line``, which counts from 1."""
+    """Returns the name of the innermost function or class around ``line``. The first line has the number 1."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     around = [n for n in ast.walk(ast.parse(code)) if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or 0)]
     return max(around, key=lambda node: node.lineno).name if around else ""
@@ -173,7 +173,7 @@ def run(mutant: Mutant, tree: Path, python: str) -> tuple[str, str]:
             return "survived", ""
         if "::" not in failed or _failed(tree, python, [failed]) is None:
             return "caught", failed
-        flaky.append(failed)  # this test fails without the mutant, too
+        flaky.append(failed)  # this test also fails without the mutant
 
 
 def _failed(tree: Path, python: str, arguments: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ Usage:
 Steps run one after another. The commands of a step run in parallel. If a step fails or takes too long, the next step
 still runs. The result files are written after each step, so an interrupted run keeps its results. Nothing is
 downloaded. The kernel library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu).
-If neither library exists, nvcc builds the library in $ACCEL_CACHE_DIR.
+If there is no kernel library, nvcc builds the library in $ACCEL_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # Shows warnings without failing the tests, because a GPU machine may have other package versions than constraints.txt.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# -v prints a line with the name of each test. A run that crashes or is cut off prints no summary with the names.
+# -v prints each test's name as the test runs. The summary with the names is missing if pytest crashes or is stopped.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")
@@ -72,7 +72,7 @@ def run_steps(
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
                 row["result"] = _result(row["commands"])
-            except Exception as error:  # the function that makes the commands may raise, too
+            except Exception as error:  # the step's function ``commands`` may also raise
                 row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
@@ -223,7 +223,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
         return told + [[*TESTS, *part] for part in shards(names, side_by_side)]
 
     def warm(_: float) -> list[list[str]]:
-        # This step also compiles the kernels that compute-sanitizer checks. The time limit of the
+        # The warm-up also compiles the kernels that compute-sanitizer checks, because the time limit of the
         # compute-sanitizer step leaves no time for Triton's compiler.
         cases = [[PYTHON, str(Path(file).with_name("gpu_cases.py"))] for file in checked]
         return [*cases, *([*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side))]

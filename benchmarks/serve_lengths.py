@@ -5,9 +5,9 @@ Usage:
     python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # takes about two minutes.
 
 One `accel serve` process serves MiniLM (real weights) under two names. The model `grouped` has the default settings,
-and the model `padded` has the parameter `length_grouping: none`. The batches of `padded` are in the order of arrival,
-and each batch is padded to its longest text. The texts are a mix of the documents of the Lee corpora, the sentences of
-these documents, and the words of WordSim353. In every round each model first gets the maximum load (64 requests in
+and the model `padded` has the parameter `length_grouping: none`. The model `padded` batches texts in the order of
+arrival, and pads each batch to its longest text. The texts are a mix of the documents of the Lee corpora, the sentences
+of these documents, and the words of WordSim353. In every round each model first gets the maximum load (64 requests in
 flight). Then each model gets requests at random times, at half of its maximum rate, to measure the latency. Every
 answer is compared with the unbatched answer for the same text. Needs a quiet machine. All requests go to 127.0.0.1.
 """
@@ -40,7 +40,7 @@ from accel.examples import minilm
 from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both models in ms: how long a request may wait for other requests
+BOUND_MS = 100  # max_queue_delay of both models in ms: the longest wait of a request for other requests
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
@@ -51,9 +51,9 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model, as medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. At half of the largest rate,
-    ``waited_in_bound`` is the share of requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has the
-    value of ``waited_in_bound`` for each round."""
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. ``waited_in_bound`` is the share of requests
+    that waited in the queue for at most ``BOUND_MS``, also at half of the largest rate. ``in_bound`` has the value of
+    ``waited_in_bound`` for each round."""
 
     model: str
     requests_per_second: float
@@ -94,7 +94,8 @@ class Asked:
         self._started: dict[int, float] = {}
         self._answers: dict[int, int] = {}
         self._numbers = itertools.count()
-        self.latencies: list[tuple[float, float]] = []  # the time of each answer, and the request's latency in seconds
+        # The arrival time of each answer, and the latency of its request in seconds.
+        self.latencies: list[tuple[float, float]] = []
         self.wrong = 0
 
     def send(self) -> None:

@@ -6,8 +6,8 @@ VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.
 workers with a later uvloop. The requests are sent by h2load (Debian package nghttp2-client), which uses far less CPU
 than a Python client. Every round measures each server once. Needs a quiet machine. All requests go to 127.0.0.1.
 
-After each run of accel, the script compares the server's statistics with the answers that h2load counted. This check is
-needed, because h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals
+After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
+h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals
 are met.
 """
 
@@ -81,8 +81,8 @@ SCENARIOS = (
 class Row:
     """The results of one server, as medians over the rounds. ``rates`` are the requests per second of each round.
     ``spread`` is (max - min) / median of ``rates``. ``lost`` counts the lost requests of all rounds, and ``twice`` the
-    requests that the server answered twice. Both counts come from the server's statistics. ``lost`` and ``twice`` are
-    None for a server without statistics."""
+    requests that the server answered twice. ``lost`` and ``twice`` come from the server's statistics, and are None for
+    a server without statistics."""
 
     scenario: str
     server: str
@@ -190,7 +190,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     sent.append((lost, twice))
     if lost or twice:
         raise RuntimeError(
-            f"h2load counted {answered} answers, with at most {under_way} requests open when h2load stopped; "
+            f"h2load counted {answered} answers, and at most {under_way} requests were open when h2load stopped; "
             f"the server counted {success} successes and {fail} failures"
         )
 

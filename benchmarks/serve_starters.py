@@ -48,7 +48,7 @@ def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str,
                 log.seek(0)
                 raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
             time.sleep(0.1)
-        time.sleep(2)  # gives a second process of the server time to start
+        time.sleep(2)  # a second process of the server may still be starting
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -81,8 +81,8 @@ def start_accel(
 def start_floor(
     scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
 ) -> contextlib.AbstractContextManager[int]:
-    """Starts the floor server. If ``runs`` is true, the server runs the model on the thread of the call. Otherwise, the
-    server answers with zeros."""
+    """Starts the floor server. If ``runs`` is true, the server runs the model on the thread that handles the request.
+    Otherwise, the server answers with zeros."""
     port = free_port()
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     answered = str(model) if runs else str(scenario.answer_bytes)

@@ -5,7 +5,7 @@ Usage:
     python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # takes about seven minutes.
 
 VENV is the virtual environment that serve_load.py describes. The texts come from serve_lengths.py. Each caller is a
-thread that sends its next text after the answer to its previous text. Each answer is compared with the unbatched answer
+thread that waits for the answer before it sends the next text. Each answer is compared with the unbatched answer
 for the same text. All servers get the same ONNX file and the same requests with token ids and an attention mask. By
 default, accel batches by length. The other servers don't pad, so they run each text alone. Needs a quiet machine. All
 requests go to 127.0.0.1.

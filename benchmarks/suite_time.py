@@ -25,7 +25,7 @@ def page(logs: list[str], machine: dict[str, object], slowest: int = 100) -> str
     """Returns the results as Markdown: a row for each run of pytest in ``logs``, and the slowest tests and fixtures."""
     runs = [found for log in logs for found in _SUMMARY.findall(log)]
     if not runs:
-        raise SystemExit("no summary of pytest is in the logs; give logs of make test and make proof")
+        raise SystemExit("no summary of pytest was found in the logs; pass the logs of `make test` and `make proof`")
     rows = sorted((found for log in logs for found in _DURATION.findall(log)), key=lambda row: -float(row[0]))
     lines = ["# How long the tests take", "", f"{machine['cpu']}, {machine['cores']} cores.", ""]
     lines += ["| run of pytest | tests | seconds |", "|---|---|---|"]
@@ -38,6 +38,6 @@ def page(logs: list[str], machine: dict[str, object], slowest: int = 100) -> str
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        raise SystemExit("name the logs: python benchmarks/suite_time.py test.log proof.log")
+        raise SystemExit("pass the log files: python benchmarks/suite_time.py test.log proof.log")
     RESULTS.write_text(page([Path(name).read_text() for name in sys.argv[1:]], dict(environment(0))))
     print(RESULTS)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-STALLED = 90.0  # The time limit of a row in seconds, because a hanging kernel never ends.
+STALLED = 90.0  # The time limit of a row in seconds. Without a limit, a hanging kernel would run forever.
 STARTED = 150.0  # The time limit in seconds for the first results of a new process.
 LOST = 75  # The exit status of a process that recorded a failed row and can no longer use the GPU.
 
@@ -55,8 +55,8 @@ def _watched(process: subprocess.Popen[bytes], file: Path, stalled: float) -> tu
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # After the last row, only torch.compile is still timed. The compilation may take longer than the time limit
-            # of a row.
+            # After the last row, the process only measures torch.compile. The compilation may take longer than the time
+            # limit of a row.
             if time.monotonic() - since > limit and not no_row_left():
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -5,10 +5,10 @@ Usage:
     python benchmarks/tensorflow_layout.py             # measures every row that has no result yet
     python benchmarks/tensorflow_layout.py mobilenet_v2 --again     # measures the row mobilenet_v2 again.
 
-Each network is converted twice: once with two transposes around every convolution, and once with the transposes moved
-until they cancel. Both versions run in ONNX Runtime and in OpenVINO, which also remove transposes themselves. The
-versions are timed in paired blocks at batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md
-as soon as it is measured. Needs a quiet machine.
+Each network is converted twice. The first version has two transposes around every convolution. In the second version,
+the transposes are moved through the graph until they cancel each other. Both versions run in ONNX Runtime and in
+OpenVINO, and both runtimes also remove some transposes. The versions are timed in paired blocks at batch 1. Each row is
+written to benchmarks/results/tensorflow_layout.json and .md as soon as it is measured. Needs a quiet machine.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ PACKAGES = {
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
-# This configuration is for `olive run`, because `olive optimize` only supports language models and downloads texts for
-# calibration.
+# The configuration of `olive run`. The benchmark can't use `olive optimize`, which only supports language models and
+# downloads texts for calibration.
 OLIVE = {
     "input_model": {
         "type": "HfModel",
@@ -87,7 +87,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # without saved weights, each call would make a model with other random weights
+        if model.train:  # without saved weights, each call would make a model with different random weights
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]

@@ -5,10 +5,10 @@ Usage:
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python     # also measures DeepSpeed.
 
-Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. The loops take turns
-of two steps in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all
-loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that the
-gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
+Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. In one process
+group, each loop in turn runs two steps. The order rotates from turn to turn, so that a disturbance of the machine slows
+all loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that
+the gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
 pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
 the mean over the batch. The bare loop doesn't check or clip the gradients, and writes no log. If DeepSpeed is
 installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate
@@ -46,9 +46,9 @@ from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# The bare loop for each ZeRO stage.
+# For each ZeRO stage, the name of the plain PyTorch loop that is compared with accel.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable is set in the processes of the ranks
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable passes the number of turns to the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -157,7 +157,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # collects now, so that no loop collects the garbage of another loop
+        gc.collect()  # frees garbage before the timing, so that no loop has to free another loop's garbage
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}

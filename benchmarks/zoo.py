@@ -40,7 +40,8 @@ from zoo_models.case import FAMILIES, names_of
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
 DEFAULT = ("own", "transformers")
-# The modules to import before the children of a family are forked, in addition to accel and torch.
+# For each family, the modules that are imported once, before the child processes are forked. accel and torch are always
+# imported.
 PRELOAD = {
     "transformers": "transformers,transformers.modeling_utils,transformers.models.auto.modeling_auto",
     "torchvision": "torchvision,torchvision.models",
@@ -70,7 +71,7 @@ def main() -> None:
         for text in asked.models or DEFAULT:
             family, _, name = text.partition("/")
             if family not in FAMILIES:
-                raise SystemExit(f"no family {family}; the families are {', '.join(FAMILIES)}")
+                raise SystemExit(f"unknown family {family!r}; use one of {', '.join(FAMILIES)}")
             families.setdefault(family, []).extend([name] if name else [])
         if len(families) > 1:  # one process for each family, because families import different packages
             for family, names in families.items():
@@ -147,7 +148,7 @@ def pending(
 
 
 class Limits:
-    """The largest time in seconds and memory in MiB of one try."""
+    """The limits of one try: the time in seconds, and the memory in MiB."""
 
     def __init__(self, seconds: float, memory: float) -> None:
         self.seconds = seconds
@@ -168,8 +169,8 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        # For users, accel simplifies the graph in a child process. After a crash, the try is repeated with this child
-        # process.
+        # To save time, the first try simplifies the graph in its own process. After a crash, a second try simplifies
+        # the graph in a child process, as accel does for users.
         if row["class"] == "crashed" and "SIG" in row["message"]:
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":

@@ -85,7 +85,7 @@ def simulate(
             recompute(module, layout.recompute)
             if cut is not None:
                 distribute(module, cut, match(module, styles or {}), sequence=layout.sequence_parallel)
-            with unset_fake_temporarily():  # the meshes of FSDP2 hold their ranks in real tensors
+            with unset_fake_temporarily():  # FSDP2 stores the ranks of a device mesh in real tensors
                 called = shard(module, mesh, zero, hpz=layout.hpz)
                 set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)
@@ -203,7 +203,7 @@ def _fake_world(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; simulate before creating a process group")
+        raise RuntimeError("a process group already exists; run the simulation before creating a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield

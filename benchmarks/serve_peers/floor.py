@@ -1,9 +1,9 @@
-"""Serves gRPC requests with as little work as possible, as a lower limit for the time of a Python server.
+"""Serves gRPC requests with as little work as possible, to show the least time that a Python server needs.
 
 Usage:
 
     python floor.py PORT BYTES         # answers every request with one output of BYTES bytes, all zeros
-    python floor.py PORT MODEL.onnx    # runs the model with one thread, on the thread of the call.
+    python floor.py PORT MODEL.onnx    # runs the model with one thread, the thread that handles the request.
 
 Parses a ModelInferRequest and builds a ModelInferResponse, without a queue, checks or batches.
 """

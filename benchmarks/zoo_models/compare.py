@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The largest relative error that counts as rounding. The rounding of float32 causes smaller errors than this limit in
-# the zoo's small nets.
+# The largest relative error that counts as rounding. In the zoo's small nets, the rounding errors of float32 stay below
+# this limit.
 LIMIT = 1e-3
 
 
@@ -70,7 +70,7 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
             continue
         a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (one, other))
         odd = [~torch.isfinite(t) for t in (one, other)]
-        # The value -1e38 of a mask may be minus infinity in one of the two results.
+        # A mask may contain -1e38 in one result and minus infinity in the other result.
         if bool((odd[0] != odd[1]).any()):
             odd = [t.abs() > 1e30 for t in (a, b)]
             if bool((odd[0] != odd[1]).any()):
@@ -85,8 +85,8 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
     """Returns the error of ``found`` against the model in float32, and whether ``found`` counts as right.
 
-    If the error is large, both float32 results are compared with the model in float64. In this comparison, the error of
-    ``found`` may be at most four times the error of the model in float32.
+    If the error is large, both float32 results are compared with the model in float64. Against the float64 result, the
+    error of ``found`` may be at most four times the error of the float32 model.
     """
     apart = error(found, wanted)
     if apart <= LIMIT:

@@ -13,8 +13,8 @@ import torch
 
 from .case import Case, NotMade
 
-# Names of transformers' mappings, one for each head. An architecture gets the head of the first mapping that contains
-# the architecture.
+# Names of mappings in transformers. Each mapping lists the architectures that have a certain head. The zoo uses the
+# first mapping that contains the architecture.
 _HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_CTC", "MODEL_FOR_AUDIO_CLASSIFICATION", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_OBJECT_DETECTION",
@@ -23,7 +23,7 @@ _HEADS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
 
-# Maps an architecture to the head for its best-known task, if another head comes first in ``_HEADS``.
+# Maps an architecture to the head for its best-known task. This head has priority over the order of ``_HEADS``.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -48,10 +48,11 @@ _SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
 
-# For each model that ONNX can't express, a part of the error message that accel.export must give. The text encoder of
-# aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
+# The models that ONNX can't express, each with a part of the error message that accel.export has to give. The text
+# encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# The only sizes that are reduced if the small sizes of an architecture don't fit together.
+# The zoo first reduces all sizes of an architecture. If the reduced sizes don't fit together, the zoo reduces only the
+# sizes in this list.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 

@@ -77,7 +77,7 @@ class MonteCarlo(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to slices, and to its input."""
+    """Writes to slices of tensors, and to the input tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x[:, 0] = 0

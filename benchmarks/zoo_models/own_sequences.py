@@ -14,7 +14,7 @@ from .case import Case
 
 
 class Tagger(nn.Module):
-    """A bidirectional recurrent net that gives each token of a packed sequence a label."""
+    """A bidirectional recurrent net that labels each token of a packed sequence."""
 
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, layers: int = 1) -> None:
         super().__init__()

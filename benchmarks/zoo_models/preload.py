@@ -39,7 +39,7 @@ def _declare_torchvision() -> None:
     library = torch.library.Library("torchvision", "DEF")
     for schema in _TORCHVISION:
         library.define(schema)
-    globals()["_library"] = library  # the operators only exist while this object exists
+    globals()["_library"] = library  # torch removes the operators when this ``Library`` object is deleted
 
 
 import onnxscript  # noqa: E402, F401
@@ -69,6 +69,6 @@ if folder := os.environ.get("ACCEL_ZOO_PACKAGES"):
     sys.path.insert(0, folder)
     _declare_torchvision()
 for name in filter(None, os.environ.get("ACCEL_ZOO_PRELOAD", "").split(",")):
-    with contextlib.suppress(Exception):  # if the package is missing, each model of the family fails with this error
+    with contextlib.suppress(Exception):  # if a package is missing, each model of the family reports the import error
         importlib.import_module(name)
 _warm_up()

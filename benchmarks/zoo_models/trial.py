@@ -28,8 +28,8 @@ _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
     """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
 
-    If ``apart`` is true, accel simplifies the graph in a child process, as for users. Otherwise accel simplifies the
-    graph in this process, which saves the start of an interpreter.
+    If ``apart`` is true, accel simplifies the graph in a child process, as it does by default. Otherwise accel
+    simplifies the graph in this process, which saves the start of an interpreter.
     """
     os.setsid()  # the parent kills the whole process group
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
@@ -81,7 +81,8 @@ def _line(error: object) -> str:
     return " ".join(text.split())[:700]
 
 
-Calls = list[tuple[int, int, Any, Any]]  # each call: batch, size, arguments, and the tensors of the model's result
+# For each call of the model: the batch, the size, the arguments, and the tensors in the model's result.
+Calls = list[tuple[int, int, Any, Any]]
 
 
 def _calls(case: Case) -> Calls:
@@ -258,6 +259,6 @@ def _optimized(path: Path, seconds: float, folder: Path) -> dict[str, Any]:
     try:
         with _silent():
             fast = accel.optimize(path, out=folder / "fast", budget_seconds=seconds)
-    except Exception as error:  # the result records the message
+    except Exception as error:  # the result of the try contains the error message
         return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
     return {"optimize": f"{fast.speedup:.2f}", "optimize_seconds": round(time.monotonic() - started, 1)}

@@ -21,7 +21,7 @@ from .source import FLOAT, FORMATS, Source, largest, to_low
 
 # If the relative l2 error of an output exceeds this limit, the search looks for the node that causes the error.
 _TOLERANCE = {FORMATS[form]: CAST_LIMITS[form] for form in ("fp16", "bf16")}
-# A node is the cause if its output error exceeds its input error by more than this factor.
+# A node counts as the cause of an error if the error of its output exceeds the error of its input by this factor.
 _JUMP = 8.0
 
 _ROUNDS = 40
@@ -96,7 +96,8 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
         kept |= found
         del rounded  # frees memory before the next model is loaded
     raise StageFailed(
-        f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
+        f"the {_label(source)} model still computes infinities after {len(kept)} nodes were kept in float32; "
+        "use fp32 or bf16"
     )
 
 
@@ -128,8 +129,8 @@ def _compare(
         except Exception as error:
             reason = one_line(error, 200)
             raise StageFailed(
-                f"the cast model doesn't run ({reason}); keep the node in float32 with "
-                f"{option('cast', ['keep-fp32=NAME'])}"
+                f"the cast model doesn't run ({reason}); pass {option('cast', ['keep-fp32=NAME'])} to keep the "
+                "failing node in float32"
             ) from error
         for name, value in found.items():
             seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
@@ -141,8 +142,8 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. The format's largest or lowest number counts
-    as equal to a value of a mask."""
+    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. It is no error if a mask value becomes the
+    format's largest or lowest number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -181,7 +182,8 @@ def _lossy(
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
     if lost and not found:
         raise StageFailed(
-            f"the output {lost[0]!r} exceeds the range of {_label(source)}; keep float32 inputs and outputs"
+            f"the output {lost[0]!r} has values beyond the range of {_label(source)}; keep the model's inputs and "
+            "outputs in float32"
         )
     return found
 

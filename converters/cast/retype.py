@@ -43,8 +43,8 @@ def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes. Casts before and after these nodes would
-    only lose precision."""
+    """Returns the nodes that only move values between float32 nodes. If such a node were 16-bit, the Casts before and
+    after the node would only lose precision."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)
@@ -72,8 +72,8 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Writes the retyped graph. ``have`` maps the old name of a tensor and a dtype to the tensor's new name in this
-    dtype."""
+    """Writes the retyped graph. The keys of ``have`` are pairs of a tensor's old name and a dtype. The values are the
+    tensor's new names in these dtypes."""
 
     source: Source
     kept: frozenset[int]
@@ -209,7 +209,7 @@ class _Writer:
         return found
 
     def _model(self) -> onnx.ModelProto:
-        """Returns a model with the new nodes, the source's header, and the new dtypes in the declarations."""
+        """Returns a model with the new nodes and the source's header. The model declares the new dtypes."""
         source = self.source
         model = onnx.ModelProto()
         for name in ("ir_version", "producer_name", "producer_version", "domain", "model_version", "doc_string"):

@@ -1,5 +1,5 @@
-"""Chooses the nodes that stay float32 for any input data. The rules read the graph and its constants, and don't run the
-model."""
+"""Chooses the nodes that have to stay float32 whatever the input data. The rules read the graph and its constants, and
+don't run the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )
 
-# Operators that may come between the addition of an epsilon and a division by the sum.
+# A model may add an epsilon to a value, apply these operators, and divide by the result.
 _EPSILON_FLOW = frozenset(
     {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -49,7 +49,7 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's codes of uint
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Maps the index of each node that stays float32 to the reason.
+    """Returns the nodes that stay float32, as a dict from a node's index to the reason.
 
     ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
     nothing.
@@ -67,11 +67,11 @@ def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
     """Yields the nodes that cast floats to integers, and the nodes that compute sizes or positions (index arithmetic).
     In 16 bits, rounding could change a large size or position.
 
-    Yields the index arithmetic before each of these inputs:
+    Index arithmetic computes one of these inputs:
 
     - the input of a cast to integers
     - the inputs of Range, of TopK, and of a Resize that can't be cast
-    - the inputs that stay float32 in a node that can be cast
+    - the inputs that stay float32 although their node is cast to 16 bits
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -120,8 +120,8 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. The rounding to int8 already makes a
-# larger error.
+# The largest accepted relative error of a quantization scale. Rounding values to int8 causes a larger error
+# than this limit.
 _SCALE_ERROR = 2**-6
 
 
@@ -161,8 +161,8 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors that a clamped constant flows into. In these tensors, the format's lowest number may be a
-    mask."""
+    """Returns the tensors that a clamped constant flows into. If a tensor depends on a clamped constant, the format's
+    lowest number may be a mask."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

@@ -64,7 +64,7 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     from .source import FORMATS, Source
 
     if config.precision not in FORMATS:
-        raise UnknownName(f"unknown precision {config.precision!r}; cast to {' or '.join(FORMATS)}")
+        raise UnknownName(f"unknown precision {config.precision!r}; use {' or '.join(FORMATS)}")
     report(f"cast to {config.precision}")
     source = Source(read_detached(src.path), FORMATS[config.precision])
     _check_worthwhile(src, source, config.precision)
@@ -135,7 +135,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
         advice = f"export with {option('opset', newer)}" if newer else "keep the model in float32"
         raise UnsupportedHere(f"most weights of {src.path} can't be cast to {precision} ({reason}); {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
-        raise UnsupportedHere(f"{src.path} has no float32 tensor that can become {precision}; leave out the cast")
+        raise UnsupportedHere(f"{src.path} has no float32 tensor that can be cast to {precision}; leave out the cast")
 
 
 def _check_types(model: Any) -> None:
@@ -153,8 +153,8 @@ def _check_types(model: Any) -> None:
     except onnx.shape_inference.InferenceError as error:
         if "No schema registered" not in str(error):
             raise CastFailed(
-                f"the cast model has contradicting types ({one_line(error)}); keep the node in float32 with "
-                f"{option('cast', ['keep-fp32=NAME'])}"
+                f"the cast model has contradicting types ({one_line(error)}); pass "
+                f"{option('cast', ['keep-fp32=NAME'])} to keep the node in float32"
             ) from error
 
 
@@ -173,6 +173,6 @@ def _check_loads(path: Path) -> None:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise CastFailed(
-            f"ONNX Runtime refuses the cast model ({one_line(error)}); keep the node in float32 with "
-            f"{option('cast', ['keep-fp32=NAME'])}"
+            f"ONNX Runtime refuses the cast model ({one_line(error)}); pass {option('cast', ['keep-fp32=NAME'])} to "
+            "keep the node in float32"
         ) from error

@@ -51,7 +51,7 @@ class OpNotConverted(ExportFailed):
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
-    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of the signature of ``src``.
+    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names in the signature of ``src``.
 
     The TensorFlow process calls ``read`` (``module:function``) with a ``TensorFlowSpec``, an opset and a layout.
     ``read`` returns ``Converted``.
@@ -126,7 +126,7 @@ def run_tf2onnx(
 
 @contextmanager
 def _operators_noted(file: Path) -> Iterator[None]:
-    """Writes each operator to ``file`` before tf2onnx converts it, because the conversion may end the process."""
+    """Writes the name of each operator to ``file`` before the conversion of the operator, which may end the process."""
     from tf2onnx import handler
 
     kept = (handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping)
@@ -177,8 +177,8 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. The tool tf2onnx writes this mode although opset 13
-    removed it.
+    """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. Opset 13 removed the mode ``tf_half_pixel_for_nn``,
+    but tf2onnx still writes it.
 
     The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded to the
     nearest integer, with halves rounded up.
@@ -221,9 +221,9 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
             model = version_converter.convert_version(model, opset)
         except Exception as error:
             raise ExportFailed(
-                f"{where} can't be converted from opset {opset_of(model)} to {opset} ({one_line(error)}); "
-                f"pass {option('opset', opset_of(model))}"
+                f"{where} can't be converted from opset {opset_of(model)} to opset {opset} "
+                f"({one_line(error)}); pass {option('opset', opset_of(model))} to keep the opset"
             ) from error
-    del model.graph.value_info[:]  # otherwise the converter's symbols would replace the names of the dims
+    del model.graph.value_info[:]  # the converter's symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

@@ -20,7 +20,7 @@ class OnnxFromTensorFlowConfig(Tf2OnnxConfig):
 
 
 def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
-    """Converts ``src`` (kind ``tensorflow``) to ``out``. Inputs and outputs get the names of the signature of ``src``.
+    """Converts ``src`` (kind ``tensorflow``) to ``out``. Inputs and outputs get the names in the signature of ``src``.
 
     Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
     """

@@ -18,7 +18,7 @@ class OnnxFromTfliteConfig(Tf2OnnxConfig):
 
 
 def onnx_from_tflite(src: Artifact, config: OnnxFromTfliteConfig, out: Path) -> Artifact:
-    """Converts ``src`` (kind ``tflite``) to ``out``. Inputs and outputs get the names of the signature of ``src``.
+    """Converts ``src`` (kind ``tflite``) to ``out``. Inputs and outputs get the names in the signature of ``src``.
 
     Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
     """

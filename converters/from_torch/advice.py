@@ -31,7 +31,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     feeds = src.signature.example_inputs(**sizes)
     try:
         found = run_named(module, src.signature, feeds)
-    except Exception:  # a model may raise anything; the caller reports the errors of the exporters anyway
+    except Exception:  # the model may raise any error, and the caller reports the exporters' errors
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))

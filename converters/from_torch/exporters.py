@@ -1,4 +1,4 @@
-"""Runs PyTorch's two exporters to ONNX. The exported files get the names and dims of the contract."""
+"""Runs PyTorch's two exporters to ONNX. The exported files get the names and dims in the model's signature."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
 def _roots() -> Iterator[None]:
     """Makes ``math.sqrt`` of a tensor or of a dynamic size a part of the graph.
 
-    Python's own ``math.sqrt`` has to return a number, so the exporters would record the example's root as a constant.
+    Python's own ``math.sqrt`` has to return a number, so the exporters would record this number as a constant.
     """
     import torch
 
@@ -178,11 +178,10 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Writes the file ``exported`` to ``out``, and replaces the exporter's names and dims by the contract's names and
-    dims.
+    """Writes the file ``exported`` to ``out``, with the names and dims in the signature of ``src``.
 
     Outputs are exported under unique names, because the name of an output may also be the name of an inner value. This
-    function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output
+    function restores the names of the outputs. The signature's names of dims replace the exporter's symbols. An output
     dim that never changed in PyTorch is declared fixed. The output gate later runs the file at every shape.
     """
     model = read_detached(exported)
@@ -227,7 +226,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
-            # TorchScript module. In this TorchScript module, the branches of the inner module are kept.
+            # TorchScript module. The combined module keeps the branches of the inner module.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))

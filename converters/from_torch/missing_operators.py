@@ -36,8 +36,8 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of the torchvision operators that are registered in this process. The exporter lacks
-    these translations if a library other than torchvision declares the operators."""
+    """Returns the translations of the torchvision operators that are registered in this process. If a library other
+    than torchvision declares the operators, the exporter has no translations of its own."""
     import torch
 
     found: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -31,7 +31,7 @@ from .python_numbers import Place, places
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
-# The number of places that a message names.
+# The largest number of source lines that an error message lists.
 _SHOWN = 3
 
 # Patterns for the exporters' messages about an operator without an ONNX translation, and for color codes in messages.
@@ -65,9 +65,10 @@ class OpsetNotGiven(ExportFailed):
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
     """Exports ``src`` (kind ``torch``) to ``out``.
 
-    The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. If ``proof`` has no
-    gate for outputs, the error limit is the default for the source's precision. The notes name the chosen exporter, and
+    The file of an exporter has to pass the ONNX checker and match the signature of ``src``. The file's outputs have to
+    agree with eager PyTorch at every case of the signature. ``proof`` has the gates of the run, which check the
+    signature and the outputs. If ``proof`` has no gate for outputs, the error limit is the default for the source's
+    precision. The notes name the chosen exporter, and
     tell why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
@@ -89,7 +90,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             if rung == "legacy":
                 read = _read(src, said if by_values else ())
                 if read:
-                    raise ExportFailed(f"the file has constants in place of the values that are read at {_where(read)}")
+                    raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -109,8 +110,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     if _packs(src):
         raise ExportFailed(
             f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
-            "pad_packed_sequence directly after the RNN, or run an RNN of one direction on the padded "
-            "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
+            "pad_packed_sequence directly after the RNN; an RNN of one direction can also run on the padded batch: "
+            "select its outputs by the lengths or a mask, as in output.gather(1, lengths - 1)"
         )
     read = _read(src, ()) if read is None else read
     if certain := [place for place in read if place.rewrite.certain]:
@@ -119,7 +120,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
-            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators"
+            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of "
+            "PyTorch"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
@@ -149,7 +151,7 @@ def _where(read: Sequence[Place]) -> str:
 
 
 def _fixes(read: Sequence[Place]) -> str:
-    """Returns the rewrites of the first places in ``read``, and the number of the remaining places."""
+    """Returns a text with the first places in ``read``, how to rewrite each place, and how many places follow."""
     more = f"; {len(read) - _SHOWN} more follow" if len(read) > _SHOWN else ""
     return "; ".join(map(str, read[:_SHOWN])) + more
 
@@ -255,11 +257,11 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
     _, properties = describe(out)
     if properties["opset"] != config.opset:
-        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']}, not {config.opset}")
+        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']} instead of opset {config.opset}")
     try:
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
-        raise ExportFailed(f"the file fails the checker: {one_line(error)}") from error
+        raise ExportFailed(f"the exported file fails the ONNX checker: {one_line(error)}") from error
     companions = external_files(read_proto(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
@@ -274,8 +276,8 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"the file's outputs are off: the error of {failed[0].output} at {failed[0].case} is {failed[0].value:.2g} "
-            f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
+            f"the file's outputs are off: the output {failed[0].output} has an error of {failed[0].value:.2g} at "
+            f"{failed[0].case} (limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})

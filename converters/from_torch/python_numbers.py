@@ -1,6 +1,6 @@
 """Finds the lines at which a model turns values of its inputs into Python numbers.
 
-At these lines, a tracing exporter would record the example's numbers as constants.
+A tracing exporter would record the example's numbers as constants.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _is_strided(value: Any) -> bool:
 def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[WarningMessage] = ()) -> list[Place]:
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
-    A place that only prints or checks values is left out, because it doesn't change the outputs. A place that only
-    reads values of other tensors, such as a buffer, is left out too. ``said`` has warnings of the older exporter, which
-    also warns about branches on sizes that depend on values.
+    A place that only prints or checks values is left out, because it doesn't change the outputs. Also leaves out
+    places that only read tensors that don't depend on the inputs, such as buffers. ``said`` has warnings of the older
+    exporter, which also warns about branches on sizes that depend on values.
     """
     import torch
 

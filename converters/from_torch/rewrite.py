@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .tensor_expression import condition, function_name, is_condition, module_function, takes_numbers, tensors
 
-# A place in a file: first line, last line, first column and last column. Columns count bytes of UTF-8.
+# A place in a file: first line, last line, first column and last column. Columns are counted in bytes of UTF-8.
 Span = tuple[int, int | None, int | None, int | None]
 
 _UNKNOWN = "use functions of tensors there"
@@ -26,8 +26,8 @@ _SHOWS = ("print", "warn", "warning", "debug", "info")
 
 @dataclass(frozen=True)
 class Rewrite:
-    """``text`` is the user's expression, or "" if its source isn't known. ``fix`` is an imperative clause with advice.
-    If ``certain`` is true, no exporter can record the expression."""
+    """``text`` is the user's expression, or "" if the source code isn't known. ``fix`` is an imperative clause with
+    advice. If ``certain`` is true, no exporter can record the expression."""
 
     text: str
     fix: str
@@ -56,7 +56,7 @@ def rewrite(file: str, span: Span) -> Rewrite | None:
 def branch(file: str, line: int) -> Rewrite | None:
     """Returns how to write the condition on ``line`` without a branch, or None if the branch only checks values.
 
-    The condition may test a size instead of a tensor, so the advice is to choose by a mask.
+    The condition may test a size instead of a tensor, so the advice is always to use a mask with ``torch.where``.
     """
     fix = "choose by a mask with torch.where"
     tree, _ = _parsed(file)
@@ -102,8 +102,8 @@ def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
 
 
 def _where(test: str, yes: ast.expr, no: ast.expr) -> str:
-    """Returns the expression that chooses between two results. Chooses each tensor of two dicts with equal keys, or of
-    two tuples of equal length. Returns "" for other structures."""
+    """Returns an expression with ``torch.where`` that chooses ``yes`` or ``no``. For two dicts with equal keys, or two
+    tuples of equal length, each tensor is chosen separately. Returns "" for other structures."""
     if isinstance(yes, ast.Dict) and isinstance(no, ast.Dict):
         keys, others = ([key and ast.unparse(key) for key in one.keys] for one in (yes, no))
         if None in keys or sorted(map(str, keys)) != sorted(map(str, others)):
@@ -242,7 +242,7 @@ def _at(tree: ast.Module, span: Span) -> ast.expr | None:
     """Returns the smallest expression that covers ``span``. If ``span`` covers a whole loop or branch, returns the
     condition or iterable of that statement.
 
-    For a loop, and for a branch that only raises, Python gives the span of the whole statement.
+    Python reports the span of the whole statement for a loop, and for a branch that only raises.
     """
     first, last, start, end = span
     if start is None:

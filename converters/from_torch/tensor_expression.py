@@ -34,7 +34,7 @@ def is_condition(node: ast.AST) -> bool:
 
 
 def takes_numbers(call: ast.Call) -> bool:
-    """Tells whether ``call`` reads a tensor, or calls a function on numbers that ``tensors`` may replace."""
+    """Tells whether ``call`` reads a tensor, or calls a function of Python numbers that ``tensors`` can rewrite."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr in _READS or bool(module_function(call)[0])
     return function_name(call) in (*_CASTS, "round", "max", "min")

@@ -21,8 +21,9 @@ def mend(path: Path, known: Signature) -> bool:
     """Runs the ONNX file ``path`` at several sizes. If the outputs have the shapes that ``known`` states, writes these
     shapes into the file. Exporters and quantizers declare fixed sizes or formulas for dims that they can't infer.
 
-    Also removes the declared shapes of inner tensors, because runtimes may rely on these shapes. If the file can't be
-    run here, or if an output's shape differs from ``known``, returns False and leaves the file unchanged.
+    Also removes the declared shapes of inner tensors, because these shapes may be wrong and runtimes may rely on them.
+    If the file can't be run here, or if an output's shape differs from ``known``, returns False and leaves the file
+    unchanged.
     """
     model = onnx.load(path, load_external_data=False)
     cases = known.cases(_LARGEST_BATCH)
@@ -59,7 +60,7 @@ def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequen
             expected = [dim] * len(cases)
         elif all(dim in case for case in cases):
             expected = [case[dim] for case in cases]
-        else:  # the dim is computed from the dims of inputs, so its size must vary
+        else:  # this output dim is computed from input dims, so its size has to differ between the cases
             expected = sizes if len(set(sizes)) > 1 else []
         if sizes != expected:
             return False

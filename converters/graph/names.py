@@ -23,7 +23,7 @@ class Contract:
 
 
 def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contract) -> None:
-    """Renames the inputs and outputs of ``model`` in place, and declares the order and shapes of ``contract``.
+    """Renames the inputs and outputs of ``model`` in place, and gives them the order and the shapes in ``contract``.
 
     ``names`` maps the file's names to the user's names. If an inner value already has one of the user's names,
     the inner value is renamed. An Identity node is added if an input is also an output, or if two outputs are the same

@@ -89,14 +89,14 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
         as_weights(model, apart)
     if _quantizers(model) != before:
-        raise NotBroughtOver(f"{path} loses quantized operators at opset {opset}; leave out {option('opset')}")
+        raise NotBroughtOver(f"{path} would lose quantized operators at opset {opset}; leave out {option('opset')}")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
     model.ir_version = max(int(model.ir_version), least)
     if config.max_ir is not None and model.ir_version > config.max_ir:
         least, why = max((least, f"opset {opset}"), *_newer_dtypes(model.graph))
         if least > config.max_ir:
             raise NotBroughtOver(
-                f"{path} needs IR version {least} for {why}, and the target reads at most IR version {config.max_ir}; "
+                f"{path} needs IR version {least} for {why}, but the target reads at most IR version {config.max_ir}; "
                 f"export the model again without {why}"
             )
         repaired.append(f"it declared IR {model.ir_version}, which it doesn't need and which not every runtime reads")
@@ -106,12 +106,12 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    write_onnx(model, out)  # ONNX Runtime loads files of any size, but only up to 2 GB from memory
+    write_onnx(model, out)  # ONNX Runtime loads a file of any size, but a model in memory only up to 2 GB
     _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
     if fault := check_file(out):
-        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another opset")
+        raise NotBroughtOver(f"{path} fails the ONNX checker at opset {opset}: {fault}; pass another opset")
     return {"repaired": repaired}
 
 
@@ -161,7 +161,8 @@ def _redeclared(
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
             raise BadInputSpec(
-                f"the model takes the input {spec}, not {new}; only sizes can be changed, so correct {option('inputs')}"
+                f"the model has the input {spec}, but {new} was given; only the sizes may differ, so correct "
+                f"{option('inputs')}"
             )
         if new.shape != spec.shape:
             repaired.append(
@@ -186,7 +187,7 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
     except Exception as error:
         if opset > before:
             raise NotBroughtOver(
-                f"{path} can't be converted from opset {before} to {opset} ({one_line(error)}); leave out "
+                f"{path} can't be converted from opset {before} to opset {opset} ({one_line(error)}); leave out "
                 f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)
@@ -225,7 +226,7 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
 
-    Removes an attribute only if it has its default value. Also removes a Reshape's ``allowzero`` if none of the sizes
+    Removes an attribute only if its value is the default. Also removes a Reshape's ``allowzero`` if none of the sizes
     is 0. The checker later refuses the model if other newer attributes remain.
     """
     import onnx
@@ -249,7 +250,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``. The first pair is (0, "")."""
+    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``, after a first pair (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -289,8 +290,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs only sizes that the user chose: the default sizes and one end of each range. Many models require multiples of
-    # a step, such as 32, and would refuse other sizes in the range.
+    # Runs the model only at sizes that the user gave: at the default sizes, and at one end of each range. Many models
+    # accept only multiples of a step, such as 32, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:
@@ -304,7 +305,9 @@ def _observe_outputs(
             shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
             fix = fix or f"; correct {options('inputs', 'dims')}"
-            raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error
+            raise NotBroughtOver(
+                f"{path} doesn't run on inputs of the shapes {shapes} ({one_line(error)}){fix}"
+            ) from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):
         kind = value.type.tensor_type.elem_type

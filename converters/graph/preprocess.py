@@ -31,9 +31,9 @@ class PreprocessConfig(StageConfig):
 
     ``mean`` and ``std`` have one number for all channels or one number for each channel. ``mean`` and ``std`` apply to
     pixels from 0 to 1, so uint8 pixels are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
-    ``resize`` is the (height, width) that the model takes. Images of any size are resized bilinearly with half-pixel
-    centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
-    maps ``height`` and ``width`` to their ranges before the resize.
+    ``resize`` is the height and width that the model takes. If ``resize`` is set, images of any size are resized
+    bilinearly with half-pixel centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to
+    the only output. ``dims`` maps ``height`` and ``width`` to their ranges before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -105,8 +105,8 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
-            f"can't tell which dim of {images[0]} holds the channels; exactly one of dims 1 and 3 must have size 1, 3 "
-            "or 4"
+            f"can't tell which dim of the input {images[0]} holds the channels; exactly one of dims 1 and 3 must have "
+            "size 1, 3 or 4"
         )
     return images[0], axes[0]
 
@@ -147,7 +147,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if layout not in ("NCHW", "NHWC"):
         raise BadInputSpec(f"unknown layout {layout!r}; use NCHW or NHWC")
     if dtype not in ("uint8", "float32", "float16"):
-        raise BadInputSpec(f"images are uint8, float32 or float16, not {dtype!r}; use one of these dtypes")
+        raise BadInputSpec(f"images can't have the dtype {dtype!r}; use uint8, float32 or float16")
     scale, shift = _affine(config, channels, dtype)
     height, width = _incoming_size(spec, axis, signature, config)
     shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
@@ -238,10 +238,11 @@ def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.nda
     for name, numbers in (("mean", config.mean), ("std", config.std)):
         if len(numbers) not in (0, 1, channels):
             raise BadInputSpec(
-                f"{name} has {len(numbers)} numbers, which don't fit {channels} channels; give 1 number or {channels}"
+                f"the {name} has {len(numbers)} numbers, which don't fit {channels} channels; give 1 number or "
+                f"{channels} numbers"
             )
         if not np.isfinite(numbers).all() or (name == "std" and not all(numbers)):
-            raise BadInputSpec(f"{name} can't be {numbers}; give finite numbers, and a std other than 0")
+            raise BadInputSpec(f"the {name} can't be {numbers}; give finite numbers, and a std other than 0")
     top = 255.0 if dtype == "uint8" else 1.0
     mean, std = np.array(config.mean or [0.0]), np.array(config.std or [1.0])
     scale = np.broadcast_to(1 / (top * std), (channels,))
@@ -283,7 +284,8 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
 
 
 def parse_postprocess(text: str) -> tuple[str, int]:
-    """Splits a text such as ``topk:5`` into its kind and its number. The number of ``softmax`` and ``argmax`` is 0.
+    """Splits a text such as ``topk:5`` into its kind and its number. For ``softmax`` and ``argmax``, returns 0 as the
+    number.
 
     Raises ``BadInputSpec`` if the text has another form.
     """

@@ -96,7 +96,8 @@ def ncnn(path: Path, known: Signature) -> ReadBack:
     for index, spec in enumerate(known.inputs):
         if (layer := starts.pop(f"in{index}", None)) is None:
             continue
-        noted = [size for key in (2, 11, 1, 0) if (size := layer.number(key))]  # keys: channels, depth, height, width
+        # ncnn stores the channels, depth, height and width of an Input layer under these keys.
+        noted = [size for key in (2, 11, 1, 0) if (size := layer.number(key))]
         dims = spec.shape
         if noted:
             dims = _shape(spec.name, [None, *noted], spec, known, {})
@@ -113,7 +114,7 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Makes a signature from rows. Dynamic axes get their names from ``known``."""
+    """Makes a signature from the rows of the inputs and outputs. Dynamic axes get their names from ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
@@ -150,8 +151,7 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # The file may declare a dynamic output size although the size is constant, if the size is computed from
-            # dynamic sizes.
+            # A constant output size may be dynamic in the file if the model computes this size from dynamic sizes.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)

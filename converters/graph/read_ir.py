@@ -48,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the dims that accel recorded in the IR for each tensor. Without a record, the dicts are empty."""
+    """Returns the dims that accel recorded in the IR for each tensor. If the IR has no record, returns empty dicts."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -66,7 +66,10 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
     name = next((n for n in names if n in known), names[0])
     kind = port.get_element_type().get_type_name()
     if kind not in _DTYPES:
-        raise InvalidModel(f"{name!r} has OpenVINO's type {kind}, which no session takes; cast it inside the model")
+        raise InvalidModel(
+            f"the tensor {name!r} has OpenVINO's type {kind}, which accel's sessions don't support; add a cast inside "
+            "the model"
+        )
     sizes = list(port.get_partial_shape())
     dims = known.get(name, [])
     shape: list[Dim] = []

@@ -121,7 +121,7 @@ def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
     """Describes the first forbidden change from ``before`` to ``after``. Returns None if no change is forbidden."""
     (was, _), (now, _) = describe_model(before), describe_model(after)
     for old, new in zip((*was.inputs, *was.outputs), (*now.inputs, *now.outputs), strict=False):
-        # The dims of an output may be renamed, and an unknown shape may have become known.
+        # onnxsim may rename the dims of an output, and may find out an unknown shape.
         same = (old.name, old.dtype, len(old.shape)) == (new.name, new.dtype, len(new.shape))
         if not same or any(isinstance(a, str) != isinstance(b, str) for a, b in zip(old.shape, new.shape, strict=True)):
             return f"onnxsim changed {old} to {new}"

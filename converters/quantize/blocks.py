@@ -1,7 +1,7 @@
 """Quantizes the weights of large matrix products to 8 or 4 bits, with standard ONNX operators that TensorRT takes.
 
-Activations stay float. A DequantizeLinear with one scale for each block of a column restores the weights. ``quantize``
-runs this module in a child process.
+Activations stay float. A DequantizeLinear restores the weights, with one scale for each block of a column.
+``quantize`` runs this module in a child process.
 """
 
 from __future__ import annotations

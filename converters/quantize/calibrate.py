@@ -28,7 +28,7 @@ Batches = Callable[[int], Iterator["Feeds"]]
 
 _SAVE_SECONDS = 10.0
 
-# One run of the model returns at most about this many bytes of activations.
+# The approximate limit in bytes for the activations that one run of the model returns.
 _CHUNK_BYTES = 1 << 29
 
 

@@ -1,10 +1,10 @@
-"""Counts values in histograms that need no range beforehand, and computes quantization ranges from the counts.
+"""Counts values in histograms whose range grows with the data, and computes quantization ranges from the counts.
 
-A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
-grows and neighboring bins are merged. All bin widths are powers of two, so merged bins give the same counts as a
-histogram that starts with the final range. The order and the size of the batches therefore make no difference. The
-range from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at most 1/2048 of
-the largest absolute value.
+A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value is at least 2**e or below
+-2**e, e grows and neighboring bins are merged. All bin widths are powers of two, so merged bins give the same counts as
+a histogram that starts with the final range. The counts therefore don't depend on the order and the size of the
+batches. The range from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at
+most 1/2048 of the largest absolute value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 BINS = 8192
 _HALF = BINS // 2
 
-# At most this many values are counted at a time, because counting makes copies of the values.
+# The largest number of values that are counted at a time. A limit is needed, because counting copies the values.
 _PIECE = 1 << 18
 
 _INT8_STEPS = 255  # number of steps from the lowest to the highest 8-bit value
@@ -189,7 +189,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # shrinks down to 2**-11, because smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # the smallest factor is about 2**-11: smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -202,15 +202,15 @@ def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
 
 
 def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
-    """Returns an array [lows, highs] with the sum of the squared errors of all values for each range from a low to a
-    high end."""
+    """Returns the sum of the squared errors of all values for each pair of a range's low end and high end, as an array
+    [lows, highs]."""
     edges = found.edges
     centers = (edges[:-1] + edges[1:]) / 2
     counts = found.counts.astype(np.float64)
 
     def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each end, the number of values beyond the end, and the sum of their squared distances to the
-        end."""
+        """For each end of a range, returns the number of values beyond this end, and the sum of their squared distances
+        to this end."""
         outside = centers > ends[:, None] if upwards else centers < ends[:, None]
         distances = np.square(centers - ends[:, None])
         return outside @ counts, (outside * distances) @ counts

@@ -57,8 +57,8 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     change.
 
     Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
-    computes these nodes wrongly. The fault occurs in U-Nets. NNCF quantizes a skip tensor to int8 if a Concat joins the
-    skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    computes these nodes wrongly. In a U-Net, NNCF quantizes a skip tensor to int8 if a Concat joins
+    the skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -85,7 +85,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # removes unused zero points, and declarations of old dtypes
+    spent = (set(unsigned) - used) | quantized  # the names of unused zero points and of tensors whose dtype changed
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:

@@ -29,7 +29,7 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 _BATCH = 4
 
 # Between two convolutions, these operators are quantized as well, so that values stay int8 from one convolution to the
-# next. Softmax, normalizations and Where stay float. In int8, the mask of a Where would take up the whole range.
+# next. Softmax, normalizations and Where stay float. The large mask values of a Where would stretch the int8 range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
     "Relu", "Reshape", "Resize", "Sigmoid", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
@@ -60,7 +60,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     config = task.config
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # otherwise, ONNX Runtime's quantizer holds three copies of the weights
+    if _is_large(task.path):  # avoids the three copies of the weights that ONNX Runtime's quantizer makes
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -106,7 +106,7 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=ort.CalibrationMethod.MinMax,  # unused, because the file of ranges replaces calibration
+        calibrate_method=ort.CalibrationMethod.MinMax,  # not used, because accel passes its own calibrated ranges
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
@@ -153,9 +153,9 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """Makes only quantized products read quantized tensors, and all other nodes the original tensors.
+    """Connects all nodes except the quantized products to the original, unquantized tensors.
 
-    Otherwise, a residual connection beside a product would accumulate the rounding of every layer. Raises
+    If a residual connection read the quantized tensors, it would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.
     """
     model = onnx.load(str(path), load_external_data=False)
@@ -163,8 +163,8 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
     for value in model.graph.output:
         if value.name in originals:
             raise QuantizeFailed(
-                f"the output {value.name!r} would be quantized; keep its producer in float with "
-                f"{option('quantize', ['keep=NAME'])}"
+                f"the output {value.name!r} would be quantized; pass {option('quantize', ['keep=NAME'])} to keep the "
+                "node that computes this output in float"
             )
     onnx.save(model, str(path))
 
@@ -217,7 +217,7 @@ def _preprocessed(task: Task) -> Path:
     fails, returns the path of the unchanged model."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # ONNX Runtime would hold three copies of a large model's weights
+    if _is_large(task.path):  # avoids the three copies of the weights that quant_pre_process makes
         inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):

@@ -30,7 +30,7 @@ FP8_CALIBRATIONS = ("minmax", "percentile")
 
 _CHECKED_AT_ONCE = 16
 
-# Without calibration data, this many random inputs are run for each set of input sizes.
+# The number of random inputs for each set of input sizes, used if there is no calibration data.
 _RANDOM_FEEDS = 4
 
 
@@ -58,8 +58,8 @@ class Form:
 # For openvino, NNCF decides which tensors to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
 #     because TensorRT refuses some quantized biases and outputs, and can't fuse the others. The products of attention
-#     stay float, because TensorRT fuses these products only in float. Cast a model to fp16 after its quantization,
-#     because the cast also gives the scales the dtype of the engine's layers.
+#     stay float, because TensorRT fuses these products only in float. Cast a model to fp16 after its quantization, so
+#     that the cast also converts the scales to the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -97,10 +97,10 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale. For openvino, 8-bit weights have a scale for each channel instead.
+    of ``block_size`` weights has a scale. Only 8-bit weights for openvino have a scale for each channel.
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
-    percentile, entropy or mse (see ``histogram.value_range``). The form openvino takes only minmax and percentile.
+    percentile, entropy or mse (see ``histogram.value_range``). The form openvino only supports minmax and percentile.
     ``smooth`` sets how far outliers move from activations into weights of a transformer, from 0 (not at all) to 1
     (completely). For openvino, NNCF does its own smoothing. Mode fp8 needs no smoothing. If ``ops`` is not empty, only
     the operators in ``ops`` are quantized. ``keep`` lists shell patterns. Nodes whose name or operator matches a
@@ -120,7 +120,7 @@ class QuantizeConfig(StageConfig):
     block_size: int = 32
     smallest: int = 1 << 16
     # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
-    # reduce_range is None, this machine's CPU decides whether the weights have 7 bits.
+    # reduce_range is None, accel uses 7 bits on CPUs with this problem.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # A killed calibration leaves its state in this folder. See ``collect``.
+    unfinished: Path | None = None  # The folder in which a killed calibration leaves its state. See ``collect``.
     base: str = "fp32"  # The precision of the layers that don't become int8, used by ``sensitivity.measure``.
 
 
@@ -191,7 +191,7 @@ def _form(config: QuantizeConfig) -> Form:
         ("calibration", config.calibration, FORMS[config.form].calibrations if config.form in FORMS else ()),
     ):
         if name not in known:
-            raise UnknownName(f"unknown quantization {kind} {name!r}; use {' or '.join(known)}")
+            raise UnknownName(f"unknown {kind} of quantization {name!r}; use {' or '.join(known)}")
     if config.mode == "fp8" and config.calibration not in FP8_CALIBRATIONS:
         raise UnknownName(f"fp8 has no calibration method {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
     form = FORMS[config.form]
@@ -239,7 +239,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
         what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
         raise UnsupportedHere(
-            f"{what} needs opset >= {least}, but {src.path} has {have}; pass {option('opset', max(20, least))}"
+            f"{what} needs opset >= {least}, but {src.path} has opset {have}; pass {option('opset', max(20, least))}"
         )
 
 
@@ -314,7 +314,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
                 f"a tensor inside the model is NaN on the calibration data, so quantization for {task.config.form} "
-                "finds no range; correct the operation that gives NaN, leave out the samples that cause it, or pass "
+                "finds no range; correct the operation that computes NaN, remove the samples that cause NaN, or pass "
                 f"{option('quantize', ['keep=NODE'])} for each node that reads the tensor"
             ) from error
         raise QuantizeFailed(
@@ -322,7 +322,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
         ) from error
     except OSError as error:
         raise CannotWrite(
-            f"can't write the model quantized for {task.config.form} ({error}); free some space"
+            f"can't write the quantized model for {task.config.form} ({error}); free some space"
         ) from error
 
 
@@ -373,7 +373,7 @@ def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str
             signature.example_inputs(seed=number, **cases[number // _RANDOM_FEEDS]) for number in range(skip, total)
         )
     if not total:
-        raise AccelError(f"{config.data} has fewer samples than one batch of this model's fixed size; add samples")
+        raise AccelError(f"{config.data} has fewer samples than the model's fixed batch size; add samples")
     for done, feeds in enumerate(batches, skip):
         report(f"calibrating, batch {done + 1} of {total}", done / total)
         yield feeds

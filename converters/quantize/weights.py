@@ -20,8 +20,8 @@ from .stage import Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
-# MatMulNBits may round blocks of activations to the dtype of this accuracy level. Level 4 means int8, for which CPUs
-# have instructions.
+# The accuracy level of MatMulNBits is the dtype to which the operator may round blocks of activations. Level 4 means
+# int8, for which CPUs have instructions.
 _ACCURACY_LEVEL = 4
 
 

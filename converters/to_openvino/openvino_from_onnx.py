@@ -67,7 +67,9 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
             "another opset"
         ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
+        raise CannotWrite(
+            f"can't write the file {out} ({error.strerror or error}); choose another {option('out')}"
+        ) from error
     signature, found = describe(out)
     ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
     return Artifact(

@@ -10,7 +10,7 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 def keep_reduced_dims(model: Any) -> int:
     """Sets ``keep_dims`` in the reductions of a quantized ``ov.Model``, and adds a squeeze after each reduction.
 
-    Returns the number of rewritten reductions. The result is the same in exact arithmetic.
+    Returns the number of rewritten reductions. In exact arithmetic, the model's outputs don't change.
 
     The CPU plugin (2026.4) fuses the elementwise operations after a reduction into the reduction. If the reduction
     drops dims (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following

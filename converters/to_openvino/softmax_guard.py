@@ -72,7 +72,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
             if np.abs(node.data).max(initial=0) > _BF16_MAX:
                 masks.append(node)
         elif kind == "MatMul":
-            continue  # the product gives the scores, which are infinite only if the model overflows
+            continue  # this product computes the attention scores, which are infinite only after an overflow
         elif kind in _ARITHMETIC:
             open_ends += inputs
         elif kind in _MOVEMENT or kind == "FakeQuantize":

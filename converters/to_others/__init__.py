@@ -1,4 +1,4 @@
-"""Converts ONNX models to PyTorch, SavedModel, TFLite and ncnn. No target of the optimizer uses these formats.
+"""Converts ONNX models to formats that no target of the optimizer uses: PyTorch, SavedModel, TFLite and ncnn.
 
 Takes an ONNX artifact (for TFLite, a SavedModel). Returns an artifact of kind `torch`, `tensorflow`, `tflite` or
 `ncnn`.

@@ -54,7 +54,9 @@ def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Arti
         if not param.is_file() or not weights.is_file():
             raise NcnnFailed(f"pnnx can't convert {src.path.name}: {_last(said)}; {_advice(src)}")
         if left := _left_over(param):
-            raise NcnnFailed(f"ncnn has no layer for {', '.join(left)} of {src.path.name}; use another target")
+            raise NcnnFailed(
+                f"ncnn has no layers for the operators {', '.join(left)} of {src.path.name}; use another target"
+            )
         companion = out.with_suffix(".bin")
         shutil.copyfile(param, out)
         shutil.copyfile(weights, companion)
@@ -89,13 +91,17 @@ def try_net(path: Path, signature: Signature) -> None:
 def _check_signature(signature: Signature) -> None:
     for spec in signature.inputs:
         if spec.dtype not in _DTYPES:
-            raise NcnnFailed(f"ncnn can't take the {spec.dtype} input {spec.name!r}; cast it inside the model")
+            raise NcnnFailed(f"ncnn has no inputs of dtype {spec.dtype}; cast the input {spec.name!r} inside the model")
         if not 2 <= len(spec.shape) <= _MAX_RANK:
-            raise NcnnFailed(f"ncnn takes inputs with a batch dim and 1 to 4 more dims, not {spec}; use another target")
+            raise NcnnFailed(
+                f"ncnn takes inputs with a batch dim and 1 to 4 more dims, but the model has the input {spec}; use "
+                "another target"
+            )
     firsts = {spec.shape[0] for spec in (*signature.inputs, *signature.outputs) if spec.shape}
     if len(firsts) != 1 or any(not spec.shape for spec in signature.outputs):
         raise NcnnFailed(
-            "ncnn runs one sample at a time, and the inputs and outputs share no batch dim; use another target"
+            "ncnn runs one sample at a time, but the model's inputs and outputs have no common batch dim; use another "
+            "target"
         )
 
 

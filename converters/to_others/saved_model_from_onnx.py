@@ -29,8 +29,8 @@ ONNX2TF = (
 )
 # These options of onnx2tf keep the ONNX layout of the inputs. With the option keep_ncw_or_nchw_or_ncdhw_input_names,
 # the SavedModel computes in the channels-last layout of TensorFlow's convolutions. With the option
-# keep_shape_absolutely_input_names, onnx2tf adds no transposes. Models that were made from TensorFlow already have
-# transposes and need no others.
+# keep_shape_absolutely_input_names, onnx2tf adds no transposes. Models that were made from TensorFlow already have the
+# necessary transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -75,7 +75,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 part.rename(out.parent / part.name)
             break
     else:
-        # Prefers an error that names an operator.
+        # If both options fail, an error that names an operator tells the user more.
         raise max(refused.values(), key=lambda error: bool(error.operator))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
@@ -99,8 +99,8 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"the package {name} is not installed; accel has no extra for {name}, because its pinned dependencies "
-                f"conflict with accel's; run: {ONNX2TF}"
+                f"the package {name} is not installed; accel has no extra for {name}, because the dependencies of "
+                f"{name} conflict with the dependencies of accel; run: {ONNX2TF}"
             )
 
 
@@ -161,8 +161,8 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
     """Returns the arguments of onnx2tf for the layout option ``rung``.
 
-    The option that keeps channels first takes only inputs of rank 3 to 5. In inputs of other ranks, the channels are
-    never moved by onnx2tf.
+    The option that keeps channels first takes only inputs of rank 3 to 5. Inputs of other ranks don't need this
+    option, because onnx2tf never moves the channels of these inputs.
     """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}
@@ -193,7 +193,8 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
             same = given
         if not same:
             raise NotTensorFlow(
-                f"onnx2tf lost the name {name!r} (the SavedModel has {', '.join(given)}); choose another format"
+                f"onnx2tf lost the tensor name {name!r} (the SavedModel has the names {', '.join(given)}); choose "
+                "another format"
             )
         found[name] = same[0]
     return found
@@ -236,7 +237,7 @@ def _turned(
         off, best = min(fits)
         if off > AXES_LIMIT * max(1.0, float(np.abs(wanted[name]).max(initial=0.0))):
             raise NotTensorFlow(
-                f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another format"
+                f"onnx2tf changed the values of the output {name!r} by up to {off:.2g}; choose another format"
             )
         turned[name] = [] if best == sorted(best) else best
     return turned

@@ -45,7 +45,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     model = read_proto(src.path, weights=True)
     if opset_of(model) < _OPSET:
         raise NotTorch(
-            f"{src.path.name} has opset {opset_of(model)} and needs {_OPSET}; run accel export FILE --opset 17 first"
+            f"{src.path.name} has opset {opset_of(model)}, but the conversion needs opset {_OPSET} or later; run "
+            "accel export FILE --opset 17 first"
         )
     missing = sorted({n.op_type for n in model.graph.node if n.op_type not in (*OPERATORS, "Constant")})
     if missing:
@@ -118,7 +119,9 @@ class OnnxModule(torch.nn.Module):
             attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             if node.op_type == "Constant":
                 if "value" not in attributes:
-                    raise OperatorNotThere(f"the Constant {node.output[0]!r} is not a tensor; simplify the model first")
+                    raise OperatorNotThere(
+                        f"the Constant node {node.output[0]!r} has no tensor; simplify the model first"
+                    )
                 tensors[node.output[0]] = attributes["value"]
                 continue
             attributes = {k: numpy_helper.to_array(v) if hasattr(v, "raw_data") else v for k, v in attributes.items()}

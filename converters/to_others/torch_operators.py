@@ -1,6 +1,7 @@
 """Implements ONNX operators as differentiable torch functions.
 
-Values are tensors. Computed shapes are lists of integers. During an export, the lists have symbols for dynamic dims.
+Values are tensors. Computed shapes are lists of integers. During an export, a computed shape has symbols for dynamic
+dims.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _pads(a: Attributes, x: torch.Tensor, spatial: int) -> tuple[torch.Tensor, l
     Applies asymmetric padding to the input, and leaves symmetric padding to the caller.
     """
     if a.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        raise OperatorNotThere(f"auto_pad {a['auto_pad'].decode()} has no translation; simplify the model first")
+        kind = a["auto_pad"].decode()
+        raise OperatorNotThere(f"accel can't translate auto_pad {kind} to PyTorch; simplify the model first")
     pads = list(a.get("pads", [0] * 2 * spatial))
     begin, end = pads[:spatial], pads[spatial:]
     if begin == end:
@@ -74,7 +76,8 @@ def _conv_transpose(a: Attributes, x: torch.Tensor, w: torch.Tensor, b: torch.Te
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:] or "output_shape" in a:
         raise OperatorNotThere(
-            "ConvTranspose with uneven pads or an output_shape has no translation; export the part without it"
+            "accel can't translate ConvTranspose with uneven pads or an output_shape to PyTorch; export the part of "
+            "the model without this operator"
         )
     kind = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[spatial]
     extra, strides = a.get("output_padding", [0] * spatial), a.get("strides", [1] * spatial)
@@ -101,7 +104,7 @@ def _average_pool(a: Attributes, x: torch.Tensor) -> torch.Tensor:
     inside = bool(a.get("count_include_pad", 0))
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:]:
-        raise OperatorNotThere("AveragePool with uneven pads has no translation; export the part without it")
+        raise OperatorNotThere("accel can't translate AveragePool with uneven pads; export the part without it")
     kind = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[spatial]
     found: torch.Tensor = kind(
         x,
@@ -173,7 +176,7 @@ def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> tor
 
 def _gather_nd(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if a.get("batch_dims", 0):
-        raise OperatorNotThere("GatherND with batch_dims has no translation; export the part without it")
+        raise OperatorNotThere("accel can't translate GatherND with batch_dims; export the part without GatherND")
     return x[tuple(index.unbind(-1))]
 
 
@@ -194,7 +197,8 @@ def _slice(a: Attributes, x: Any, *given: Any) -> Any:
         if step < 0:
             if start != -1 or end > -x.shape[axis]:
                 raise OperatorNotThere(
-                    "a Slice that reverses only a part of a dim has no translation; export the part without it"
+                    "accel can't translate a Slice that reverses only a part of a dim to PyTorch; export the part of "
+                    "the model without this operator"
                 )
             x = x.flip(axis)[(slice(None),) * (axis % x.ndim) + (slice(None, None, -step),)]
             continue

@@ -66,8 +66,8 @@ def build(
 ) -> dict[str, Any]:
     """Builds an engine from ``model`` into ``out``, and describes the network's inputs, outputs and kernels.
 
-    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
-    operators become plugins if possible. Transposed weights for plugins are written to ``kernels``. Raises
+    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, the
+    engine uses plugins for accel's operators. Transposed weights for plugins are written to ``kernels``. Raises
     ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
     """
 
@@ -104,7 +104,7 @@ def build(
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
         if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
-            raise EngineNotBuilt(f"{toolkit} can't load its own engine of {model.name}: {problem}")
+            raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it can't load: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
         chosen = [choice.to_json() for choice in plugins]
@@ -146,7 +146,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
     # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, an intact engine file
-    # fails to load only at this first call to CUDA.
+    # passes these checks, and loading fails at the first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -201,7 +201,7 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Parses ``model``, and returns the network. If ``content`` is given, parses these bytes instead of the file.
+    """Parses ``model``, and returns the network. If ``content`` is given, parses ``content`` instead of the file.
 
     External weights are read from the folder of ``model``. Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -216,7 +216,7 @@ def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | No
         reasons = [e.desc() for e in ([named] if named else []) + errors]
         raise EngineNotBuilt(_refused(f"TensorRT refuses {where} of {model.name}", _first_reason(reasons)))
     if not network.num_layers or not network.num_outputs:
-        raise EngineNotBuilt(f"TensorRT found nothing to build in {model.name}; export it again")
+        raise EngineNotBuilt(f"TensorRT found no layers or no outputs in {model.name}; export it again")
     return network
 
 
@@ -235,8 +235,8 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # TensorRT only logs an error for a wrong level
-            raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave out builder_level")
+        if config.builder_optimization_level != builder_level:  # TensorRT doesn't raise an error for a wrong level
+            raise UnsupportedHere(f"your TensorRT has no builder level {builder_level}; leave out builder_level")
     return config
 
 
@@ -252,7 +252,8 @@ def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: 
         level = getattr(trt.HardwareCompatibilityLevel, name, None)
         if level is None:
             raise UnsupportedHere(
-                f"this TensorRT has no hardware compatibility {hardware}; leave out {hardware}, or update TensorRT"
+                f"this version of TensorRT can't build for the hardware level {hardware}; leave out {hardware}, or "
+                "update TensorRT"
             )
         config.hardware_compatibility_level = level
 
@@ -262,8 +263,8 @@ def _refuse_shape_inputs(network: Any) -> None:
         tensor = network.get_input(index)
         if tensor.is_shape_tensor:
             raise EngineNotBuilt(
-                f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no ranges "
-                "for these values; make the sizes constant and export the model again"
+                f"the values of the input {tensor.name!r} are sizes of other tensors, and accel can't give TensorRT "
+                "ranges for these values; make the sizes constant and export the model again"
             )
 
 
@@ -309,7 +310,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
             with lock:
                 progress.step(phase_name, step)
                 tell()
-            return True  # a build is canceled by killing this process
+            return True  # always continues: to cancel a build, accel kills this process
 
     config.progress_monitor = Monitor()
     return config.progress_monitor
@@ -318,8 +319,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
-    toolkit that offers a choice.
+    Returns the capability of this machine's GPU if the toolkit can only build for this GPU. Returns an empty list if
+    the toolkit can build for other GPUs.
     """
     if offered_capabilities(trt):
         return []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class BuildProgress:
-    """Tracks the running phases of a build. Phases are nested, and each phase starts with a known number of steps."""
+    """Tracks the running phases of a build. A phase can contain other phases. TensorRT announces the number of steps
+    when a phase starts."""
 
     def __init__(self) -> None:
         self._phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done

@@ -38,7 +38,7 @@ class EngineFromOnnxConfig(StageConfig):
     ``workspace_bytes`` limits the scratch memory of each kernel (None: no limit). ``builder_level`` ranges from 0 (fast
     build) to 5 (fast engine), or is None for the toolkit's default. ``version_compatible`` lets later versions of
     TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If
-    ``kernels`` is set, accel's operators become plugins if possible. An operator without a plugin is built from its
+    ``kernels`` is set, the engine uses plugins for accel's operators. An operator without a plugin is built from its
     function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if
     there is no library. With the sha256, the cache distinguishes engines for different libraries.
     """
@@ -60,15 +60,15 @@ class EngineFromOnnxConfig(StageConfig):
         if self.workspace_bytes is not None and self.workspace_bytes < 1:
             raise BadInputSpec(f"workspace_bytes can't be {self.workspace_bytes}; give at least 1 byte, or None")
         if self.builder_level is not None and not 0 <= self.builder_level <= MAX_BUILDER_LEVEL:
-            raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
+            raise BadInputSpec(f"builder_level can't be {self.builder_level}; use 0 to {MAX_BUILDER_LEVEL}, or None")
         if self.hardware not in (None, *HARDWARE):
-            raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # TensorRT for RTX doesn't support these options. For unsupported options, TensorRT for RTX only logs a message,
-        # or searches for a library that is not part of the toolkit.
+            raise BadInputSpec(f"hardware can't be {self.hardware!r}; use {', '.join(HARDWARE)} or None")
+        # TensorRT for RTX doesn't refuse the unsupported options version_compatible and hardware. It only logs a
+        # message, or searches for a library that is not part of the toolkit.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
-                "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "
-                f"version-compatible and hardware, and give {option('compute_capabilities')} for each GPU"
+                "an engine of tensorrt-rtx only runs with the toolkit version that built it; leave out "
+                f"version-compatible and hardware, and list the GPUs with {option('compute_capabilities')}"
             )
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
@@ -142,7 +142,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the builder options that differ from the defaults. A rebuild of the engine needs these options."""
+    """Returns the builder options that differ from the defaults, so that the engine can be built again."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}

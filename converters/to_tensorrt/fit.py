@@ -123,7 +123,7 @@ class _Fit:
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
         self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to a new node before that node.
-        for node in graph.node:  # A DequantizeLinear without a zero point has the dtype of its QuantizeLinear.
+        for node in graph.node:  # A DequantizeLinear without a zero point reads the dtype of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 

@@ -170,7 +170,7 @@ def with_plugins(
 ) -> tuple[bytes, Path]:
     """Returns the bytes of ``model`` for TensorRT's parser, and a path in the folder of the external weights.
 
-    ``model`` was read from ``source``. If some weights are transposed, the path is in ``folder``.
+    ``source`` is the file of ``model``. If some weights are transposed, the returned path is in ``folder``.
 
     A node with a plugin gets the plugin's version and namespace as attributes. Function bodies that no node uses any
     more are removed, because some versions of the parser prefer function bodies to plugins. The library has one plugin

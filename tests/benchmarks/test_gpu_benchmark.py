@@ -263,7 +263,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     for change, word in (({"driver": "570.1"}, "driver"), ({"rows": body["rows"][1:]}, "rows")):
         other = json.dumps(body | change)
         file.write_text(other)
-        with pytest.raises(SystemExit, match=f"differ from this run in {word}, so no row is added;"):
+        with pytest.raises(SystemExit, match=f"because the file has other values of {word};"):
             script.run(300.0, tmp_path, go_on=True)
         assert file.read_text() == other
     script.run(300.0, tmp_path, go_on=False)

@@ -47,7 +47,7 @@ def main(config_file: Path, out: Path) -> int:
             with beside(out / RESULT) as temporary:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
-        with suppress(OSError):  # if the disk is full, the launcher notices the full disk itself
+        with suppress(OSError):  # a full disk may prevent this report, but the launcher notices a full disk itself
             leave(out, rank, error)
             traceback.print_exc()
         return 1
@@ -57,7 +57,7 @@ def main(config_file: Path, out: Path) -> int:
 
 
 def leave(out: Path, rank: int, error: BaseException) -> None:
-    """Writes the error that stopped this rank, for the launcher."""
+    """Writes the error that stopped this rank to a file that the launcher reads."""
     said: BaseException = error
     if not isinstance(error, AccelError) and (full := no_space(error)) is not None:
         said = disk_full(full.filename or out)
@@ -85,7 +85,7 @@ def _of_the_loader(error: BaseException) -> str:
 
 
 def disk_full(where: Path | str) -> CannotWrite:
-    """Returns the error of a run whose disk is full."""
+    """Returns the error that reports a full disk."""
     return CannotWrite(f"no space left for {where}; free some space and run the same command again")
 
 
@@ -111,7 +111,7 @@ def one_folder(out: Path, ranks: Ranks) -> None:
     if not all(seen):
         raise BadConfig(
             f"rank {seen.index(False)} can't see the files that rank 0 writes into --out; "
-            "give an --out on a network file system that all machines share"
+            "give an --out folder on a network file system that all machines share"
         )
 
 
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exits without the destructors of the process groups, because a failed rank would wait for other ranks in a
-    # destructor. If a device mesh holds a process group, gloo's threads also outlive the interpreter's teardown and can
+    # os._exit skips the destructors of the process groups, in which a failed rank would wait for other ranks. A process
+    # group in a device mesh also keeps gloo's threads alive while the interpreter shuts down, and these threads can
     # crash the process.
     os._exit(code)

@@ -79,7 +79,7 @@ def who_hangs(out: Path) -> str:
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Returns a part of a sentence, with the Python line at which a rank crashed in native code.
+    """Returns the Python line at which a rank crashed in native code, as a part of a sentence.
 
     Returns "" if the rank left no stack, for example after SIGKILL. Also returns "" if the crashed thread ran no
     Python, like gloo's threads. Reads only the stack of the crashed thread.
@@ -93,7 +93,7 @@ def where_it_died(out: Path, rank: int) -> str:
 
 
 def end(out: Path) -> None:
-    """Kills the remaining ranks on this machine, because torchrun only sends a signal that a stopped rank ignores.
+    """Kills the remaining ranks on this machine. torchrun only sends a signal that a stopped rank ignores.
 
     Waits up to ten seconds for the ranks to end and to release memory and ports.
     """

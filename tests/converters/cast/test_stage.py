@@ -168,7 +168,7 @@ def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
         {"y": (FLOAT, ["batch"])},
     )
     data = save_data(tmp_path / "d.npz", x=np.array([300.0], np.float32))
-    with pytest.raises(CastFailed, match="keep float32 inputs and outputs"):
+    with pytest.raises(CastFailed, match="keep the model's inputs and outputs in float32"):
         cast(src, CastConfig(data=data, keep_io=False), tmp_path / "o.onnx")
 
 

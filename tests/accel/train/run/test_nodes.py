@@ -109,5 +109,5 @@ def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:
         assert one.returncode == 2, one.stderr[-2000:]
-        assert "give an --out on a network file system that all machines share" in one.stderr
+        assert "give an --out folder on a network file system that all machines share" in one.stderr
     assert not [*tmp_path.glob("*/checkpoints"), *tmp_path.glob("*/final"), *tmp_path.glob("*/.*")]
