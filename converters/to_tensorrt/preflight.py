@@ -60,8 +60,8 @@ def preflight(
     """Returns every node of ``path`` that TensorRT refuses or silently computes in another dtype.
 
     ``capabilities`` lists the GPUs to build for. ``supported`` is the result of ``ask_parser``, and may be empty.
-    ``read`` is the model in the file, if already loaded. Raises ``InvalidModel``
-    if ``path`` is not an ONNX file.
+    ``read`` is the model of the file if the caller has already loaded it. Raises ``InvalidModel`` if ``path`` is not an
+    ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 

@@ -147,8 +147,8 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
     """Raises ``BadInputSpec`` if a dynamic input isn't in ``given``. The error lists the shapes that the user has to
     add.
 
-    ``dims`` has the ranges of the dims that occur in other inputs. The added shapes have the same ranges. A dim that is
-    not in ``dims`` gets the range in the signature.
+    ``dims`` has the ranges of the dims that occur in the given inputs. The listed shapes use these ranges. For a dim
+    that is not in ``dims``, the listed shapes use the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

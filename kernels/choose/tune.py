@@ -309,7 +309,7 @@ def microseconds(run: Run) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    block(3)  # compiles the kernel and raises the GPU's clocks
+    block(3)  # these first calls compile the kernel and raise the GPU's clocks
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
@@ -346,7 +346,7 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     Raises ``UnsupportedHere`` if there is no GPU, or if no configuration fits the problem and the GPU.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on the machine with the GPU")
+        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on a machine that has an NVIDIA GPU")
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)

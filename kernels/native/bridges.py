@@ -124,7 +124,7 @@ def build_for_tensorrt(
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # With --no-as-needed, the library may come before the code that needs the library. Without this flag, some
+        # With --no-as-needed, the library may come before the code that needs the library. Without --no-as-needed, some
         # compilers would drop the library.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),

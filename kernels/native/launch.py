@@ -38,7 +38,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"the environment variable {CHOSEN} is {path}, which can't be loaded ({error}); set it to a library "
                 "that accel kernels build wrote, or unset it"
             ) from error
-        return None  # instead of a damaged library, Triton or the reference runs
+        return None  # Triton or the reference runs if the library is damaged
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
