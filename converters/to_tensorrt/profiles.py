@@ -51,7 +51,7 @@ class InputShapes:
     def parse(cls, text: str) -> InputShapes:
         """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
 
-        Raises ``BadInputSpec`` if ``text`` has another form.
+        Raises ``BadInputSpec`` if ``text`` doesn't have this form.
         """
         name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", but a shape can't
         shapes = rest.split(",")
