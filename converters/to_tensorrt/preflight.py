@@ -19,7 +19,7 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# Error messages advise NEEDS_FLOAT64 or NEEDS_OWN_SCALES if a rewrite of the graph would change the outputs.
+# If a rewrite of the graph would change the outputs, the error message ends with NEEDS_FLOAT64 or NEEDS_OWN_SCALES.
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
@@ -29,7 +29,7 @@ FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISION
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# TensorRT's parser is recursive. With the largest stack that accel gives it (1 GiB), the parser can read a chain of
+# TensorRT's parser is recursive. accel gives the parser a stack of at most 1 GiB, which is enough for a chain of
 # LONGEST_CHAIN nodes.
 LONGEST_CHAIN = 400_000
 
@@ -60,8 +60,8 @@ def preflight(
     """Returns every node of ``path`` that TensorRT refuses or silently computes in another dtype.
 
     ``capabilities`` lists the GPUs to build for. ``supported`` is the result of ``ask_parser``, and may be empty.
-    ``read`` is the model in the file, if already loaded. Raises ``InvalidModel``
-    if ``path`` is not an ONNX file.
+    ``read`` is the model of the file if the caller has already loaded it. Raises ``InvalidModel`` if ``path`` is not an
+    ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
@@ -158,7 +158,8 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # A QuantizeLinear without a zero point writes uint8. Since opset 21, ``output_dtype`` can set another dtype.
+        # A QuantizeLinear without a zero point writes uint8. Since opset 21, the node's attribute ``output_dtype`` can
+        # set another output dtype.
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 
@@ -295,7 +296,7 @@ def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> d
             toolkit=toolkit,
             capabilities=tuple(capabilities),
         )
-    except UnsupportedHere:  # the toolkit can't build for a requested compute capability
+    except UnsupportedHere:  # TensorRT can't build for a requested compute capability
         raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")

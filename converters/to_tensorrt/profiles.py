@@ -51,7 +51,7 @@ class InputShapes:
     def parse(cls, text: str) -> InputShapes:
         """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
 
-        Raises ``BadInputSpec`` if ``text`` has another form.
+        Raises ``BadInputSpec`` if ``text`` doesn't have this form.
         """
         name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", but a shape can't
         shapes = rest.split(",")
@@ -110,22 +110,22 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
         spec = specs[shapes.name]
         if len(shapes.min) != len(spec.shape):
             raise BadInputSpec(
-                f"profile {shapes} has shapes of rank {len(shapes.min)}, but the model's input is {spec}; "
-                f"give shapes of {len(spec.shape)} sizes"
+                f"profile {shapes} has shapes of rank {len(shapes.min)}, but the model's input {spec} has rank "
+                f"{len(spec.shape)}; give each shape {len(spec.shape)} sizes"
             )
         for axis, dim in enumerate(spec.shape):
             found = shapes.range(axis, signature.dims[dim].step if isinstance(dim, str) else 1)
             if isinstance(dim, int):
                 if not found.min == found.max == dim:
                     raise BadInputSpec(
-                        f"profile {shapes} has the sizes {_text(found)} at dim {axis}, which is fixed to {dim} in the "
-                        f"model's input {spec}; write {dim} for min, opt and max"
+                        f"profile {shapes} has the sizes {_text(found)} at dim {axis}, but this dim of the model's "
+                        f"input {spec} is fixed to {dim}; write {dim} for min, opt and max"
                     )
             elif dims.setdefault(dim, found) != found:
                 raise BadInputSpec(
-                    f"the profile gives the dim {dim!r} the sizes {_text(dims[dim])} in the input {given_by[dim]!r} "
-                    f"and the sizes {_text(found)} in the input {shapes.name!r}; "
-                    "give the dim the same min, opt and max everywhere"
+                    f"the dim {dim!r} has the sizes {_text(dims[dim])} in the profile of the input {given_by[dim]!r}, "
+                    f"but the sizes {_text(found)} in the profile of the input {shapes.name!r}; "
+                    "give the dim the same min, opt and max in all inputs"
                 )
             else:
                 given_by.setdefault(dim, shapes.name)
@@ -147,8 +147,8 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
     """Raises ``BadInputSpec`` if a dynamic input isn't in ``given``. The error lists the shapes that the user has to
     add.
 
-    ``dims`` has the ranges of the dims that occur in other inputs. The added shapes have the same ranges. A dim that is
-    not in ``dims`` gets the range in the signature.
+    ``dims`` has the ranges of the dims that occur in the given inputs. The listed shapes use these ranges. For a dim
+    that is not in ``dims``, the listed shapes use the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

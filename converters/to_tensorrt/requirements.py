@@ -31,9 +31,11 @@ def check_onnx(
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # TensorRT's parser names the node that has an unknown operator, but the ONNX checker does not.
+        # Unknown operators are left to TensorRT's parser, because the parser's error names the node.
         if not is_unknown_operator(error):
-            raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
+            raise InvalidModel(
+                f"the ONNX file {path} fails the ONNX checker ({one_line(error)}); export it again"
+            ) from error
     if not model.graph.node or not model.graph.output:
         raise InvalidModel(f"the graph in {path} has no nodes or no outputs; export the model again")
     if refusals := preflight(path, capabilities, supported, model):

@@ -10,8 +10,8 @@ from .spec import BYTES
 from .units import NATIVE
 
 ARCHS = (80, 86, 89, 90, 100, 120)
-# The shared memory that a thread block can have for each architecture, in bytes (CUDA C++ Programming Guide, table of
-# compute capabilities).
+# The maximum shared memory of a thread block in bytes, by architecture (CUDA C++ Programming Guide, table of compute
+# capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # The PTX instruction that a matrix product has to compile to, by architecture.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}

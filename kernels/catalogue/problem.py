@@ -42,12 +42,18 @@ def gemm_spec(
     """Returns the spec of the product of ``a`` and ``b``. Raises ``BadFeeds`` if shapes, dtypes or devices don't
     match."""
     if a.dim() != 2 or b.dim() != 2:
-        raise BadFeeds(f"a has the shape {list(a.shape)} and b {list(b.shape)}; reshape both to matrices")
+        raise BadFeeds(
+            f"operand a has the shape {list(a.shape)} and operand b {list(b.shape)}; reshape both to matrices"
+        )
     if a.shape[1] != b.shape[0]:
-        raise BadFeeds(f"a has the shape {list(a.shape)} and b {list(b.shape)}; give b as many rows as a has columns")
+        raise BadFeeds(
+            f"operand a has the shape {list(a.shape)} and operand b {list(b.shape)}; "
+            "give b as many rows as a has columns"
+        )
     if a.dtype != b.dtype:
         raise BadFeeds(
-            f"a has the dtype {a.dtype} and b {b.dtype}; cast one of them, because a kernel never casts silently"
+            f"operand a has the dtype {a.dtype} and operand b {b.dtype}; "
+            "cast one of the operands, because a kernel never casts silently"
         )
     m, n = a.shape[0], b.shape[1]
     _check(a, b, operands, {"bias": [n], "residual": [m, n], "row_scale": [m], "col_scale": [n]})
@@ -72,13 +78,13 @@ def conv_spec(
         raise BadFeeds("fused_conv2d takes x as (N, H, W, C) and weight as (O, kernel height, kernel width, C)")
     if x.shape[3] != weight.shape[3]:
         raise BadFeeds(
-            f"x has {x.shape[3]} channels and weight takes {weight.shape[3]}; pass x as NHWC and weight as OHWI, or "
-            "use torch.nn.functional.conv2d for a grouped convolution"
+            f"x has {x.shape[3]} channels, but weight takes {weight.shape[3]} channels; pass x as NHWC and weight as "
+            "OHWI, or use torch.nn.functional.conv2d for a grouped convolution"
         )
     if x.dtype != weight.dtype:
         raise BadFeeds(
-            f"x has the dtype {x.dtype} and weight {weight.dtype}; "
-            "cast one of them, because a kernel never casts silently"
+            f"x has the dtype {x.dtype}, but weight has the dtype {weight.dtype}; "
+            "cast one of the two, because a kernel never casts silently"
         )
     stride, padding, dilation = geometry
     spec = ConvSpec(
@@ -120,7 +126,8 @@ def _check(a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], 
     for name, tensor in {"b": b, **operands}.items():
         if tensor.device != a.device:
             raise BadFeeds(
-                f"the tensor {name} is on {tensor.device} and the input on {a.device}; move {name} to {a.device}"
+                f"the tensor {name} is on the device {tensor.device}, but the input is on {a.device}; "
+                f"move the tensor to {a.device}"
             )
     for name, tensor in operands.items():
         if list(tensor.shape) != shapes[name]:

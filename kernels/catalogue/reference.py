@@ -64,8 +64,8 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """Computes ``spec`` in float64, by adding up the products at one kernel position after the other. ``x`` is NHWC,
-    and ``weight`` is (O, kh, kw, C).
+    """Computes ``spec`` in float64, as a sum of one matrix product for each position in the kernel. ``x`` is NHWC, and
+    ``weight`` is (O, kh, kw, C).
 
     Returns (images, out height, out width, O).
     """

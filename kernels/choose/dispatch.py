@@ -66,7 +66,7 @@ def why(
 
 
 def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Computes ``spec`` by the chosen implementation."""
+    """Computes ``spec`` with the chosen implementation."""
     config = choose_for(spec, a, b, operands).config
     if config is None:
         wide = reference.gemm_torch(spec, a, b, operands, compute=_sums(spec, a.device))
@@ -78,7 +78,7 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 def run_conv2d(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Computes ``spec`` by the chosen implementation. ``x`` and the result are NHWC."""
+    """Computes ``spec`` with the chosen implementation. ``x`` and the result are NHWC."""
     config = choose_for(spec, x, weight, operands).config
     if config is None:
         wide = reference.conv2d_torch(spec, x, weight, operands, compute=_sums(spec, x.device))
@@ -88,8 +88,8 @@ def run_conv2d(
 
 
 def _sums(spec: GemmSpec | ConvSpec, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which the reference sums products. For fp32 on a GPU, the dtype is float64, because torch
-    may multiply fp32 in tf32."""
+    """Returns the dtype in which the reference sums products. For fp32 operands on a GPU, the reference sums in
+    float64, because torch may multiply fp32 in tf32."""
     return torch.float64 if spec.in_dtype == "fp32" and device.type == "cuda" else torch.float32
 
 
@@ -100,7 +100,7 @@ def run_config(
     operands: dict[str, torch.Tensor],
     config: AnyConfig,
 ) -> torch.Tensor:
-    """Computes ``spec`` by one configuration on the current GPU.
+    """Computes ``spec`` with the configuration ``config`` on the current GPU.
 
     For a convolution, ``a`` is the image and ``b`` the weights.
     """
@@ -149,7 +149,7 @@ def _product_of_patches(
 ) -> torch.Tensor:
     """Multiplies the patches of some images by the convolution's weights, with a kernel of the compiled library.
 
-    Chooses a kernel for each call, because the last call may have fewer images.
+    Each call chooses a kernel, because the last group of images may be smaller than the other groups.
     """
     capability = capability_of(columns)
     assert capability is not None
@@ -161,7 +161,7 @@ def _product_of_patches(
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows by the chosen implementation."""
+    """Quantizes rows with the chosen implementation."""
     capability = capability_of(x)
     native = native_names(capability) if capability else ()
     config = choose_quantize(dtype, capability, triton_installed=has_triton(), native=native).config

@@ -174,7 +174,8 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     """Returns random operands, which are ``a`` (M, K), ``b`` (K, N) and a dict with the epilogue's operands by name.
     ``b`` is the transpose of a dense matrix.
 
-    For a convolution, ``a`` is the image and ``b`` the weights. The result stays in the range of fp16.
+    For a convolution, ``a`` is the image and ``b`` the weights. The operands are small enough that the output of
+    ``spec`` stays in the range of fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -225,7 +226,8 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
 
 
 def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
-    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference counts as exact.
+    """Divides the error of each element of ``got`` by the bound on this error, and returns the largest ratio. The
+    float64 reference counts as exact.
 
     Returns infinity for a NaN or a wrong shape. Checks at most 256 rows (output pixels of a convolution), spread over
     all rows, because a GPU needs seconds for a large product in float64.
@@ -309,7 +311,7 @@ def microseconds(run: Run) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    block(3)  # compiles the kernel and raises the GPU's clocks
+    block(3)  # these first calls compile the kernel and raise the GPU's clocks
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
@@ -346,7 +348,7 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     Raises ``UnsupportedHere`` if there is no GPU, or if no configuration fits the problem and the GPU.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on the machine with the GPU")
+        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on a machine that has an NVIDIA GPU")
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)

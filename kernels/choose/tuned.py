@@ -22,8 +22,8 @@ LARGEST_BUCKET = 8192
 
 
 def bucket(m: int) -> int:
-    """Returns the power of two at or above ``m``, at most 8192. Problems whose M gives the same power of two share an
-    entry of the tuned table."""
+    """Returns the smallest power of two that is at least ``m``, but no more than 8192. Problems whose M gives the same
+    power of two share an entry of the tuned table."""
     return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
 
 

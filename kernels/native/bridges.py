@@ -57,11 +57,11 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    The operator names of a model's convolutions contain sizes. Therefore the session options have to list each name
-    under a key such as ``custom_op.FusedConv2d.0``.
+    The operator names of convolutions contain the sizes, so the session options have to list the name of each
+    convolution under a key such as ``custom_op.FusedConv2d.0``.
 
     ``include`` is the folder of ``onnxruntime_cxx_api.h``. ``onnxruntime_cxx_api.h`` must not be newer than the
-    installed ONNX Runtime. The file is in ONNX Runtime's release archives, but not in its wheels. Raises
+    installed ONNX Runtime. The header is in the release archives of ONNX Runtime, but not in the wheels. Raises
     ``UnsupportedHere`` if the header or g++ is missing, and ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
@@ -98,8 +98,8 @@ def build_for_tensorrt(
 ) -> Built:
     """Builds ``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for TensorRT 10 and later.
 
-    ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. The file is
-    in TensorRT's archives and -dev packages, but not in its wheels. ``kernels`` is the compiled library that the
+    ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. The header is
+    in TensorRT's archives and -dev packages, but not in the wheels. ``kernels`` is the compiled library that the
     plugins call, by default the library that ``accel kernels build`` made. The plugins load the kernel library
     ``kernels`` from its current path, so don't move the library afterwards.
 
@@ -124,7 +124,7 @@ def build_for_tensorrt(
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # With --no-as-needed, the library may come before the code that needs the library. Without this flag, some
+        # With --no-as-needed, the library may come before the code that needs the library. Without --no-as-needed, some
         # compilers would drop the library.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),
@@ -139,10 +139,10 @@ def build_for_tensorrt(
 
 def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
     """Returns the library of TensorRT plugins to load, or None. If ``$ACCEL_TENSORRT_LIBRARY`` names a library, returns
-    that library. Otherwise returns the newest library that fits.
+    that library. Otherwise returns the newest library of plugins that this GPU can use.
 
-    A library of plugins fits if it was built from the current sources. The kernel library that the plugins call must
-    also have tensor-core GEMMs for this compute capability (None for any).
+    The library of plugins must be built from the current sources. The kernel library that the plugins call must also
+    have tensor-core GEMMs for this compute capability (None for any).
     """
     given = os.environ.get(TENSORRT_CHOSEN)
     if given:

@@ -221,7 +221,8 @@ def compile_library(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
+    """Runs the compile jobs in ``compiled`` in parallel, and links the object files to the library ``file`` in the
+    cache.
 
     The text in ``also`` describes further inputs of the library, and is part of the cache key. The entries in ``noted``
     are added to the library's record.

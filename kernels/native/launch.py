@@ -38,7 +38,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"the environment variable {CHOSEN} is {path}, which can't be loaded ({error}); set it to a library "
                 "that accel kernels build wrote, or unset it"
             ) from error
-        return None  # instead of a damaged library, Triton or the reference runs
+        return None  # Triton or the reference runs if the library is damaged
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
@@ -83,8 +83,8 @@ def run_gemm(
     """Computes ``spec`` with the kernel ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of
     ``b`` are dense.
 
-    Raises ``BadFeeds`` if the dtype of the residual differs from the dtype of the output. Dispatch only passes a
-    residual in the output's dtype.
+    Raises ``BadFeeds`` if the dtype of the residual differs from the dtype of the output. Dispatch calls this function
+    only with a residual in the output's dtype.
     """
     e = spec.epilogue
     residual = operands.get("residual")
@@ -120,10 +120,10 @@ def run_gemm(
 
 
 def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Computes ``spec`` by the hand-written kernel for at most 16 rows.
+    """Computes ``spec`` with the hand-written kernel for at most 16 rows.
 
-    ``a`` (M, K) and the transpose (N, K) of ``b`` are dense, at any address. The residual and the output have the dtype
-    of ``a``.
+    ``a`` (M, K) and the transpose (N, K) of ``b`` are dense and may start at any address. The residual and the output
+    have the dtype of ``a``.
     """
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=a.dtype, device=a.device)
@@ -144,7 +144,7 @@ def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows by the hand-written kernel. Returns the values in the dtype ``dtype`` and the scales in fp32."""
+    """Quantizes rows with the hand-written kernel. Returns the values in the dtype ``dtype`` and the scales in fp32."""
     library, stream = _library_for(x.device)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()

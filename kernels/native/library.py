@@ -69,7 +69,7 @@ class Library:
         count = int(self._library.accel_gemm_configs())
         names = (self._library.accel_gemm_config_name(number).decode() for number in range(count))
         self.gemms: dict[str, int] = {name: number for number, name in enumerate(names)}
-        """Returns the numbers of this library's tensor-core GEMMs by name."""
+        """Maps the name of each tensor-core GEMM in this library to its number."""
 
     def message(self, status: int) -> str:
         """Returns the error message for a status code. The message names the fix, too."""
@@ -87,8 +87,8 @@ class Library:
         row_stride: int,
         stream: int = 0,
     ) -> None:
-        """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``. All three are
-        addresses.
+        """Quantizes each row of ``x`` (rows, columns). Writes the quantized values to ``q`` in ``q_dtype`` (int8 or
+        fp8_e4m3), and one fp32 scale per row to ``scales``. ``x``, ``q`` and ``scales`` are addresses.
 
         Raises the same errors as ``check``.
         """
@@ -133,7 +133,7 @@ class Library:
         return size.value
 
     def gemm(self, config: str, problem: Problem) -> None:
-        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises the same errors as ``check``."""
+        """Computes ``problem`` with the tensor-core GEMM ``config``. Raises the same errors as ``check``."""
         self.check(self._library.accel_gemm(self.gemms.get(config, -1), ctypes.byref(problem)))
 
     def im2col(
@@ -153,7 +153,8 @@ class Library:
     def check(self, status: int) -> None:
         """Raises the error that a status code means, or returns if the status is 0.
 
-        Raises ``BadFeeds`` for a wrong call, ``UnsupportedHere`` without a GPU, and ``BuildFailed`` for another error.
+        Raises ``BadFeeds`` for a wrong call, ``UnsupportedHere`` without a GPU, and ``BuildFailed`` for any other
+        error.
         """
         if status == 0:
             return

@@ -141,7 +141,7 @@ class FusedGemm:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        With ``tensorrt``, the body for fp8 suits TensorRT's parser, but not ONNX Runtime 1.31.
+        If ``tensorrt`` is True, an fp8 body is written for TensorRT's parser, and ONNX Runtime 1.31 can't run the body.
         """
         if self.wide:
             return self._wide(opset, tensorrt)
@@ -197,7 +197,7 @@ class QuantizeRowwise:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        With ``tensorrt``, the body for fp8 suits TensorRT's parser, but not ONNX Runtime 1.31.
+        If ``tensorrt`` is True, an fp8 body is written for TensorRT's parser, and ONNX Runtime 1.31 can't run the body.
         """
         body = _Body(self.name, TensorProto.FLOAT, opset)
         add, constant = body.add, body.constant
@@ -234,8 +234,8 @@ class FusedConv2d:
     The convolution has one group.
 
     ``kernel``, ``stride``, ``padding`` and ``dilation`` are pairs (height, width). Each combination of sizes has its
-    own function, because TensorRT's parser needs the sizes as constants in the body. The parser can't read them from
-    the attributes of the calling node.
+    own function, because TensorRT's parser needs the sizes as constants in the body. TensorRT's parser can't read sizes
+    from the attributes of the calling node.
     """
 
     kernel: tuple[int, int]

@@ -71,7 +71,7 @@ GOOD = ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x16x3"]
 WRONG = {
     "another batch of one input": (
         ["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,32x32x3"],
-        "'sequence' the sizes 4..8..16 in the input 'ids'",
+        "'sequence' has the sizes 4..8..16 in the profile of the input 'ids'",
     ),
     "one dim of two sizes in one input": (["ids=1x4,2x8,4x16", "pairs=4x4x3,8x8x3,16x8x3"], "'sequence'"),
     "min over opt": (["ids=4x4,2x8,4x16", GOOD[1]], "has the sizes 4, 2, 4 at dim 0; a profile needs"),
