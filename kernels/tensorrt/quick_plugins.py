@@ -59,7 +59,7 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     if arch < arch_for(function):
         raise UnsupportedHere(
             f"the function {function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or higher, or "
-            "don't register the function; TensorRT then inlines the function"
+            "don't register the function, so that TensorRT inlines the function"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -116,7 +116,7 @@ def without_scratch(ptx: str, kept: int) -> str:
     """
     entry = re.search(r"\.entry\s+([\w$]+)\(\s*(.*?)\s*\)", ptx, re.DOTALL)
     if entry is None:
-        raise BuildFailed("the PTX has no known entry point; install a Triton version that this accel supports")
+        raise BuildFailed("the PTX has no known entry point; install a Triton version that accel supports")
     parameters = re.split(r",\s*", entry[2])
     body = ptx[entry.end() :]
     for at in range(kept, len(parameters)):

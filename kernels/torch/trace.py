@@ -40,7 +40,7 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
             return traced
         with torch.no_grad():
             ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
-    except Exception:  # fx can't trace control flow, optional inputs and leaf functions
+    except Exception:  # fx can't trace control flow, optional inputs or leaf functions
         return None
     return traced
 

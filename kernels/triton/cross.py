@@ -78,7 +78,8 @@ def compile_config(
         raise MissingExtra("Triton", "kernels")
     if not config.supports(dtype, arch):
         raise UnsupportedHere(
-            f"the configuration {config.name} is not shipped for {dtype} on sm_{arch}; see accel kernels list"
+            f"the configuration {config.name} is not shipped for {dtype} on sm_{arch}; accel kernels list shows all "
+            "shipped configurations"
         )
     import triton
     from triton.backends.compiler import GPUTarget

@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a thread that reads a stream leaves the requests to other threads
+            inline=call.single,  # a thread that reads a stream must not run requests
         ),
         call.parameters,
     )
@@ -93,7 +93,7 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
         setattr(request, key, value)
     else:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise invalid(f"{key} has to be an integer of 0 or more")
+            raise invalid(f"{key} has to be 0 or a positive integer")
         setattr(request, "timeout_us" if key == "timeout" else key, value)
 
 

@@ -209,7 +209,7 @@ def app(arguments: dict[str, str]) -> Any:
     if "repository" not in given:
         raise UsageError("the application needs a model repository; give repository=FOLDER or repository=ADDRESS")
     if given.get("mode") == "explicit":
-        raise UsageError("mode=explicit needs commands, which a Ray application can't get; use mode=none or mode=poll")
+        raise UsageError("a Ray application gets no commands, so mode=explicit can't work; use mode=none or mode=poll")
     options = ServeOptions(**given, threads=numbers.get("threads", 0), grpc_port=None, http_port=None)
     concurrency = numbers.get("concurrency", 64)
     try:

@@ -179,7 +179,7 @@ class ModelFolder:
                 text = (self.path / name).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise BadRepository(
-                    f"model '{self.name}': can't read the labels in {name} ({error}); write one label a line as UTF-8"
+                    f"model '{self.name}': can't read the labels in {name} ({error}); write one label per line in UTF-8"
                 ) from None
             found[output.name] = tuple(text.splitlines())
         return found
@@ -227,7 +227,7 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, so the engine's inputs are unknown; build the engine again, or write "
+            f"the engine {path} has no valid manifest, so its inputs are unknown; build the engine again, or write "
             f"{CONFIG} with the engine's input and output"
         )
     companions = KINDS[kind].companions_of(path)

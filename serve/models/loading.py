@@ -192,7 +192,7 @@ _REFUSED = {
 
 def _supported(config: ModelConfig, name: str) -> None:
     if config.backend == "python":
-        raise BadRepository(f"model '{name}' is Python code, which is not run; export the model instead")
+        raise BadRepository(f"model '{name}' is Python code, which accel doesn't run; export the model instead")
     for given, _ in config.ListFields():
         if given.name in _REFUSED:
             raise BadRepository(f"model '{name}': the field {given.name} is not supported; {_REFUSED[given.name]}")

@@ -74,7 +74,7 @@ class Repository:
         refresh: Callable[[str | None], Mapping[str, str]] | None = None,
     ) -> None:
         if not root.is_dir():
-            raise BadRepository(f"{root} is not a folder; give the folder that holds one folder for each model")
+            raise BadRepository(f"{root} is not a folder; give a folder with one subfolder for each model")
         if mode not in MODES:
             raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
         self.root, self.mode, self.drain = root, mode, drain
@@ -186,7 +186,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # the missing step is reported when the ensemble is loaded
+                continue  # loading the ensemble reports that the step's model is missing
             try:
                 self._load(name)
             except ServeError as error:
@@ -221,7 +221,7 @@ class Repository:
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # the missing step is reported when the ensemble is loaded
+            except ServeError as error:  # loading the ensemble reports that the step's model is missing
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()
@@ -344,7 +344,7 @@ class Repository:
             wanted, prints = [], {}
         for version in wanted:
             old = entry.versions.get(version)
-            # A load command may override the config. The files then stay the same, so the override is compared too.
+            # A load command may override the config without changing a file, so the override is compared too.
             files = (prints[version], override.SerializeToString() if override is not None else b"")
             if old is not None and old.files == files:
                 made[version] = old

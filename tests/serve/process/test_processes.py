@@ -355,7 +355,7 @@ def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path:
                 json.loads(ran.stdout)["outputs"]["y"]["data"], [1, 2, 3, 4] @ WEIGHTS, rtol=1e-5
             )
         else:
-            assert "numbers that don't fit FP32" in ran.stderr
+            assert "numbers that FP32 can't represent" in ran.stderr
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
