@@ -271,8 +271,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. If the nodes contain a function, such as Erf, the function decides with which
-    activation the value is compared.
+    until a single value remains. An operator such as Erf decides which activation the value is compared with.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

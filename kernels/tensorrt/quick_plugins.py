@@ -30,7 +30,7 @@ PORTABLE_ARCH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
+    """A kernel for TensorRT. ``ptx`` is the code, and ``name`` is the name of the code's entry point.
 
     Each program computes ``block_m`` x ``block_n`` elements. The kernel's parameters are the inputs, the sizes and the
     output. The sizes of a product are M, N and K. A convolution has seven sizes: output pixels, output channels, image
@@ -53,7 +53,8 @@ def arch_for(function: FusedGemm | FusedConv2d) -> int:
 def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH) -> PluginKernel:
     """Returns the kernel of ``function`` as PTX for sm_``arch`` and later.
 
-    Raises ``UnsupportedHere`` if the architecture can't multiply these operands, and ``MissingExtra`` without Triton.
+    Raises ``UnsupportedHere`` if the architecture can't multiply the dtypes of ``function``, and ``MissingExtra``
+    without Triton.
     """
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
     if arch < arch_for(function):
@@ -131,8 +132,8 @@ def without_scratch(ptx: str, kept: int) -> str:
 def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
     """Registers ``function`` in TensorRT's plugin registry and returns its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` without TensorRT or Triton, and ``UnsupportedHere`` if this TensorRT has no quick plugins.
-    Also raises the errors of ``compile_kernel``.
+    Raises ``MissingExtra`` without TensorRT or Triton, and ``UnsupportedHere`` if the installed TensorRT has no quick
+    plugins. Also raises the errors of ``compile_kernel``.
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")

@@ -93,8 +93,7 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # A socket without SO_REUSEPORT tests the port, because its bind fails if a server already uses the
-                # port.
+                # Test the port with a socket without SO_REUSEPORT. If a server already uses the port, ``bind`` fails.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -104,7 +103,7 @@ class Supervisor:
             except OSError as error:
                 flag = name.replace("_", "-")
                 raise UnsupportedHere(
-                    f"can't listen on {options.host}:{port} ({error.strerror}); choose another --{flag}"
+                    f"can't listen on {options.host}:{port} ({error.strerror}); choose another port with --{flag}"
                 ) from None
             found[name] = port
         return replace(options, **found)

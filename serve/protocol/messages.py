@@ -20,7 +20,7 @@ SERVICE = "inference.GRPCInferenceService"
 def _load() -> Any:
     pool = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
-    for file in files.file:  # the set lists a file after all files that it imports
+    for file in files.file:  # imported files come before the files that import them
         pool.Add(file)
     return pool
 

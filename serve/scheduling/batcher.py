@@ -123,7 +123,7 @@ class RowBatching:
         for name, value in request.inputs.items():
             first = value.shape[0] if value.ndim else -1
             if first < 1:
-                raise invalid(f"input '{name}' has no batch dim of at least 1 for model '{self.name}'")
+                raise invalid(f"the batch dim of input '{name}' has to be at least 1 for model '{self.name}'")
             if rows not in (-1, first):
                 raise invalid(f"input '{name}' batch size does not match other inputs for model '{self.name}'")
             rows = first

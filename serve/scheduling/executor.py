@@ -71,7 +71,7 @@ def make_executor(
             opened = open_session()
             sessions += [opened] * getattr(opened, "streams", 1)  # a session may allow several runs at once
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
-            raise BadConfig(f"model '{name}' is decoupled, but its session has no stream(feeds); remove decoupled")
+            raise BadConfig(f"model '{name}' is decoupled, but its session has no method stream; remove decoupled")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)
         kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
         queued = kind(

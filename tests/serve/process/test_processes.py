@@ -195,7 +195,7 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert ran.returncode == 2
-        assert "choose another --grpc-port" in ran.stderr
+        assert "choose another port with --grpc-port" in ran.stderr
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
