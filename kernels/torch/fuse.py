@@ -215,7 +215,7 @@ def _operation(layer: nn.Module) -> str:
 
 
 def _obstacle(layer: nn.Module) -> str:
-    """Returns the reason why this layer can't be replaced, or "" if it can be replaced."""
+    """Returns the reason why ``layer`` can't be replaced, or "" if ``layer`` can be replaced."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"{type(layer).__name__} is a subclass"
     if torch.nn.utils.parametrize.is_parametrized(layer):

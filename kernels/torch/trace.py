@@ -1,4 +1,4 @@
-"""Traces modules to torch.fx graphs. Rejects a module if its graph may compute other outputs than the module itself."""
+"""Traces modules to torch.fx graphs. Rejects a module if its graph may compute wrong outputs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ACTS = {
 def verify_layer(
     layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
 ) -> tuple[float, float]:
-    """Runs ``verify`` on random inputs, for one layer together with the modules that were fused with the layer."""
+    """Runs ``verify`` on random inputs. Compares ``fused`` with the layer followed by its norm and activation."""
     before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
     shape: tuple[int, ...]
     if isinstance(layer, nn.Linear):

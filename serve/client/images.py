@@ -23,8 +23,8 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images in ``paths`` and in the folders of ``paths``. Returns an empty list if ``paths`` has neither
-    images nor folders.
+    """Returns the image files among ``paths``, and the image files in the folders among ``paths``. Returns an empty
+    list if ``paths`` has neither images nor folders.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """

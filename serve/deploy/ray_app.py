@@ -94,7 +94,7 @@ class Replica:
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     async def __call__(self, request: Any) -> Any:
-        """Answers one HTTP request of REST v2, for health, metadata, config, statistics or inference."""
+        """Answers one HTTP request of the REST v2 API: health, metadata, config, statistics or inference."""
         from starlette.responses import Response
 
         body = await request.body()
