@@ -92,9 +92,9 @@ def complete(
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True, requests of several callers run
-    in separate batches by default. Dynamic batching in the config overrides this default. Raises ``BadRepository`` if
-    the config contradicts the model.
+    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True and the config doesn't set dynamic
+    batching, requests of several callers run in separate batches. Raises ``BadRepository`` if the config contradicts
+    the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -183,7 +183,7 @@ def _complete_tensors(
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Returns the names of a sequence's states and controls. Clients neither send nor get these tensors."""
+    """Returns the names of a sequence's states and controls, which stay on the server."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
@@ -224,8 +224,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the smallest and the largest allowed number of rows in a batch. If the batch range is accel's default for
-    an undeclared range, a batch of one row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the model declares no batch range, a
+    batch of one row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -339,8 +339,8 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The config's ``length_dim`` names the dim whose size differs between requests. If a model with a mask has only one
-    dynamic dim beside the batch dim, this dim is the default of ``length_dim``. Without a mask, batching by length
+    The config's ``length_dim`` names the dim whose size differs between requests. If a model has a mask and just one
+    dynamic dim besides the batch dim, ``length_dim`` is this dynamic dim by default. Without a mask, batching by length
     needs ``length_dim`` or ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
     """
     batch = signature.batch_dim

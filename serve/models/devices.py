@@ -1,4 +1,4 @@
-"""Chooses the device of a model's instances by the fields ``kind``, ``gpus`` and ``profile`` of the instance groups."""
+"""Chooses the device of a model's instances from the fields ``kind`` and ``gpus`` of the instance groups."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
 leaves out. The optional file ``labels.txt`` has the class labels of an output with ``label_filename: "labels.txt"``.
-Each version of the model has its own folder, whose name is a number above 0. A version's folder has one of the files
-``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
+Each version of the model has its own folder, whose name is a number above 0. A version's folder has one model file:
+``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` or ``model.pt2``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads, reloads and unloads the models of a repository while the server runs: once, by polling, or by command.
+"""Loads, reloads and unloads the models of a repository: once at the start, by polling, or by command.
 
 When a new version replaces an old version, the old version still answers its accepted requests. If a version fails to
 load, the old version keeps serving and the index gives the reason.
@@ -42,8 +42,8 @@ class IndexRow:
 @dataclass
 class _Entry:
     """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
-    doesn't try unchanged files again. ``lacks_step`` is True for an ensemble that lacks a step and is loaded again
-    after other models have loaded."""
+    doesn't try unchanged files again. ``lacks_step`` is True if the model is an ensemble and the model of a step is
+    missing. The ensemble is tried again after other models are loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
@@ -258,7 +258,8 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Tries to load the ensembles that lacked a step, and repeats this until no further ensemble can be loaded."""
+        """Tries to load the ensembles that lacked a step. Tries the remaining ensembles again as long as an ensemble
+        was loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]

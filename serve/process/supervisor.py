@@ -154,8 +154,8 @@ class Supervisor:
         """Logs that a process died, and returns the number of seconds until the restart.
 
         While no process has served yet, raises ``BadRepository`` if the dead process reports a reason or has died too
-        often. Once a process has served, the supervisor always restarts a dead process, because a missing file may come
-        back.
+        often. Once a process has served, the supervisor always restarts a dead process, because the cause may be
+        temporary, for example a missing file.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

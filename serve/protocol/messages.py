@@ -30,7 +30,8 @@ POOL = _load()
 
 @cache
 def message(name: str) -> Any:
-    """Returns the class of a message. ``name`` has no package name, as in ``message("ModelInferRequest")``."""
+    """Returns the class of a message. ``name`` is the message's name without the package, such as
+    ``ModelInferRequest``."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

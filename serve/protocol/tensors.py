@@ -60,7 +60,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def invalid(message: str) -> ServeError:
-    """Returns a ``ServeError`` INVALID_ARGUMENT with this message."""
+    """Returns a ``ServeError`` INVALID_ARGUMENT with the text ``message``."""
     return ServeError(Code.INVALID_ARGUMENT, message)
 
 

@@ -9,9 +9,9 @@ candidates become a batch when no further request fits or the oldest candidate h
 with a queue timeout or a deadline spends at most half of the allowed time waiting, so that the other half is left for
 the run.
 
-If the model takes only certain batch sizes, the batch keeps as many of its first requests as add up exactly to an
-allowed size. If the batch would lose more than half of its rows, the batch keeps all requests, and copies of the last
-row pad the batch to the next allowed size.
+If the model takes only certain batch sizes, requests are removed from the end of the batch until the rest has an
+allowed size. If the batch would lose more than half of its rows, no request is removed. Copies of the last row then pad
+the batch to the next allowed size.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ def make_executor(
     sessions.
 
     ``clock`` returns the time in seconds that every scheduling decision uses. ``wall`` returns seconds since 1970, for
-    ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). ``costs`` holds the
-    seconds of a run by batch size and length, for batching by length. If batching by length has no ``costs``, the first
-    session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a model with
-    ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
+    ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). For batching by length,
+    ``costs`` holds the duration of a run for each batch size and length. If batching by length has no ``costs``, the
+    first session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a
+    model with ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
 
     Raises ``BadConfig`` if the scheduling options contradict each other or the model. Also raises the errors of
     ``open_session``. Closes every opened session before raising an error.

@@ -10,10 +10,10 @@ are late.
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
-Without ``eager``, an idle instance waits until the requests fill a batch, or until the last moment at which the
-instance can start without making a request late. The last moment to start is computed as if all batches ran one after
-the other. Without ``eager``, a request is late if its answer comes after the delay bound. If a run takes more than half
-of the delay bound, the requests of the run are late if the run begins after half of the delay bound.
+Without ``eager``, an idle instance waits until the requests fill a batch. The instance starts earlier if a request
+would otherwise be late. The latest time to start is computed as if all batches ran one after the other. Without
+``eager``, a request is late if its answer comes after the delay bound. A run that takes more than half of the delay
+bound has to begin within half of the delay bound, or else its requests are late.
 """
 
 from __future__ import annotations
