@@ -227,8 +227,8 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"the engine {path} has no valid manifest, so its inputs are unknown; build the engine again, or write "
-            f"{CONFIG} with the engine's input and output"
+            f"the engine {path} has no valid manifest, so the engine's inputs are unknown; build the engine again, or "
+            f"write {CONFIG} with the engine's input and output"
         )
     companions = KINDS[kind].companions_of(path)
     if kind == "onnx":
