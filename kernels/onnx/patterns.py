@@ -21,10 +21,10 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-# A model may hold the constants of an activation in bf16. This rounding may change the activation's values at _POINTS
-# by at most _ROUNDED.
+# A model may hold the constants of an activation in bf16. Rounding a constant to bf16 may change the activation's
+# values at _POINTS by at most _ROUNDED.
 _ROUNDED = 2e-3
-_LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
+_LONGEST = 12  # An activation has at most _LONGEST nodes. GELU by tanh has nine nodes.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -143,7 +143,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
         fused = _function(match, dtype)
         functions.setdefault(fused.name, fused.function(opset))
         inputs = [*match.operands, *([match.residual] if match.residual else [])]
-        # The new node replaces the last node of the chain, because every operand is already computed at that point.
+        # The new node replaces the last node of the chain, because all operands of the chain are computed before the
+        # last node runs.
         last = max(match.nodes, key=lambda taken: order[id(taken)])
         replaced[id(last)] = helper.make_node(fused.name, inputs, [match.out], name=node.name, domain=DOMAIN)
         graph.gone |= {id(taken) for taken in match.nodes}
@@ -270,8 +271,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. If the nodes contain a function, such as Erf, the function decides with which
-    activation the value is compared.
+    until a single value remains. An operator such as Erf decides which activation the value is compared with.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -238,7 +238,8 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is 16 elements longer than one step. Rows of such a K are multiples of 16 bytes long, as TMA needs.
+                # K is 16 elements longer than one step of the kernel's loop, so the row length is a multiple of 16
+                # bytes, as TMA needs.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -30,7 +30,7 @@ PORTABLE_ARCH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
+    """A kernel for TensorRT. ``ptx`` is the code, and ``name`` is the name of the code's entry point.
 
     Each program computes ``block_m`` x ``block_n`` elements. The kernel's parameters are the inputs, the sizes and the
     output. The sizes of a product are M, N and K. A convolution has seven sizes: output pixels, output channels, image
@@ -53,13 +53,14 @@ def arch_for(function: FusedGemm | FusedConv2d) -> int:
 def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH) -> PluginKernel:
     """Returns the kernel of ``function`` as PTX for sm_``arch`` and later.
 
-    Raises ``UnsupportedHere`` if the architecture can't multiply these operands, and ``MissingExtra`` without Triton.
+    Raises ``UnsupportedHere`` if the architecture can't multiply the dtypes of ``function``, and ``MissingExtra``
+    without Triton.
     """
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
     if arch < arch_for(function):
         raise UnsupportedHere(
             f"the function {function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or higher, or "
-            "don't register the function; TensorRT then inlines the function"
+            "don't register the function, so that TensorRT inlines the function"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -116,7 +117,7 @@ def without_scratch(ptx: str, kept: int) -> str:
     """
     entry = re.search(r"\.entry\s+([\w$]+)\(\s*(.*?)\s*\)", ptx, re.DOTALL)
     if entry is None:
-        raise BuildFailed("the PTX has no known entry point; install a Triton version that this accel supports")
+        raise BuildFailed("the PTX has no known entry point; install a Triton version that accel supports")
     parameters = re.split(r",\s*", entry[2])
     body = ptx[entry.end() :]
     for at in range(kept, len(parameters)):
@@ -131,8 +132,8 @@ def without_scratch(ptx: str, kept: int) -> str:
 def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
     """Registers ``function`` in TensorRT's plugin registry and returns its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` without TensorRT or Triton, and ``UnsupportedHere`` if this TensorRT has no quick plugins.
-    Also raises the errors of ``compile_kernel``.
+    Raises ``MissingExtra`` without TensorRT or Triton, and ``UnsupportedHere`` if the installed TensorRT has no quick
+    plugins. Also raises the errors of ``compile_kernel``.
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")

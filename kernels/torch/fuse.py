@@ -89,7 +89,7 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
             if not adds_in_place(module):
                 raise
     if example_inputs is not None:
-        with contextlib.suppress(GateFailed):  # the check fails if the module calls a Sequential's layers one by one
+        with contextlib.suppress(GateFailed):  # ``_swapped`` fails if the module calls a Sequential's layers one by one
             return _swapped(module, example_inputs, joined=True)
     return _swapped(module, example_inputs, joined=False)
 
@@ -151,7 +151,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # erases only the fused nodes: another unused node may write to its inputs
+        for gone in reversed(taken):  # keeps other unused nodes, because they may write to their inputs
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -215,7 +215,7 @@ def _operation(layer: nn.Module) -> str:
 
 
 def _obstacle(layer: nn.Module) -> str:
-    """Returns the reason why this layer can't be replaced, or "" if it can be replaced."""
+    """Returns the reason why ``layer`` can't be replaced, or "" if ``layer`` can be replaced."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"{type(layer).__name__} is a subclass"
     if torch.nn.utils.parametrize.is_parametrized(layer):

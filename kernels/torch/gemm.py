@@ -88,7 +88,7 @@ def _pair(name: str, value: Any) -> list[int]:
     """Returns (height, width) for a single number or a pair of numbers."""
     found = list(value) if isinstance(value, list | tuple) else [value, value]
     if len(found) != 2 or not all(isinstance(size, int | torch.SymInt) for size in found):
-        raise BadFeeds(f"the argument {name} is {value!r}; pass a whole number, or a pair of them as (height, width)")
+        raise BadFeeds(f"the argument {name} is {value!r}; pass a whole number, or a pair (height, width)")
     return found
 
 

@@ -20,8 +20,8 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         shape = (*x.shape[:-1], weight.shape[0])
-        # The kernel adds a residual that has the output's shape and dtype. PyTorch adds any other residual, with
-        # broadcasting and type promotion.
+        # If the residual has the output's shape and dtype, the kernel adds the residual. Otherwise, PyTorch adds the
+        # residual with broadcasting and type promotion.
         inside = residual is not None and residual.shape == shape and residual.dtype == x.dtype
         flat = residual.reshape(-1, shape[-1]) if residual is not None and inside else None
         if x.numel():

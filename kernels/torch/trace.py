@@ -1,4 +1,4 @@
-"""Traces modules to torch.fx graphs. Rejects a module if its graph may compute other outputs than the module itself."""
+"""Traces modules to torch.fx graphs. Rejects a module if its graph may compute wrong outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
             return traced
         with torch.no_grad():
             ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
-    except Exception:  # fx can't trace control flow, optional inputs and leaf functions
+    except Exception:  # fx can't trace control flow, optional inputs or leaf functions
         return None
     return traced
 

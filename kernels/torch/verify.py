@@ -26,12 +26,12 @@ ACTS = {
 def verify_layer(
     layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
 ) -> tuple[float, float]:
-    """Runs ``verify`` on random inputs, for one layer together with the modules that were fused with the layer."""
+    """Runs ``verify`` on random inputs. Compares ``fused`` with the layer followed by its norm and activation."""
     before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
     shape: tuple[int, ...]
     if isinstance(layer, nn.Linear):
         shape = (4, layer.in_features)
-    else:  # the image gives at least three output pixels with any padding
+    else:  # even without padding, the output is at least three pixels high and wide
         taps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
         shape = (2, layer.in_channels, *(far * (tap - 1) + 1 + 2 * step for tap, step, far in taps))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(layer.weight)
@@ -67,8 +67,8 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
         difference = float((value.double() - reference.double()).abs().max()) / scale
         if not difference <= allowed:
             raise GateFailed(
-                f"output {at} of the fused module differs by {difference:.3g} times the original's largest element, "
-                f"and the limit is {allowed:.3g}; leave this module unfused and report the error"
+                f"output {at} of the fused module differs from the original by {difference:.3g} times the original's "
+                f"largest element, but the limit is {allowed:.3g}; leave this module unfused and report the error"
             )
         if difference >= worst:
             worst, limit = difference, allowed

@@ -68,17 +68,18 @@ def compile_config(
 ) -> Compiled:
     """Compiles ``config`` for ``dtype`` and sm_``arch``.
 
-    ``epilogue`` has every operand and fp16 output by default. With ``sums``, compiles the kernel that adds up the
+    By default, ``epilogue`` has every operand and an fp16 output. With ``sums``, compiles the kernel that adds up the
     partial sums of a split-K product. ``aligned`` declares the arguments in ``DIVISIBLE`` to be multiples of 16.
     Without ``aligned``, Triton loads single elements instead of vectors, which takes more registers.
 
-    Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
+    Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for ``arch``.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
     if not config.supports(dtype, arch):
         raise UnsupportedHere(
-            f"the configuration {config.name} is not shipped for {dtype} on sm_{arch}; see accel kernels list"
+            f"the configuration {config.name} is not shipped for {dtype} on sm_{arch}; accel kernels list shows all "
+            "shipped configurations"
         )
     import triton
     from triton.backends.compiler import GPUTarget

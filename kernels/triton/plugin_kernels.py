@@ -2,8 +2,8 @@
 """Contains the GEMM and the convolution with the parameters of TensorRT's quick plugins. The parameters are tensor
 inputs, scalars and the output.
 
-TensorRT passes exactly the inputs that a plugin has, so each number of operands has its own kernel. All operands are
-dense. The operands that a plugin has are in this order: bias, row scale, column scale, residual. With ``TRANSPOSED``
+TensorRT passes exactly the inputs that a plugin has, so there is a separate kernel for each number of operands. All
+operands are dense. Operands come in this order: bias, row scale, column scale, residual. With ``TRANSPOSED``
 (``gemm_nt``), b is (N, K). Images and weights are channels first, as in ONNX.
 """
 

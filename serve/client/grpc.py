@@ -236,7 +236,7 @@ class InferenceClient:
         samples."""
         found: list[Inference] = []
         done = 0
-        # The progress text doesn't count the sent samples, because a log would show only the first count.
+        # The progress text has only the total number of samples, because a log shows each progress text just once.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -333,13 +333,13 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
                 )
             if value.dtype.kind in "iub" and not np.array_equal(cast.astype(value.dtype), value):
                 raise BadData(
-                    f"input '{tensor.name}' holds numbers that don't fit {tensor.datatype}; keep them in its range"
+                    f"input '{tensor.name}' holds numbers that {tensor.datatype} can't represent; correct the numbers"
                 )
             value = cast
         found[tensor.name] = value
     if not found:
         names = ", ".join(tensor.name for tensor in metadata.inputs)
-        raise BadData(f"the model takes the inputs {names}, but got {', '.join(feeds) or 'no arrays'}")
+        raise BadData(f"the model takes the inputs {names}, but the data has {', '.join(feeds) or 'no arrays'}")
     return found
 
 
@@ -392,4 +392,4 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
                 for name in archive.files:
                     yield name, archive[name]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadData(f"can't read the file {path} ({one_line(error, 120)}); give .npz or .json") from None
+        raise BadData(f"can't read the file {path} ({one_line(error, 120)}); give a .npz or .json file") from None

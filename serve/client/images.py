@@ -23,8 +23,8 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images in ``paths`` and in the folders of ``paths``. Returns an empty list if ``paths`` has neither
-    images nor folders.
+    """Returns the image files among ``paths``, and the image files in the folders among ``paths``. Returns an empty
+    list if ``paths`` has neither images nor folders.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """
@@ -32,12 +32,12 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     if not any(images):
         return []
     if not all(images):
-        raise BadData("images and arrays can't be sent together; run the command once for each")
+        raise BadData("images and arrays can't be sent together; run one command for the images and one for the arrays")
     found = []
     for path in paths:
         inside = sorted(p for p in path.iterdir() if p.suffix.lower() in ENDINGS) if path.is_dir() else [path]
         if not inside:
-            raise BadData(f"{path} holds no images; put {', '.join(ENDINGS)} files there")
+            raise BadData(f"the folder {path} holds no images; add files that end in {' or '.join(ENDINGS)}")
         found += inside
     return found
 
@@ -90,7 +90,7 @@ class ImageInput:
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, RuntimeWarning) as error:
-            raise BadData(f"can't read {path} ({one_line(error, 160)}); give PNG or JPEG") from None
+            raise BadData(f"can't read the image {path} ({one_line(error, 160)}); give PNG or JPEG") from None
         size = (self.width or turned.width, self.height or turned.height)
         return turned if turned.size == size else turned.resize(size, Image.Resampling.BILINEAR)
 
@@ -111,8 +111,9 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' takes {given}, but images need a model with a single input of 1, 3 or 4 channels "
-            f"(first or last dim) and a dtype of {', '.join(_KINDS)}; send arrays as .npz"
+            f"model '{metadata.name}' takes {given}, but images need a model with a single input, "
+            f"which has 1, 3 or 4 channels as the first or last dim and the dtype {' or '.join(_KINDS)}; send the "
+            "arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])
@@ -124,7 +125,7 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
                 f"{option} needs 1 number, or {channels} numbers for {channels} channels, but has {len(values)}"
             )
     if any(value <= 0 for value in std):
-        raise BadData("the deviation of --normalize has to be above 0 for every channel")
+        raise BadData("the deviation of --normalize has to be above 0 for every channel; correct --normalize")
     return ImageInput(
         name=tensor.name,
         datatype=tensor.datatype,
@@ -143,7 +144,7 @@ def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
     None if both dims or neither dim can be the channels."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # 3 channels are tried first, because a dim of size 1 or 4 may be the height
+    for channels in (3, 1, 4):  # tries 3 channels first, because a dim of size 1 or 4 may be a height or a width
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a thread that reads a stream leaves the requests to other threads
+            inline=call.single,  # a thread that reads a stream must not run requests
         ),
         call.parameters,
     )
@@ -93,12 +93,12 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
         setattr(request, key, value)
     else:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise invalid(f"{key} has to be an integer of 0 or more")
+            raise invalid(f"{key} has to be 0 or a positive integer")
         setattr(request, "timeout_us" if key == "timeout" else key, value)
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """Returns the reply to ``call``. Classifies outputs or writes outputs to shared memory if ``call`` says so."""
+    """Returns the reply to ``call``. If ``call`` requests it, classifies outputs or writes outputs to shared memory."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

@@ -68,8 +68,8 @@ class Command(NamedTuple):
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:
-        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no method of
-        the command's name."""
+        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no method
+        with the command's name."""
         if self.name not in COMMANDS:
             raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
         getattr(control, self.name)(*self.arguments)

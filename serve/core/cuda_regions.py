@@ -144,7 +144,7 @@ def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRe
     if not name or len(handle) != HANDLE_BYTES or byte_size <= 0 or device < 0:
         raise refused(
             Code.INVALID_ARGUMENT,
-            f"registering takes a name, a handle of {HANDLE_BYTES} bytes, a device and a byte_size above 0",
+            f"the request needs a name, a handle of {HANDLE_BYTES} bytes, a device and a byte_size above 0",
         )
     try:
         ipc: Ipc = CudaIpc()
@@ -154,7 +154,7 @@ def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRe
     try:
         room = ipc.room(address)
         if byte_size > room:
-            raise refused(Code.INVALID_ARGUMENT, f"the shared memory has {room} bytes, not {byte_size}")
+            raise refused(Code.INVALID_ARGUMENT, f"byte_size is {byte_size}, but the shared memory has {room} bytes")
         return CudaRegion(name, device, byte_size, handle, address, ipc)
     except BaseException as error:
         ipc.close(address, device)

@@ -232,7 +232,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True after the conversion of a response to a reply has failed
+        spoiled = False  # set to True if ``make_reply`` fails for a response
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
@@ -265,7 +265,7 @@ class InferenceServer:
                     raise ServeError(
                         Code.UNAVAILABLE,
                         f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'; "
-                        "--grpc-threads allows no more waiting requests for one model",
+                        "raise --grpc-threads to let more requests wait",
                     )
                 self._waiting[name] = count + 1
             self._under_way += 1

@@ -105,7 +105,7 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # The server's settings are the defaults of every model, so new samplers replace all old samplers.
+            # A change of the server's settings also changes the defaults of every model, so all samplers are made anew.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 

@@ -78,7 +78,7 @@ class SharedMemory:
         if name in self._regions:
             raise ServeError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
         if len(self._regions) >= MAX_REGIONS:
-            raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; unregister some")
+            raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions exist; unregister a region first")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
         """Unregisters the region ``name``, or every region if ``name`` is empty. If ``kind`` is None, unregisters both

@@ -1,9 +1,9 @@
 """Records OpenTelemetry traces of requests and sends them to an OTLP endpoint.
 
-A trace shows where one request spent its time. Spans and attributes have the same names as in Triton, if Triton has
-them. The spans of a request are created after the request is answered. The durations of the spans are equal to the
-durations in the statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans
-of a request form this tree:
+A trace shows where one request spent its time. Spans and attributes that also exist in Triton have Triton's names. The
+spans of a request are created after the request is answered. The durations of the spans are equal to the durations in
+the statistics of the model's executor. OpenTelemetry is imported only if ``--trace`` is given. The spans of a request
+form this tree:
 
     InferRequest                 from the transport's call to the last response
     └── <model>                  in the model's executor; an ensemble's span has one child span for each step
@@ -116,8 +116,8 @@ class Tracing:
 
 
 class _Traced:
-    """Records the trace of a request after both the request's ticket and its last response have come, in either
-    order."""
+    """Records the trace of a request once the request's ticket and last response have arrived. Either may arrive
+    first."""
 
     __slots__ = ("_begun", "_call", "_end", "_found", "_lock", "_reply", "_ticket", "_tracing")
 
@@ -179,7 +179,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
 
 
 def _log_as_the_server_does() -> None:
-    """Writes the messages of OpenTelemetry to the server's log, for example that the endpoint doesn't answer."""
+    """Writes OpenTelemetry's messages to the server's log, such as an error when the endpoint doesn't answer."""
     logger, own = logging.getLogger("opentelemetry"), logging.getLogger("accel.serve")
     if own.handlers:
         logger.handlers, logger.propagate = own.handlers, False

@@ -49,7 +49,7 @@ class Deployment:
                 f"{self.name!r} is no deployment name; start with a letter, and use lower-case letters, digits and '-'"
             )
         if not self.image:
-            raise BadConfig("a manifest needs the container image that has accel in it; pass --image NAME:TAG")
+            raise BadConfig("a manifest needs a container image with accel; pass --image NAME:TAG")
         for quantity in (self.cpu, self.memory):
             if not _QUANTITY.fullmatch(quantity):
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")

@@ -94,7 +94,7 @@ class Replica:
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     async def __call__(self, request: Any) -> Any:
-        """Answers one HTTP request of REST v2, for health, metadata, config, statistics or inference."""
+        """Answers one HTTP request of the REST v2 API: health, metadata, config, statistics or inference."""
         from starlette.responses import Response
 
         body = await request.body()
@@ -209,7 +209,7 @@ def app(arguments: dict[str, str]) -> Any:
     if "repository" not in given:
         raise UsageError("the application needs a model repository; give repository=FOLDER or repository=ADDRESS")
     if given.get("mode") == "explicit":
-        raise UsageError("mode=explicit needs commands, which a Ray application can't get; use mode=none or mode=poll")
+        raise UsageError("a Ray application gets no commands, so mode=explicit can't work; use mode=none or mode=poll")
     options = ServeOptions(**given, threads=numbers.get("threads", 0), grpc_port=None, http_port=None)
     concurrency = numbers.get("concurrency", 64)
     try:

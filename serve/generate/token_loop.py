@@ -95,10 +95,13 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
     for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
-            raise refused(f"the parameter {key} names the input '{to}', but the model has: {', '.join(inputs)}")
+            raise refused(
+                f"the parameter {key} names the input '{to}', but the model has the inputs: {', '.join(inputs)}"
+            )
     for out in (options["stream_logits"], *states):
         if out not in outputs:
-            raise refused(f"the stream_* parameters name the output '{out}', but the model has: {', '.join(outputs)}")
+            has = ", ".join(outputs)
+            raise refused(f"the stream_* parameters name the output '{out}', but the model has the outputs: {has}")
     taken = [*named.values(), *states.values()]
     if twice := [to for to in taken if taken.count(to) > 1]:
         raise refused(f"the stream_* parameters name the input '{twice[0]}' twice; name each input once")
@@ -112,7 +115,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
             f"{logits}"
         )
     if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
-        raise refused(f"the length of stream_tokens has to be dynamic or 1; the input is {tokens}")
+        raise refused(f"the length of stream_tokens has to be dynamic or 1, but the input is {tokens}")
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
             f"the input {tokens} takes one token at a time, so the stream needs the model's state; add the parameter "

@@ -50,7 +50,9 @@ def parse(text: str, where: str) -> ModelConfig:
     try:
         text_format.Parse(text, config, descriptor_pool=proto.POOL)
     except (text_format.ParseError, RecursionError) as error:
-        raise BadRepository(f"can't read {where}: {one_line(error)}; see Triton's model configuration") from None
+        raise BadRepository(
+            f"can't read the config {where}: {one_line(error)}; see Triton's model configuration"
+        ) from None
     return config
 
 
@@ -90,9 +92,9 @@ def complete(
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True, requests of several callers run
-    in separate batches by default. Dynamic batching in the config overrides this default. Raises ``BadRepository`` if
-    the config contradicts the model.
+    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True and the config doesn't set dynamic
+    batching, requests of several callers run in separate batches. Raises ``BadRepository`` if the config contradicts
+    the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -148,7 +150,9 @@ def _complete_tensors(
         spec = by_name.get(tensor.name)
         if spec is None:
             has = ", ".join(by_name)
-            raise BadRepository(f"model '{name}' has no {role} '{tensor.name}', which its config names; it has: {has}")
+            raise BadRepository(
+                f"model '{name}' has no {role} '{tensor.name}'; write one of these in the config: {has}"
+            )
         wanted = config_dtype(spec)
         if not tensor.data_type:
             tensor.data_type = wanted
@@ -167,7 +171,8 @@ def _complete_tensors(
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
             note = "; with max_batch_size above 0, the dims don't include the batch" if batching else ""
             raise BadRepository(
-                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's are {dims}{note}"
+                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's dims are "
+                f"{dims}{note}"
             )
     listed = {tensor.name for tensor in found}
     if listed and role == "output":
@@ -178,7 +183,7 @@ def _complete_tensors(
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Returns the names of a sequence's states and controls. Clients neither send nor get these tensors."""
+    """Returns the names of a sequence's states and controls, which stay on the server."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
@@ -219,8 +224,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the smallest and the largest allowed number of rows in a batch. If the batch range is accel's default for
-    an undeclared range, a batch of one row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the model declares no batch range, a
+    batch of one row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -253,8 +258,8 @@ def scheduling(
     rows = batch_range(signature) if largest else DimRange(1, 1, 1)
     if largest and not profiles and largest < rows.min:
         raise BadRepository(
-            f"model '{name}': max_batch_size {largest} is below {rows.min}, the smallest batch that the model was "
-            f"exported with; raise max_batch_size, or export the model again with --dim "
+            f"model '{name}': max_batch_size {largest} is below {rows.min}, the smallest batch size of the exported "
+            f"model; raise max_batch_size, or export the model again with --dim "
             f"{signature.batch_dim}=1:{rows.opt}:{rows.max}"
         )
     allowed = tuple(range(rows.min, largest + 1, rows.step)) if rows.min > 1 else None
@@ -288,8 +293,9 @@ def scheduling(
     for tensor in config.input:
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
-                f"model '{name}', input '{tensor.name}': an optional input needs a default, or has to be the mask for "
-                f"batching by length; remove optional, or export the model with an initializer named {tensor.name!r}"
+                f"model '{name}', input '{tensor.name}': the input is optional but has no default and is not the mask "
+                "for batching by length; remove optional, or export the model with an initializer named "
+                f"{tensor.name!r}"
             )
     return made
 
@@ -301,7 +307,7 @@ def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
     """
     limits = [group.rate_limiter for group in config.instance_group]
     if any(limit != limits[0] for limit in limits):
-        raise BadRepository(f"model '{config.name}': give all of its instance groups the same rate_limiter")
+        raise BadRepository(f"model '{config.name}': all instance groups need the same rate_limiter")
     if not limits:
         return {}, 1
     return {resource.name: resource.count for resource in limits[0].resources if resource.count}, limits[0].priority
@@ -333,15 +339,17 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     """Returns the options for batching requests of different lengths, or None if such requests are not batched
     together.
 
-    The config's ``length_dim`` names the dim whose size differs between requests. If a model with a mask has only one
-    dynamic dim beside the batch dim, this dim is the default of ``length_dim``. Without a mask, batching by length
+    The config's ``length_dim`` names the dim whose size differs between requests. If a model has a mask and just one
+    dynamic dim besides the batch dim, ``length_dim`` is this dynamic dim by default. Without a mask, batching by length
     needs ``length_dim`` or ``allow_ragged_batch`` in the config, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
     dim = options.get(LENGTH_DIM)
     if dim is not None and dim not in others:
-        raise BadRepository(f"model '{config.name}' has no dynamic dim {dim!r}; it has: {', '.join(others) or 'none'}")
+        raise BadRepository(
+            f"model '{config.name}' has no dynamic dim {dim!r}; choose from: {', '.join(others) or 'none'}"
+        )
     ragged = any(tensor.allow_ragged_batch for tensor in config.input)
     if dim is None:
         if len(others) != 1:

@@ -1,4 +1,4 @@
-"""Chooses the device of a model's instances by the fields ``kind``, ``gpus`` and ``profile`` of the instance groups."""
+"""Chooses the device of a model's instances from the fields ``kind`` and ``gpus`` of the instance groups."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
-            raise refused("the server chooses the optimization profile by the shapes of each batch; remove profile")
+            raise refused(
+                "the server chooses the optimization profile by the shapes of each batch; remove profile from the "
+                "config"
+            )
         if group.passive or group.secondary_devices:
             raise refused("passive instances and secondary_devices are not supported; remove both")
         if others := [gpu for gpu in group.gpus if gpu != 0]:
             raise refused(f"instances run on the first GPU only; start a server with CUDA_VISIBLE_DEVICES={others[0]}")
         if group.gpus and kind == "KIND_CPU":
-            raise refused("instances of KIND_CPU can't have gpus; remove gpus")
+            raise refused("instances of KIND_CPU can't have the field gpus; remove gpus")
     if artifact.kind == "engine":
         if kind == "KIND_CPU":
             raise refused("an engine runs on a GPU; write KIND_GPU")

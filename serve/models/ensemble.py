@@ -315,7 +315,9 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
                 )
     for spec in signature.outputs:
         if spec.name not in made_by:
-            raise BadConfig(f"ensemble '{name}': no step makes its output '{spec.name}'; map a step's output to it")
+            raise BadConfig(
+                f"ensemble '{name}': no step makes the output '{spec.name}'; map an output of a step to this output"
+            )
     there = {spec.name for spec in signature.inputs}
     left = list(ensemble.steps)
     while left:

@@ -52,7 +52,10 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
         config.version_policy.latest.num_versions = 1
     for tensor in config.input:
         if tensor.optional:
-            raise BadRepository(f"ensemble '{name}': a step needs the input '{tensor.name}'; remove optional")
+            raise BadRepository(
+                f"ensemble '{name}': a step needs the input '{tensor.name}', so the input can't be optional; remove "
+                "optional"
+            )
     for tensor in (*config.input, *config.output):
         if tensor.HasField("reshape"):
             raise BadRepository(f"ensemble '{name}', '{tensor.name}': reshape is not supported; remove reshape")
@@ -122,7 +125,8 @@ def check_steps(config: ModelConfig, get: Get) -> None:
             if key not in there:
                 role = "input" if there is model.inputs else "output"
                 raise BadRepository(
-                    f"ensemble '{name}' maps the {role} '{key}' of step '{model.name}', which has: {', '.join(there)}"
+                    f"ensemble '{name}' maps the {role} '{key}' of step '{model.name}', which has only: "
+                    f"{', '.join(there)}"
                 )
         if lacking := sorted(model.required.difference(step.input_map)):
             raise BadRepository(f"ensemble '{name}' maps no tensor to the input '{lacking[0]}' of step '{model.name}'")
@@ -152,7 +156,9 @@ def _step_model(name: str, step: Any, get: Get) -> ServedModel:
     except ServeError as error:
         raise StepMissing(f"ensemble '{name}' depends on '{step.model_name}', which is not served ({error})") from None
     if model.scheduling.decoupled:
-        raise BadRepository(f"ensemble '{name}': the decoupled model '{model.name}' can't be a step; call it directly")
+        raise BadRepository(
+            f"ensemble '{name}': the decoupled model '{model.name}' can't be a step; call the model directly"
+        )
     return model
 
 

@@ -2,8 +2,8 @@
 
 The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
 leaves out. The optional file ``labels.txt`` has the class labels of an output with ``label_filename: "labels.txt"``.
-Each version of the model has its own folder, whose name is a number above 0. A version's folder has one of the files
-``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` and ``model.pt2``.
+Each version of the model has its own folder, whose name is a number above 0. A version's folder has one model file:
+``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` or ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ModelFolder:
                 text = (self.path / name).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise BadRepository(
-                    f"model '{self.name}': can't read the labels in {name} ({error}); write one label a line as UTF-8"
+                    f"model '{self.name}': can't read the labels in {name} ({error}); write one label per line in UTF-8"
                 ) from None
             found[output.name] = tuple(text.splitlines())
         return found
@@ -227,8 +227,8 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, so the engine's inputs are unknown; build the engine again, or write "
-            f"{CONFIG} with the engine's input and output"
+            f"the engine {path} has no valid manifest, so the engine's inputs are unknown; build the engine again, or "
+            f"write {CONFIG} with the engine's input and output"
         )
     companions = KINDS[kind].companions_of(path)
     if kind == "onnx":

@@ -135,8 +135,8 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
     """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
     ranges.
 
-    A model that doesn't come from PyTorch may take negative indices, which count from the end. For such a model, a
-    declared range that begins at 0 also allows the matching negative indices.
+    Models from PyTorch get exactly the declared ranges. In other models, a declared range that begins at 0 also allows
+    the matching negative indices, which count from the end.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
@@ -155,7 +155,7 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. With 0, the runtime or the manifest chooses the number of threads.
+    Returns 0 if a single session may use all cores. The runtime or the manifest then chooses the number of threads.
     """
     if not cores and instances == 1:
         return 0
@@ -192,7 +192,7 @@ _REFUSED = {
 
 def _supported(config: ModelConfig, name: str) -> None:
     if config.backend == "python":
-        raise BadRepository(f"model '{name}' is Python code, which is not run; export the model instead")
+        raise BadRepository(f"model '{name}' is Python code, which accel doesn't run; export the model instead")
     for given, _ in config.ListFields():
         if given.name in _REFUSED:
             raise BadRepository(f"model '{name}': the field {given.name} is not supported; {_REFUSED[given.name]}")

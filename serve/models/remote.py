@@ -41,7 +41,7 @@ _MARKS = (
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The maximum depth of folders in a model, so that the search of a folder that contains itself ends.
+_DEEPEST = 6  # The maximum depth of folders in a model. Ends the search in a folder that contains itself.
 _KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load the copy.
 _RECORD = "files.json"
 
@@ -258,7 +258,7 @@ def _open(address: str) -> Any:
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
         raise UnsupportedHere(
-            f"an address with {scheme}:// needs a library beside fsspec; install the library: {error}"
+            f"an address with {scheme}:// needs another library in addition to fsspec; install it: {error}"
         ) from None
     except ValueError as error:
         raise UnsupportedHere(

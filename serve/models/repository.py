@@ -1,4 +1,4 @@
-"""Loads, reloads and unloads the models of a repository while the server runs: once, by polling, or by command.
+"""Loads, reloads and unloads the models of a repository: once at the start, by polling, or by command.
 
 When a new version replaces an old version, the old version still answers its accepted requests. If a version fails to
 load, the old version keeps serving and the index gives the reason.
@@ -42,8 +42,8 @@ class IndexRow:
 @dataclass
 class _Entry:
     """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
-    doesn't try unchanged files again. ``lacks_step`` is True for an ensemble that lacks a step and is loaded again
-    after other models have loaded."""
+    doesn't try unchanged files again. ``lacks_step`` is True if the model is an ensemble and the model of a step is
+    missing. The ensemble is tried again after other models are loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
@@ -74,7 +74,7 @@ class Repository:
         refresh: Callable[[str | None], Mapping[str, str]] | None = None,
     ) -> None:
         if not root.is_dir():
-            raise BadRepository(f"{root} is not a folder; give the folder that holds one folder for each model")
+            raise BadRepository(f"{root} is not a folder; give a folder with one subfolder for each model")
         if mode not in MODES:
             raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
         self.root, self.mode, self.drain = root, mode, drain
@@ -186,7 +186,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # the missing step is reported when the ensemble is loaded
+                continue  # loading the ensemble reports that the step's model is missing
             try:
                 self._load(name)
             except ServeError as error:
@@ -221,7 +221,7 @@ class Repository:
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # the missing step is reported when the ensemble is loaded
+            except ServeError as error:  # loading the ensemble reports that the step's model is missing
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()
@@ -258,7 +258,8 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Tries to load the ensembles that lacked a step, and repeats this until no further ensemble can be loaded."""
+        """Tries to load the ensembles that lacked a step. Tries the remaining ensembles again as long as an ensemble
+        was loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -344,7 +345,7 @@ class Repository:
             wanted, prints = [], {}
         for version in wanted:
             old = entry.versions.get(version)
-            # A load command may override the config. The files then stay the same, so the override is compared too.
+            # A load command may override the config without changing a file, so the override is compared too.
             files = (prints[version], override.SerializeToString() if override is not None else b"")
             if old is not None and old.files == files:
                 made[version] = old

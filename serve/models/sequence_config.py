@@ -54,7 +54,9 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
     values: dict[str, tuple[float, float]] = {}
     for entry in given.control_input:
         if len(entry.control) != 1:
-            raise _refused(config, f"the control input '{entry.name}' has {len(entry.control)} controls; give it one")
+            raise _refused(
+                config, f"the control input '{entry.name}' has {len(entry.control)} controls; write exactly one"
+            )
         [control] = entry.control
         kind = _KINDS[type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name]
         if kind in controls or entry.name in controls.values():
@@ -77,7 +79,7 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
             _check_dims(config, one, state.dims)
         states[state.output_name] = state.input_name
         if len(state.initial_state) > 1:
-            raise _refused(config, f"the state '{state.input_name}' has several initial states; give it one")
+            raise _refused(config, f"the state '{state.input_name}' has several initial states; keep one")
         for first in state.initial_state:
             initial[state.input_name] = _initial(config, spec, first, folder)
     return SequenceBatching(
@@ -96,7 +98,7 @@ def _refused(config: Any, what: str) -> BadRepository:
 
 def _there(config: Any, role: str, name: str, specs: dict[str, TensorSpec]) -> TensorSpec:
     if name not in specs:
-        raise _refused(config, f"the model has no {role} '{name}'; it has: {', '.join(specs)}")
+        raise _refused(config, f"the model has no {role} '{name}'; choose from: {', '.join(specs)}")
     return specs[name]
 
 
@@ -133,13 +135,13 @@ def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple
     found = [(field, list(getattr(control, field))) for field in _VALUES if getattr(control, field)]
     if len(found) != 1 or len(found[0][1]) != 2:
         raise _refused(
-            config, f"the control {kind} needs one of {', '.join(_VALUES)} with two values: for false and for true"
+            config, f"the control {kind} needs a value for false and a value for true in one of: {', '.join(_VALUES)}"
         )
     [(field, (false, true))] = found
     if spec.dtype != _VALUES[field]:
         right = next((name for name, dtype in _VALUES.items() if dtype == spec.dtype), "another input")
         raise _refused(
-            config, f"control {kind} has {field}, but the input '{spec.name}' has dtype {spec.dtype}; use {right}"
+            config, f"control {kind} uses {field}, but the input '{spec.name}' has dtype {spec.dtype}; use {right}"
         )
     return false, true
 

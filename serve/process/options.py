@@ -125,7 +125,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The limit for one model leaves some threads to the other models, even if the model hangs.
+            # One model may occupy only some of the threads, so that a hanging model can't block the other models.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 

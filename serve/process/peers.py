@@ -32,9 +32,9 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. A process that missed
-# this limit has only _SILENT_PATIENCE seconds for each later answer, until an answer comes in time. The short limit
-# keeps a stopped process from delaying every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. After a late answer,
+# a process has only _SILENT_PATIENCE seconds, until an answer comes in time. Otherwise, a stopped process would delay
+# every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # The maximum number of seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0

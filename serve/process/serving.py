@@ -165,8 +165,8 @@ class ServingProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
-        with contextlib.suppress(OSError, ValueError):  # Without stderr, no stack can be written.
-            faulthandler.enable(all_threads=False)  # A crash in native code prints the Python stack.
+        with contextlib.suppress(OSError, ValueError):  # Without stderr, ``enable`` fails.
+            faulthandler.enable(all_threads=False)  # If native code crashes, Python prints the stack.
         raise_file_limit()
         self.start()
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})
@@ -177,7 +177,7 @@ class ServingProcess:
         log.info("stopping", extra={"requests": self.server.under_way})
         if self.server.drain(self.options.drain):
             # The open port answers UNAVAILABLE for a moment, so that clients choose another server. Closing the port
-            # now would cut off requests in flight.
+            # immediately would cut off requests in flight.
             time.sleep(_LAME_DUCK)
         self.stop()
         log.info("stopped")

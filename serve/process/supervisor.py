@@ -93,8 +93,7 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # A socket without SO_REUSEPORT tests the port, because its bind fails if a server already uses the
-                # port.
+                # Test the port with a socket without SO_REUSEPORT. If a server already uses the port, ``bind`` fails.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -104,7 +103,7 @@ class Supervisor:
             except OSError as error:
                 flag = name.replace("_", "-")
                 raise UnsupportedHere(
-                    f"can't listen on {options.host}:{port} ({error.strerror}); choose another --{flag}"
+                    f"can't listen on {options.host}:{port} ({error.strerror}); choose another port with --{flag}"
                 ) from None
             found[name] = port
         return replace(options, **found)
@@ -155,8 +154,8 @@ class Supervisor:
         """Logs that a process died, and returns the number of seconds until the restart.
 
         While no process has served yet, raises ``BadRepository`` if the dead process reports a reason or has died too
-        often. Once a process has served, the supervisor always restarts a dead process, because a missing file may come
-        back.
+        often. Once a process has served, the supervisor always restarts a dead process, because the cause may be
+        temporary, for example a missing file.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

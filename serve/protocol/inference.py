@@ -1,8 +1,9 @@
 """Defines the types of an inference inside the server: request, response, error, statistics and the ``Executor``
 protocol.
 
-These types depend only on numpy, and not on protobuf, grpcio or HTTP. The transports convert their wire formats to
-these types and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into responses.
+The types depend only on numpy, and not on protobuf, grpcio or HTTP. The transports convert their wire formats to the
+types of this module and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into
+responses.
 """
 
 from __future__ import annotations

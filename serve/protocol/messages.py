@@ -20,7 +20,7 @@ SERVICE = "inference.GRPCInferenceService"
 def _load() -> Any:
     pool = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
-    for file in files.file:  # the set lists a file after all files that it imports
+    for file in files.file:  # imported files come before the files that import them
         pool.Add(file)
     return pool
 
@@ -30,7 +30,8 @@ POOL = _load()
 
 @cache
 def message(name: str) -> Any:
-    """Returns the class of a message. ``name`` has no package name, as in ``message("ModelInferRequest")``."""
+    """Returns the class of a message. ``name`` is the message's name without the package, such as
+    ``ModelInferRequest``."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

@@ -60,7 +60,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def invalid(message: str) -> ServeError:
-    """Returns a ``ServeError`` INVALID_ARGUMENT with this message."""
+    """Returns a ``ServeError`` INVALID_ARGUMENT with the text ``message``."""
     return ServeError(Code.INVALID_ARGUMENT, message)
 
 
@@ -109,7 +109,7 @@ def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: s
     if count * _LENGTH.size > len(body):
         raise invalid(
             f"expected {count} string elements for inference input '{name}' for model '{model}', "
-            f"but {len(body)} bytes are too few for them"
+            f"but got only {len(body)} bytes"
         )
     found: np.ndarray = np.empty(count, dtype=object)
     at = 0
@@ -128,7 +128,7 @@ def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: s
     if at != len(body):
         raise invalid(
             f"unexpected number of string elements for inference input '{name}' for model '{model}', expecting "
-            f"{count}: {len(body) - at} bytes are left over"
+            f"{count}, but {len(body) - at} more bytes follow"
         )
     return found
 

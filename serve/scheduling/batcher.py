@@ -9,9 +9,9 @@ candidates become a batch when no further request fits or the oldest candidate h
 with a queue timeout or a deadline spends at most half of the allowed time waiting, so that the other half is left for
 the run.
 
-If the model takes only certain batch sizes, the batch keeps as many of its first requests as add up exactly to an
-allowed size. If the batch would lose more than half of its rows, the batch keeps all requests, and copies of the last
-row pad the batch to the next allowed size.
+If the model takes only certain batch sizes, requests are removed from the end of the batch until the rest has an
+allowed size. If the batch would lose more than half of its rows, no request is removed. Copies of the last row then pad
+the batch to the next allowed size.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RowBatching:
         for name, value in request.inputs.items():
             first = value.shape[0] if value.ndim else -1
             if first < 1:
-                raise invalid(f"input '{name}' has no batch dim of at least 1 for model '{self.name}'")
+                raise invalid(f"the batch dim of input '{name}' has to be at least 1 for model '{self.name}'")
             if rows not in (-1, first):
                 raise invalid(f"input '{name}' batch size does not match other inputs for model '{self.name}'")
             rows = first

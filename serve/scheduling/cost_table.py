@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A shape whose first run takes less than _REPEAT_BELOW seconds is run again, because first runs are often slower. A
 # short run is repeated until the runs together take _ENOUGH seconds, at most _MOST_RUNS times. The shortest time is
-# kept, because other processes may interrupt a run for longer than the run itself takes.
+# kept, because an interruption by another process may take longer than the run.
 _REPEAT_BELOW = 0.25
 _ENOUGH = 0.002
 _MOST_RUNS = 10
@@ -45,8 +45,8 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more than a larger input. If the measurements contradict this rule, the smaller
-        # input gets the time of the larger input, because noise only lengthens a run.
+        # A smaller input can't really take longer than a larger input. If it does in the measurements, the cause is
+        # noise, and the smaller input gets the time of the larger input.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 

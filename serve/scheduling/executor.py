@@ -50,10 +50,10 @@ def make_executor(
     sessions.
 
     ``clock`` returns the time in seconds that every scheduling decision uses. ``wall`` returns seconds since 1970, for
-    ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). ``costs`` holds the
-    seconds of a run by batch size and length, for batching by length. If batching by length has no ``costs``, the first
-    session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a model with
-    ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
+    ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). For batching by length,
+    ``costs`` holds the duration of a run for each batch size and length. If batching by length has no ``costs``, the
+    first session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a
+    model with ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
 
     Raises ``BadConfig`` if the scheduling options contradict each other or the model. Also raises the errors of
     ``open_session``. Closes every opened session before raising an error.
@@ -71,7 +71,7 @@ def make_executor(
             opened = open_session()
             sessions += [opened] * getattr(opened, "streams", 1)  # a session may allow several runs at once
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
-            raise BadConfig(f"model '{name}' is decoupled, but its session has no stream(feeds); remove decoupled")
+            raise BadConfig(f"model '{name}' is decoupled, but its session has no method stream; remove decoupled")
         batching = _batching(signature, scheduling, sessions[0], costs, name=name)
         kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
         queued = kind(

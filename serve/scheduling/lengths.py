@@ -10,10 +10,10 @@ are late.
 With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
-Without ``eager``, an idle instance waits until the requests fill a batch, or until the last moment at which the
-instance can start without making a request late. The last moment to start is computed as if all batches ran one after
-the other. Without ``eager``, a request is late if its answer comes after the delay bound. If a run takes more than half
-of the delay bound, the requests of the run are late if the run begins after half of the delay bound.
+Without ``eager``, an idle instance waits until the requests fill a batch. The instance starts earlier if a request
+would otherwise be late. The latest time to start is computed as if all batches ran one after the other. Without
+``eager``, a request is late if its answer comes after the delay bound. A run that takes more than half of the delay
+bound has to begin within half of the delay bound, or else its requests are late.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# Limits how many waiting requests are divided into batches at once, because the queue's lock is held in the meantime.
-# If twice the largest batch size is above _WINDOW, the limit is twice the largest batch size.
+# At most _WINDOW waiting requests are divided into batches at once, because the division holds the queue's lock. If
+# twice the largest batch size is above _WINDOW, the limit is twice the largest batch size.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. But a request that has waited for _PATIENCE delay bounds,
-# or for half of its timeout or deadline, runs first.
+# Requests that can still be in time run before late requests. But a request runs first if it has waited for _PATIENCE
+# times the delay bound, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -100,7 +100,7 @@ class LengthBatchingRows(RowBatching):
             raise ServeError(
                 Code.INVALID_ARGUMENT,
                 f"the dim '{self.options.dim}' has the sizes {sorted(sizes)} in one request for model '{self.name}'; "
-                "send one size",
+                "send a single size",
             )
         return rows
 
@@ -131,8 +131,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # The best batches never take longer than running each request alone. While enough time is left to run each
-            # request alone, the best batches are not computed.
+            # Running each request alone takes at least as long as the best batches. While enough time is left to run
+            # each request alone, the best batches need not be computed.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -270,7 +270,7 @@ class LengthBatchingRows(RowBatching):
             for axis in self._cut_axes.get(name, ()):
                 if axis >= value.ndim or value.shape[axis] != longest:
                     raise NotBatched(
-                        f"output '{name}' has shape {list(value.shape)}; axis {axis} has to have the size {longest}"
+                        f"output '{name}' has shape {list(value.shape)}, but axis {axis} needs the size {longest}"
                     )
         return [
             {name: value[self._own(name, length)] for name, value in part.items()}
@@ -297,12 +297,12 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
         raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set the option dynamic")
     if options.dim not in signature.dims or options.dim == signature.batch_dim:
         others = ", ".join(dim for dim in signature.dims if dim != signature.batch_dim) or "none"
-        raise BadConfig(f"model '{name}' has no dim '{options.dim}' to batch by length; it has: {others}")
+        raise BadConfig(f"model '{name}' has no dim '{options.dim}' to batch by length; choose from: {others}")
     inputs = {spec.name: spec for spec in signature.inputs}
     if options.mask is not None:
         if options.mask not in inputs:
             raise BadConfig(
-                f"model '{name}': the mask '{options.mask}' is not one of its inputs; it has: {', '.join(inputs)}"
+                f"model '{name}': the mask '{options.mask}' is not one of the model's inputs: {', '.join(inputs)}"
             )
         for size in inputs[options.mask].shape[1:]:
             if isinstance(size, str) and size != options.dim:
@@ -315,9 +315,10 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
     ):
         for one in names:
             if known and one not in known:
-                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; remove '{one}'")
+                raise BadConfig(
+                    f"model '{name}': {what} is given for '{one}', but the model has no '{one}'; remove '{one}'"
+                )
     if any(axis < 1 for axis in options.outputs.values()):
         raise BadConfig(
-            f"model '{name}': an output can't be cut along axis 0 (the batch) or a negative axis; give an axis of at "
-            "least 1"
+            f"model '{name}': the axis along which an output is cut has to be at least 1, because axis 0 is the batch"
         )

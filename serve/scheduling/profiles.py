@@ -24,7 +24,7 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """Returns the batch sizes, in ascending order, at which at least one of ``profiles`` takes ``shapes``. If
+    """Returns the batch sizes for which at least one of ``profiles`` accepts ``shapes``, in ascending order. If
     ``shapes`` is None, every profile counts. The batch sizes are multiples of ``step`` up to ``most``."""
     found: set[int] = set()
     for profile in profiles:

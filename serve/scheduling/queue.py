@@ -227,7 +227,7 @@ class RequestQueue:
         return found
 
     def next_instant(self) -> float:
-        """Returns the time at which ``expire`` next has work, or ``NEVER`` if no waiting request has a timeout or
+        """Returns the time at which the next request expires, or ``NEVER`` if no waiting request has a timeout or
         deadline."""
         instants = self._instants
         if len(instants) > 64 and len(instants) > _STALE * len(self._live):

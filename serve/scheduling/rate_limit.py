@@ -26,7 +26,7 @@ class RateLimiter:
         self._gates: set[Gate] = set()
         self._waiting: set[Gate] = set()
         self._used: Counter[str] = Counter()
-        self._turn = 0  # how far the model of the last run had advanced before the run
+        self._turn = 0  # the progress, before the last run, of the model that ran last
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:
@@ -83,7 +83,7 @@ class RateLimiter:
     def leave(self, gate: Gate, *, again: bool) -> None:
         """Gives back the resources that ``gate`` took.
 
-        With ``again``, the model of ``gate`` has more to run, so ``gate`` waits for the next run.
+        If ``again`` is True, the model of ``gate`` has more requests to run, so ``gate`` waits for the next run.
         """
         with self._lock:
             self._used.subtract(gate.need)
@@ -116,7 +116,7 @@ class RateLimiter:
 
 
 class Gate:
-    """The rate limit of one model: a run calls ``enter`` and ``leave``."""
+    """The rate limit of one model. Each run calls ``enter`` before the run and ``leave`` after the run."""
 
     def __init__(self, limiter: RateLimiter, need: Mapping[str, int], priority: int, wake: Callable[[], None]) -> None:
         self._limiter = limiter
@@ -131,7 +131,7 @@ class Gate:
         return self._limiter.enter(self)
 
     def leave(self, *, again: bool = False) -> None:
-        """Ends a run. With ``again``, the model has more to run."""
+        """Ends a run. ``again`` is True if the model has more requests to run."""
         self._limiter.leave(self, again=again)
 
     def withdraw(self) -> bool:

@@ -279,7 +279,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers ``steps`` with ``error``. The steps never reached the inner executor."""
+        """Answers ``steps`` with ``error``. ``steps`` never reached the inner executor."""
         for step in steps:
             with self._lock:
                 self._recorder.received()

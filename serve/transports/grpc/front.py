@@ -90,7 +90,7 @@ class GrpcTransport:
                 port = self._grpc.add_secure_port(self._address, credentials)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedHere(
-                f"can't listen on {self._address} ({one_line(error, 120)}); choose another --grpc-port"
+                f"can't listen on {self._address} ({one_line(error, 120)}); choose another port with --grpc-port"
             ) from None
         if port == 0:
             raise UnsupportedHere(f"can't listen on {self._address}; check the address and the TLS files")

@@ -71,7 +71,7 @@ class HttpTransport:
             await site.start()
         except OSError as error:
             raise UnsupportedHere(
-                f"can't listen on {self._host}:{self._port} ({error.strerror}); choose another --http-port"
+                f"can't listen on {self._host}:{self._port} ({error.strerror}); choose another port with --http-port"
             ) from None
         return int(self._runner.addresses[0][1])
 

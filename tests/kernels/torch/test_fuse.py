@@ -87,7 +87,7 @@ def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "back: linear + residual" in [str(m) for m in call(model, (x,))[1].matches]
     right = modules.fused_conv2d
     monkeypatch.setattr(modules, "fused_conv2d", lambda *a, **k: right(*a, **{**k, "act": "none"}))
-    with pytest.raises(GateFailed, match="output 0 of the fused module differs by"):
+    with pytest.raises(GateFailed, match="output 0 of the fused module differs from the original by"):
         call(model)
 
 
@@ -180,7 +180,7 @@ def test_half_precision_linear(dtype: torch.dtype) -> None:
 def test_a_wrong_copy_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = modules.fused_gemm
     monkeypatch.setattr(modules, "fused_gemm", lambda *a, **k: right(*a, **{**k, "bias": None}))
-    with pytest.raises(GateFailed, match="output 0 of the fused module differs by"):
+    with pytest.raises(GateFailed, match="output 0 of the fused module differs from the original by"):
         fuse(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
 
 

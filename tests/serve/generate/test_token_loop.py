@@ -242,8 +242,8 @@ def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None
     [
         ("recurrent", RECURRENT, POLICY, "a decoupled model needs a token loop, .*stream_tokens is missing"),
         ("recurrent", POLICY, "", "stream_logits needs model_transaction_policy"),
-        ("recurrent", '"ids"', '"nothing"', "stream_tokens names the input 'nothing', but the model has: ids, state"),
-        ("recurrent", '"logits"', '"nothing"', "name the output 'nothing', but the model has: logits, new"),
+        ("recurrent", '"ids"', '"nothing"', "names the input 'nothing', but the model has the inputs: ids, state"),
+        ("recurrent", '"logits"', '"nothing"', "name the output 'nothing', but the model has the outputs: logits, new"),
         ("recurrent", '"state"', '"ids"', "the input 'ids' twice"),
         ("recurrent", '"12"', '"0"', "stream_steps is '0'; write a number of at least 1"),
         ("recurrent", "stream_state.new", "stream_cache.new", "unknown parameter stream_cache.new"),

@@ -202,7 +202,7 @@ def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
     [
         ((), "no steps"),
         ((doubling("a", "nowhere", "y", "side"),), "needs tensor 'nowhere', which no step makes"),
-        ((doubling("a", "x", "y"),), "no step makes its output 'side'"),
+        ((doubling("a", "x", "y"),), "no step makes the output 'side'"),
         (
             (doubling("a", "x", "y", "side"), doubling("b", "x", "y")),
             "tensor 'y' comes from step 'a' and from step 'b'",

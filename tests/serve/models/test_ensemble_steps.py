@@ -56,7 +56,7 @@ def reason(root: Path, name: str = "both") -> str:
     [
         ('"relu"', '"nothing"', "depends on 'nothing', which is not served"),
         ('"relu" model_version: -1', '"relu" model_version: 7', "'relu' version 7 is not found"),
-        ('key: "y"', 'key: "other"', "maps the output 'other' of step 'linear', which has: y"),
+        ('key: "y"', 'key: "other"', "maps the output 'other' of step 'linear', which has only: y"),
         ('key: "x" value: "image"', 'key: "pixels" value: "image"', "maps the input 'pixels' of step 'linear'"),
         ('input_map { key: "x" value: "raw" }', "", "maps no tensor to the input 'x' of step 'relu'"),
         ("TYPE_FP32 dims: [4]", "TYPE_FP64 dims: [4]", "the ensemble's input is FP64 .* step 'linear' takes FP32"),
@@ -69,7 +69,7 @@ def reason(root: Path, name: str = "both") -> str:
             "can't have the field response_cache",
         ),
         ("max_batch_size: 8", "max_batch_size: 8 instance_group { count: 2 }", "can't have the field instance_group"),
-        ("dims: [4]", "dims: [4] optional: true", "a step needs the input 'image'; remove optional"),
+        ("dims: [4]", "dims: [4] optional: true", "the input can't be optional; remove optional"),
         ("dims: [4]", "dims: [4] reshape { shape: [2, 2] }", "'image': reshape is not supported"),
         ("dims: [4]", "dims: [-1]", ""),
     ],

@@ -152,8 +152,8 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
     [
         ('input { name: "k" }', 10, "the model has a default for the input; write optional: true"),
         ('max_batch_size: 8 input { name: "k" optional: true }', 10, "first dim is not the batch.*max_batch_size to 0"),
-        ('input { name: "k" optional: true }', 3, "has no input 'k', which its config names; it has: x"),
-        ('input { name: "z" optional: true }', 10, "has no input 'z', which its config names; it has: x"),
+        ('input { name: "k" optional: true }', 3, "has no input 'k'; write one of these in the config: x"),
+        ('input { name: "z" optional: true }', 10, "has no input 'z'; write one of these in the config: x"),
         (
             'input { name: "k" data_type: TYPE_FP32 optional: true }',
             10,

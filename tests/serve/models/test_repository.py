@@ -127,7 +127,7 @@ def test_a_batch_below_the_declared() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("max_batch_size: oops", "can't read linear/config.pbtxt"),
+        ("max_batch_size: oops", "can't read the config linear/config.pbtxt"),
         ('name: "other"', "has the name 'other'"),
         ('input { name: "z" data_type: TYPE_FP32 dims: [4] }', "no input 'z'"),
         (
@@ -137,14 +137,14 @@ def test_a_batch_below_the_declared() -> None:
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [5] }', "the config's dims are [5]"),
         (
             'input { name: "x" data_type: TYPE_FP32 dims: [4] }',
-            "the config's dims are [4], but the model's are [-1, 4]",
+            "the config's dims are [4], but the model's dims are [-1, 4]",
         ),
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: [8] }", "preferred_batch_size has to be from 1"),
         ('default_model_filename: "../../secret.onnx"', "has to be a plain file name"),
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
-        ('backend: "python"', "is Python code, which is not run"),
+        ('backend: "python"', "is Python code, which accel doesn't run"),
         ("version_policy { specific { versions: [7] } }", "version 7"),
-        ('input { name: "x" optional: true }', "an optional input needs a default"),
+        ('input { name: "x" optional: true }', "the input is optional but has no default"),
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:

@@ -195,7 +195,7 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert ran.returncode == 2
-        assert "choose another --grpc-port" in ran.stderr
+        assert "choose another port with --grpc-port" in ran.stderr
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
@@ -355,7 +355,7 @@ def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path:
                 json.loads(ran.stdout)["outputs"]["y"]["data"], [1, 2, 3, 4] @ WEIGHTS, rtol=1e-5
             )
         else:
-            assert "numbers that don't fit FP32" in ran.stderr
+            assert "numbers that FP32 can't represent" in ran.stderr
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:

@@ -141,6 +141,6 @@ def test_a_config_under_poll(tmp_path: Path, file: str) -> None:
         (tmp_path / "linear" / "config.pbtxt").write_text("max_batch_size: many")
         repository.poll_once()
         assert repository.get("linear") is after
-        assert "can't read linear/config.pbtxt" in repository.index()[-1].reason
+        assert "can't read the config linear/config.pbtxt" in repository.index()[-1].reason
     finally:
         repository.close(1.0)

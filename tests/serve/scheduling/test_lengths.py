@@ -288,7 +288,7 @@ def test_lengths_that_differ_inside_a_request() -> None:
     [
         (LengthBatching(dim="width"), True, "has no dim 'width'.* length"),
         (LengthBatching(dim="batch"), True, "has no dim 'batch'"),
-        (LengthBatching(dim="length", mask="nope"), True, "'nope' is not one of its inputs"),
+        (LengthBatching(dim="length", mask="nope"), True, "'nope' is not one of the model's inputs"),
         (LengthBatching(dim="length", pad={"nope": 1}), True, "padding is given for 'nope'"),
         (LengthBatching(dim="length", outputs={"each": 0}), True, "axis 0"),
         (LengthBatching(dim="length"), False, "dynamic"),

@@ -158,16 +158,16 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("fp32_false_true", "int32_false_true", "START has int32_false_true, but the input 'start' has dtype float32"),
-        ("[3, 7]", "[3]", "END needs one of int32_false_true, fp32_false_true, bool_false_true"),
+        ("fp32_false_true", "int32_false_true", "START uses int32_false_true, but the input 'start' has dtype float32"),
+        ("[3, 7]", "[3]", "in one of: int32_false_true, fp32_false_true, bool_false_true"),
         (
             "CORRID data_type: TYPE_INT64",
             "CORRID data_type: TYPE_STRING",
             "'id' has dtype BYTES in the config and int64",
         ),
-        ('name: "ready"', 'name: "nothing"', "no control input 'nothing'; it has: x, state"),
+        ('name: "ready"', 'name: "nothing"', "no control input 'nothing'; choose from: x, state"),
         ("CONTROL_SEQUENCE_READY bool_false_true", "CONTROL_SEQUENCE_START bool_false_true", "START or its input"),
-        ('output_name: "new_state"', 'output_name: "old"', "no state output 'old'; it has: total"),
+        ('output_name: "new_state"', 'output_name: "old"', "no state output 'old'; choose from: total"),
         (
             "data_type: TYPE_FP32 dims: [2]\n            initial",
             "data_type: TYPE_INT32 dims: [2]\n  initial",
