@@ -66,7 +66,8 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # Accepts frequent pings. By default, grpcio treats frequent pings as an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # Limits the number of open calls of one connection. A call with an unread answer also counts.
+                # Limits the number of open calls of one connection. A call stays open until the client has read the
+                # answer.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
             # grpcio accepts at most ``maximum_concurrent_rpcs`` calls at the same time, and refuses further calls
@@ -223,7 +224,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases ``done``; a Lock is cheaper than an Event
+        done = threading.Lock()  # ``reply`` releases ``done``; a Lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -378,7 +379,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # the answer or the end of the call has already released the lock
+    except RuntimeError:  # the lock was already released, by ``reply`` or at the end of the call
         return
 
 

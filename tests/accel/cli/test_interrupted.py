@@ -75,7 +75,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Simulates a full disk by limiting the size of every file that this process and its child processes write."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # a process that already runs doesn't inherit the limit
+    if tensorflow_process._process is not None:  # a child process that already runs doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. If another test has loaded LLVM into this process, SIGXFSZ ends the process.

@@ -126,7 +126,7 @@ def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -
     rows = [row("a"), row("b")]
     best = search.best(rows)
     assert best.name == "a"
-    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # in the second measurement, a and b seem as slow as the source
+    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # when measured again, a and b seem as slow as the source
     chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
     assert chosen.name == "b, 1 thread", [r.reason for r in made]
 

@@ -91,9 +91,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The plan also counts ZeRO's first shards of the parameters. The first shards take 2 bytes per parameter, a sixth
-    # of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all of the parameters
-    # outside the blocks. Therefore the test adds the bytes that the plan leaves out.
+    # Besides the second shards, the plan counts ZeRO's own shards of the parameters. ZeRO's shards take 2 bytes per
+    # parameter, a sixth of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all
+    # of the parameters outside the blocks. Therefore the test adds the bytes that the plan leaves out.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)

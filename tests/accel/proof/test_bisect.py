@@ -199,7 +199,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # this late node removes the first difference
+                node("Relu", "negative", "nothing"),  # this node near the end removes the first difference
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},

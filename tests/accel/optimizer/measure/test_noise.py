@@ -227,7 +227,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
-        clock.now += 1.0  # the note leaves out a step of one second
+        clock.now += 1.0  # the note leaves out a step that took only one second
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
     assert "quantize=['samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""
