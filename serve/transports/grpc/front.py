@@ -78,8 +78,8 @@ class GrpcTransport:
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listens, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
-        used."""
+        """Starts to listen, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate
+        can't be used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)

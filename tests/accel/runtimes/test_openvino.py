@@ -307,7 +307,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # makes the same two calls as a session with one thread
+        def own_call() -> None:  # a session with one thread makes the same two calls
             slot.request.start_async()
             slot.request.wait()
 
@@ -320,4 +320,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # on a quiet machine, the overhead is about 30 µs
+    assert overhead < 100  # on an idle machine, ``run`` adds about 30 µs to OpenVINO's own call

@@ -304,7 +304,7 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
         largest[name] = max(size, largest.get(name, 0))
         host = memory.host(name, size)
         assert host.nbytes == size
-        host[...] = 255  # the whole buffer is writable
+        host[...] = 255  # raises an error if the buffer isn't writable
     assert len(cuda.live) == len(cuda.host) == len(largest)
     assert memory.size <= sum(size + GRAIN for size in largest.values())
     memory.close()

@@ -99,7 +99,7 @@ def test_json_and_table_hold_the_report() -> None:
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # undefined, because the baseline's outputs are zeros
+    assert body["results"][1]["max_rel_diff"] is None  # a relative difference to outputs of 0 is undefined
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -375,7 +375,7 @@ def test_streams_share_the_runs_of_a_block() -> None:
     checks that every run is made exactly once."""
 
     def clock() -> int:
-        time.sleep(0)  # lets another thread run here
+        time.sleep(0)  # lets Python switch to another thread
         return 0
 
     feeds: Any = ["a", "b"]

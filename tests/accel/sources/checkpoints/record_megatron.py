@@ -70,7 +70,7 @@ def run(rank: int, ranks: int, port: int) -> None:
         return
     with torch.no_grad():
         for name, tensor in gpt.named_parameters():
-            if tensor.ndim == 1:  # norm weights start as ones, so random values make the tensors distinguishable
+            if tensor.ndim == 1:  # random values, because all norm weights start as ones and would look alike
                 mark = 0 if "layernorm" in name else rank
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
     if rank == 0:

@@ -70,7 +70,8 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel sets no placeholder with the right default, and no keep probability in a branch that never runs.
+        # Accel leaves a placeholder unset if its default is right, or if it is the keep probability of a branch that
+        # never runs.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 

@@ -316,5 +316,5 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
     assert losses[0] == losses[1]
     with pytest.raises(
         BadCheckpoint, match=r"the optimizer has changed since .* is not in it; give another"
-    ):  # the checkpoint has no moments of SGD
+    ):  # the checkpoint holds AdamW's moments, not SGD's
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

@@ -18,7 +18,7 @@ from tests.accel.train.parallel import rows
 
 # Maps a launch and a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
-# Maps each test to the key in suite.PARTS that names the results for the test.
+# Maps each test to a key in suite.PARTS. The results under this key are the results that the test checks.
 NEEDS = {
     "test_parity": "parity",
     "test_what_a_row_names_is_on": "parity",

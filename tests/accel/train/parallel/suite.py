@@ -309,6 +309,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. During
-    # a cleanup, a signal could kill this rank when another rank closes its sockets.
+    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. If
+    # this process cleaned up, a signal could kill it when another rank closes its sockets.
     os._exit(0)
