@@ -1,4 +1,5 @@
-"""Proves that a full disk or SIGKILL in any stage loses nothing, and that the same command continues afterwards."""
+"""Proves that a full disk or SIGKILL in any stage destroys no finished work, and that the same command then
+continues."""
 
 from __future__ import annotations
 
@@ -225,8 +226,8 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
-    """Checks that SIGKILL in the stage leaves no process and no half-written file, and that the same command works
-    afterwards."""
+    """Checks that a command that gets SIGKILL in ``stage`` leaves no process and no half-written file. The same command
+    must work afterwards."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
     before = published(here)
     words = COMMANDS[stage][-1]

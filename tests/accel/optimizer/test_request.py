@@ -1,5 +1,5 @@
-"""Proves that a request of accel optimize has the public function's defaults, checks its arguments, and writes its own
-command line."""
+"""Proves that the request object of accel optimize has the defaults of the public function, checks the arguments, and
+can write the command line that repeats the run."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 def test_traffic_of_one_micro_batch() -> None:
     """Checks that the planned traffic is 2 Psi up to ZeRO 2, and 3 Psi for ZeRO 3 (table 1 of ZeRO++). Psi is the
-    traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the engine's encoded
-    bytes, including the scales of the blocks."""
+    traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the bytes that
+    accel's int8 encoding takes, including the scales of the blocks."""
     spec = ModelSpec(params=10**9)
     psi = ring(2e9, 64)
 

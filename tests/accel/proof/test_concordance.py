@@ -38,7 +38,7 @@ def test_of_vectors(value: np.ndarray, factor: float) -> None:
 
 
 def test_batches_of_other_lengths() -> None:
-    """Fails if the samples of a short batch have less weight, or if all batches need the same length."""
+    """Fails if the weight of a sample depends on its length, or if batches with different lengths raise an error."""
     short, long = np.ones((3, 2)), np.ones((1, 200))
     assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
 
