@@ -119,7 +119,7 @@ def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
 
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """All small outputs of the model are wrongly 0, and a few large outputs are correct. Fails if `accel verify` or the
-    judge passes this model."""
+    judge accepts this model."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
     prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)

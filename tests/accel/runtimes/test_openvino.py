@@ -81,7 +81,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
-    """Fails if inputs or outputs are matched by position, or if a run uses the size of an earlier run."""
+    """Fails if inputs or outputs are matched by position, or if a run uses the batch size of an earlier run."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         for batch in (1, 5, 2):
             feeds = session.example_inputs(batch=batch)

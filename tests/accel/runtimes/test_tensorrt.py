@@ -115,8 +115,8 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. Such a graph can't be
-    replayed."""
+    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. A CUDA graph that includes an
+    allocation can't be replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
             given_feeds = feeds(2, 3, seed)

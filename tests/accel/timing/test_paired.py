@@ -115,8 +115,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of that
-    process would slow the timed candidate down."""
+    """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of
+    another running process would slow the timed candidate down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])

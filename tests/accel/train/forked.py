@@ -77,7 +77,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def _become(files: Sequence[int]) -> None:
-    """Runs the module of a request in this process, and ends the process like the interpreter."""
+    """Runs the module of a request in this process, and then ends the process as ``python -m`` would."""
     with os.fdopen(files[3]) as stream:
         stream.seek(0)
         request = json.load(stream)

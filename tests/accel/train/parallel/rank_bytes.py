@@ -70,7 +70,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists how many ranks share
     the parameters between the forward and the backward pass. ``compiled`` has an entry for each block, which is True if
-    the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
+    the block is compiled. ``frames`` is the number of Python frames that torch.compile has compiled since the last call
+    of this function.
     """
     groups = [
         group
