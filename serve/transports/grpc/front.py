@@ -111,8 +111,8 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most five seconds longer,
-        # because a call that never ends must not keep the process alive.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most ``grace`` + 5 seconds, so
+        # that a call that never ends doesn't keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -147,7 +147,8 @@ class _Servicer:
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Maps the name of each method that takes one message to a function ``(request, context) -> response``."""
+        """Returns the methods with a single request message, as a dict from names to functions ``(request, context) ->
+        response``."""
         found = {
             name: self._unary(getattr(self, name), response)
             for name, (_, response, streaming) in proto.methods().items()
@@ -366,8 +367,8 @@ class _Servicer:
 
 
 def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
-    """Maps the name of each gRPC method that takes one message to a function ``(request, context) -> response``.
-    Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
+    """Returns the gRPC methods with a single request message, as a dict from names to functions ``(request, context) ->
+    response``. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 

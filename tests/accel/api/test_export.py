@@ -151,7 +151,8 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error says why each exporter failed, without a traceback, if no exporter can export the model."""
+    """If no exporter can export the model, the error must say why each exporter failed, and must not contain a
+    traceback."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")

@@ -265,7 +265,8 @@ def test_what_is_no_pipeline(make: Any, message: str) -> None:
 
 
 def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) -> None:
-    """Checks that accel refuses options for single models, and never overwrites a file that accel didn't make."""
+    """Checks that accel refuses options that only single models have, and never overwrites a file that accel didn't
+    make."""
     (tmp_path / "file").write_text("mine")
     for arguments, message in (
         ({"out": tmp_path / "x.onnx"}, "a pipeline is exported to a folder; pass e.g. out='x/'"),

@@ -148,8 +148,9 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Checks that the benchmark doesn't time a candidate that fails or can't be compared, and times the other
-    candidates. The faulty candidate of a case fails when it opens, in its first run, or in a later run."""
+    """Checks that a candidate that fails or can't be compared gets an error and no verdict, and that the benchmark
+    times the other candidates. Depending on the test case, the faulty candidate has wrong outputs, or fails when it is
+    opened, in its first run or in a later run."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None

@@ -47,8 +47,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Checks that IoU equals the mean of scikit-learn's Jaccard indices over the occurring classes, without unlabeled
-    pixels."""
+    """Checks that IoU ignores unlabeled pixels, and equals the mean of scikit-learn's Jaccard indices over the classes
+    that occur."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)

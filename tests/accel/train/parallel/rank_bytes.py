@@ -20,7 +20,8 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# With these configs, each of four ranks counts its bytes in a step of two micro-batches with AdamW.
+# For each config in HELD, every one of four ranks counts the bytes that it holds and sends in a step of two
+# micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
