@@ -49,7 +49,7 @@ def read_call(model: str, version: str, body: bytes, header_length: str | None) 
     if header_length is not None:
         if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
             raise invalid(
-                f"the header {HEADER_LENGTH} has to be at most the size of the body in bytes, got "
+                f"invalid {HEADER_LENGTH} header: expected a length of at most the size of the body, got "
                 f"'{header_length[:32]}'"
             )
         length = int(header_length)
