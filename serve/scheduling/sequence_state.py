@@ -92,7 +92,8 @@ class ServerInputs:
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
-        """Returns ``response`` without the states that ``request`` doesn't ask for."""
+        """Returns ``response`` with the outputs that ``request`` asks for. If ``request`` names no outputs, keeps all
+        outputs except the states."""
         asked = request.outputs
         outputs = {
             name: value

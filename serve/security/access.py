@@ -46,8 +46,8 @@ class Access:
         return not self._permissions
 
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
-        """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
-        the token is unknown. Raises PERMISSION_DENIED if the token doesn't allow ``model``. With ``control``, also
+        """Returns the name of the token, or "" if the server has no token file. Raises ``ServeError`` UNAUTHENTICATED
+        if the token is unknown. Raises PERMISSION_DENIED if the token doesn't allow ``model``. With ``control``, also
         raises PERMISSION_DENIED if the token may not control the server."""
         if not self._permissions:
             return ""

@@ -27,7 +27,7 @@ def wanted_output(name: str, given: dict[str, Parameter]) -> WantedOutput:
     place = memory_slice(given, name)
     count = given.pop("classification", 0)
     if isinstance(count, bool | float | str) or count < 0:
-        raise invalid(f"the parameter classification of output '{name}' has to be a number of classes")
+        raise invalid(f"the parameter 'classification' of output '{name}' has to be an integer, the number of classes")
     if count and place is not None:
         raise invalid(f"output '{name}' can't have both a classification and a shared_memory_region; leave one out")
     return WantedOutput(name, count, place, given)

@@ -22,9 +22,9 @@ from accel.spelling import ARGUMENTS, SWITCHES, flag
 from tests.support import ROOT
 
 PARTS = ("accel", "converters", "kernels", "serve")
-# These options belong to pip and Megatron, and accel's messages quote them.
+# FOREIGN holds options of pip and Megatron that accel's messages mention.
 FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format"}
-# These arguments exist only in Python, because their values are tensors and functions.
+# The arguments in PYTHON_ONLY have no command-line option, because their values are tensors and functions.
 PYTHON_ONLY = {"call", "example"}
 # Matches an option of a command. The pattern doesn't match config keys, which `accel train` takes as --table.key=value.
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w.=-])")

@@ -1,5 +1,5 @@
-"""Proves that the advice in the most frequent errors works. Each test causes an error and runs the command that follows
-its advice."""
+"""Proves that the advice in the most frequent errors works. Each test causes an error, and then runs the command that
+the error advises."""
 
 from __future__ import annotations
 

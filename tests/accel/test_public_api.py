@@ -17,7 +17,7 @@ def _python(code: str) -> str:
 
 
 def test_import_is_light() -> None:
-    """Fails if accel imports a heavy package at the top, or takes 60 ms or more to import."""
+    """Fails if ``import accel`` imports a heavy package, or takes 60 ms or more."""
     code = (
         "import sys, time; a = time.perf_counter(); import accel; b = time.perf_counter();"
         "heavy = [m for m in ('torch', 'onnxruntime', 'onnx', 'numpy', 'click', 'rich') if m in sys.modules];"

@@ -60,9 +60,9 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Checks that gates and output probes only use sizes that are inside the dim's range and multiples of the dim's
-    step. Also fails if the step is lost in the manifest or in a printed range, or if inputs of a wrong size are
-    accepted."""
+    """Checks that gates, and the runs that find the shapes of the outputs, use only sizes that are inside the dim's
+    range and multiples of the dim's step. Also fails if the step is lost in the manifest or in a printed range, or if
+    inputs of a wrong size are accepted."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())

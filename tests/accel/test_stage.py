@@ -1,5 +1,5 @@
-"""Proves that running a stage enforces the contract, checks the gates and uses the cache. The stages here are tiny, and
-each has one planted fault."""
+"""Proves that running a stage checks that the stage keeps names, dims and opset, checks the gates, and uses the cache.
+The stages here are tiny, and each has one planted fault."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if accel accepts a stage that wrongly fixes the batch size, changes the opset or the IR version, or loses a
-    name. Also fails if the error blames another stage, or names an unknown option."""
+    """Fails if accel accepts a stage that wrongly fixes the batch size, changes the opset or the IR version, or loses
+    the name of an output. Also fails if the error blames another stage, or names an unknown option."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -151,7 +151,8 @@ def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, 
 
 
 def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the gate runs only one batch size. The planted file declares `batch`, but works only at batch 1."""
+    """Fails if the gate runs only one batch size. The file that the stage writes declares the dynamic dim `batch`, but
+    works only at batch 1."""
     with pytest.raises(GateFailed, match="batch=2"):
         run(source, "baked", tmp_path / "out.onnx")
 

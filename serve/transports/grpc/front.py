@@ -66,7 +66,8 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # Accepts frequent pings. By default, grpcio treats frequent pings as an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # Limits the number of open calls of one connection. A call with an unread answer also counts.
+                # Limits the number of open calls of one connection. A call stays open until the client has read the
+                # answer.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
             # grpcio accepts at most ``maximum_concurrent_rpcs`` calls at the same time, and refuses further calls
@@ -77,8 +78,8 @@ class GrpcTransport:
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listens, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
-        used."""
+        """Starts to listen, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate
+        can't be used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
@@ -110,8 +111,8 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most five seconds longer,
-        # because a call that never ends must not keep the process alive.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. ``stop`` waits at most ``grace`` + 5 seconds, so
+        # that a call that never ends doesn't keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -146,7 +147,8 @@ class _Servicer:
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Maps the name of each method that takes one message to a function ``(request, context) -> response``."""
+        """Returns the methods with a single request message, as a dict from names to functions ``(request, context) ->
+        response``."""
         found = {
             name: self._unary(getattr(self, name), response)
             for name, (_, response, streaming) in proto.methods().items()
@@ -223,7 +225,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # the answer releases ``done``; a Lock is cheaper than an Event
+        done = threading.Lock()  # ``reply`` releases ``done``; a Lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -365,8 +367,8 @@ class _Servicer:
 
 
 def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
-    """Maps the name of each gRPC method that takes one message to a function ``(request, context) -> response``.
-    Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
+    """Returns the gRPC methods with a single request message, as a dict from names to functions ``(request, context) ->
+    response``. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 
@@ -378,7 +380,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # the answer or the end of the call has already released the lock
+    except RuntimeError:  # the lock was already released, by ``reply`` or at the end of the call
         return
 
 

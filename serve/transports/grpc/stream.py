@@ -75,9 +75,9 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request with a response to send, or None. A request that has got its final response also
-        counts, because the caller has to remove the request. If a model sends exactly one response, newer requests wait
-        for the response."""
+        """Returns the oldest request with a response to send, or None. May also return a request whose final response
+        has arrived, because the caller has to remove the request. If the model of a request sends exactly one response,
+        the responses of newer requests wait until that response is sent."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

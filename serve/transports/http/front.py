@@ -56,7 +56,7 @@ class HttpTransport:
         self._runner: web.AppRunner | None = None
 
     def start(self) -> int:
-        """Listens, and returns the port. Raises ``UnsupportedHere`` if the port is in use."""
+        """Starts to listen, and returns the port. Raises ``UnsupportedHere`` if the port is in use."""
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
@@ -77,8 +77,8 @@ class HttpTransport:
 
     def renew(self, tls: Tls) -> None:
         """Uses the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
-        certificates, if the new certificates can't be used. A client CA that ``tls`` no longer contains stays trusted
-        until the server ends."""
+        certificates, if the new certificates can't be used. The server also keeps trusting its earlier client CAs until
+        it ends."""
         check_certificates(tls)
         if self._tls is not None:
             self._tls.load_cert_chain(tls.certificate, tls.key)
@@ -128,7 +128,8 @@ async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
 
 
 class _Rest:
-    """The routes. Calls that may take long run on a thread, so that the event loop only reads and writes bytes."""
+    """The routes. A call that may take a long time runs on a separate thread, so that the event loop only reads and
+    writes bytes."""
 
     def __init__(self, server: InferenceServer, threads: int) -> None:
         self._server = server

@@ -48,7 +48,10 @@ def read_call(model: str, version: str, body: bytes, header_length: str | None) 
     length = len(body)
     if header_length is not None:
         if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
-            raise invalid(f"invalid {HEADER_LENGTH}, expected at most the size of the body, got '{header_length[:32]}'")
+            raise invalid(
+                f"invalid {HEADER_LENGTH} header: expected a length of at most the size of the body, got "
+                f"'{header_length[:32]}'"
+            )
         length = int(header_length)
     view = memoryview(body)
     head, rest = read_json(view[:length]), view[length:]
@@ -76,14 +79,14 @@ def read_call(model: str, version: str, body: bytes, header_length: str | None) 
 
 def _rows(found: Any, what: str) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise invalid(f"{what} has to be a list of objects")
+        raise invalid(f"the {what} of the request have to be a list of objects")
     return found
 
 
 def _text(row: dict[str, Any], key: str, what: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise invalid(f"each {what} needs the key '{key}' with a string as value")
+        raise invalid(f"each {what} of the request needs a string under the key '{key}'")
     return value
 
 

@@ -79,7 +79,7 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
     """Checks that the first exporter that accel tries (dynamo) succeeds, and that every gate runs at a multiple of the
-    step. Also checks that the ONNX file gives right outputs at a size that no gate ran."""
+    step. Also checks that the ONNX file gives right outputs at a size at which no gate ran the model."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -106,8 +106,8 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the older exporter traces only at multiples of the step. If two dims have the same usual size, the
-    exporter must trace the dims at different sizes, to tell the dims apart."""
+    """Checks that the older exporter traces only at multiples of the step. If two dims have the same typical size
+    (``opt``), the exporter must trace them at different sizes, to tell them apart."""
     from accel.converters.from_torch import exporters as torch_exporters
     from accel.converters.from_torch import onnx_from_torch as stage
 
@@ -121,8 +121,8 @@ def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that a runtime only gets multiples of the step, and that the error for any other size names sizes that
-    work."""
+    """Checks that accel passes a runtime only inputs with sizes that are multiples of the step. For any other size, the
+    error must name sizes that work."""
     with accel.load(unet.path) as session:
         with pytest.raises(
             BadFeeds, match="'height' has size 33, but the model takes multiples of 4; pad or cut it to 32"
@@ -153,8 +153,8 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Checks that accel refuses a dim's range if its sizes aren't multiples of its step, and that the error names the
-    fix."""
+    """Checks that accel refuses a range of a dim if the range's sizes aren't multiples of the step. The error must name
+    the fix."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
@@ -180,8 +180,9 @@ def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) 
 
 
 def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
-    """Checks that the error doesn't suggest a step for a net that runs at every size above a minimum. Such a net also
-    runs at all multiples of a large step, so accel could wrongly conclude that the net needs the step."""
+    """Checks that the error doesn't suggest a step for a net that runs at every size above a minimum. A net with a
+    minimum size also runs at all multiples of a large step, so accel could wrongly conclude that the net needs the
+    step."""
     path = tmp_path / "wide.py"
     path.write_text("import torch\n\ndef make():\n    return torch.nn.Conv2d(3, 2, 20)\n")
     with pytest.raises(BadSource, match=r"correct inputs= or dims=$"):
@@ -216,7 +217,7 @@ def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_path: Path) -> None:
     """Checks that a .pt2 file with a dim like ``4 * Dim(...)`` runs only at multiples of 4. Also checks that a .pt2
-    file from accel declares its step."""
+    file from accel declares the step of each dim."""
     factory = load_object(source, "factory")[1]
     batch, columns = torch.export.Dim("batch", max=16), torch.export.Dim("columns")
     rows = torch.export.Dim("rows", min=2, max=24)

@@ -56,8 +56,8 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel gives an install command for a missing dependency, and for a dependency without its files. Also
-    fails if accel gives an install command for a working dependency."""
+    """Checks that accel gives an install command for a missing dependency, and for a dependency that has metadata but
+    no code. Also fails if accel gives an install command for a working dependency."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
     found = parts()

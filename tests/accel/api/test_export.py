@@ -115,7 +115,8 @@ def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [17, 18, 20, 21])
 def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
-    """Checks that the file has the requested opset. Exporters may change the opset and only log the change."""
+    """Checks that the file has the requested opset. The check is needed because an exporter may use another opset and
+    only log the change."""
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx", opset=opset)
     assert made.properties["opset"] == opset
     assert {o.domain: o.version for o in onnx.load(str(made.path)).opset_import}[""] == opset
@@ -151,7 +152,8 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error says why each exporter failed, without a traceback, if no exporter can export the model."""
+    """If no exporter can export the model, the error must say why each exporter failed, and must not contain a
+    traceback."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")

@@ -225,7 +225,7 @@ def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path
 
 @pytest.mark.usefixtures("apart")
 def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the weights of a rejected exporter stay beside the model of the next exporter."""
+    """Fails if the weight files of a rejected exporter stay beside the model of the next exporter."""
     from accel.converters.from_torch import onnx_from_torch as stage
 
     right = stage._RUNGS["dynamo"]
@@ -375,7 +375,7 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that every stage takes a model larger than protobuf's 2 GB, and doesn't hold too many copies of the
+    """Checks that every stage accepts a model larger than protobuf's 2 GB, and doesn't hold too many copies of the
     weights. A stage's process and its children together must take less memory than 2.5 times the model's size. The
     stages in ``HOLD_MORE`` may take more memory."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:

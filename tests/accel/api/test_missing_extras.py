@@ -26,7 +26,7 @@ BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
-    "cuda": "",  # this extra only installs another build of onnxruntime
+    "cuda": "",  # the extra [cuda] only installs another build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
     "ncnn": "ncnn pnnx",
     "kernels": "triton cutlass_library",
@@ -59,8 +59,8 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. The test of a server extra hides the packages of the extra, but not the packages of [serve],
-# because otherwise the error would name [serve].
+# The extras of the server. The test of a server extra hides only the packages of the extra itself. If the test also hid
+# the packages of [serve], the error would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
 # Runs the actions in one process that hides modules, so that Python can't import them.

@@ -1,5 +1,6 @@
-"""Proves that optimize, bench and verify accept export's options that select part of a TensorFlow file. The options
-select the tensors of a frozen graph, a signature of a SavedModel, or a net without its dropout."""
+"""Proves that optimize, bench and verify accept the options with which ``accel export`` selects a part of a TensorFlow
+file. The part can lie between given tensors of a frozen graph, be one signature of a SavedModel, or be a net without
+its dropout."""
 
 from __future__ import annotations
 

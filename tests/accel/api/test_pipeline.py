@@ -64,8 +64,8 @@ def exported(both: accel.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_the_parts_run_in_the_place_of_the_modules(both: accel.Pipeline, exported: Path) -> None:
-    """Checks that the exported parts compute the same tokens as the modules. The outputs must also agree at a batch,
-    length and number of steps that the example doesn't have."""
+    """Checks that the exported parts compute the same tokens as the modules. The outputs must also agree if the batch,
+    the length and the number of steps differ from the example's."""
     with accel.load(exported) as session:
         for tokens, steps in ((TOKENS, 3), (torch.randint(20, (3, 7)), 6)):
             with torch.no_grad():
@@ -96,7 +96,8 @@ def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path)
 
 
 def test_the_chain_covers_the_parts(exported: Path, tmp_path: Path) -> None:
-    """Checks that accel notices a changed or missing part, and that each part keeps its own chain of stages."""
+    """Checks that accel notices a changed or missing part, and that the chain of an exported pipeline includes the
+    stages of its parts."""
     copy = accel.Source(exported).open().copy_to(tmp_path / "copy" / "model.pipeline").path.parent
     found = accel.inspect(copy, check=True)
     assert found.intact
@@ -130,7 +131,8 @@ def test_a_pipeline_from_elsewhere_needs_its_function(
 
 
 def test_hostile_files(exported: Path, tmp_path: Path) -> None:
-    """Checks that a pipeline's file can't name parts outside its folder, and that a damaged file gives no traceback."""
+    """Checks that the file ``model.pipeline`` can't name parts outside its own folder, and that a damaged
+    ``model.pipeline`` gives no traceback."""
     artifact = accel.Source(exported).open()
     for text in ("", "{}", "[]", '{"function": "f", "sha256": "", "parts": {"a": "../../model.onnx"}}'):
         copy = artifact.copy_to(tmp_path / "model.pipeline").path
@@ -263,7 +265,8 @@ def test_what_is_no_pipeline(make: Any, message: str) -> None:
 
 
 def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) -> None:
-    """Checks that accel refuses options for single models, and never overwrites a file that accel didn't make."""
+    """Checks that accel refuses options that only single models have, and never overwrites a file that accel didn't
+    make."""
     (tmp_path / "file").write_text("mine")
     for arguments, message in (
         ({"out": tmp_path / "x.onnx"}, "a pipeline is exported to a folder; pass e.g. out='x/'"),

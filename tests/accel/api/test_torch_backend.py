@@ -1,5 +1,5 @@
-"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs. Also proves that refused code stays in
-eager mode."""
+"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs. Also proves that code that the backend
+refuses stays in eager mode."""
 
 from __future__ import annotations
 

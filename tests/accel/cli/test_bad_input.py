@@ -199,7 +199,7 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Checks that accel finds a folder without write permission before the work begins. Also checks that accel prints
+    """Checks that accel refuses a folder without write permission before the work begins. Also checks that accel prints
     one line with the fix, and makes no files."""
     locked = corpus / "locked"
     locked.mkdir()

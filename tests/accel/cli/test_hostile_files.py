@@ -34,8 +34,8 @@ INPUT = ("--input", "x:float32[batch,4]")
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Describes a command on a damaged file. ``make`` writes the files. ``words`` are the command's arguments, and
-    ``{d}`` in an argument means the folder. ``code`` is the exit code, or None if the exit code (0, 1 or 2) depends on
-    the damage. ``says`` is a pattern for the only line on stderr."""
+    ``{d}`` in an argument stands for the folder of the files. ``code`` is the exit code, or None if the exit code (0, 1
+    or 2) depends on the damage. ``says`` is a pattern for the only line on stderr."""
 
     make: make.Make
     words: tuple[str, ...]

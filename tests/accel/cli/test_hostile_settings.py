@@ -178,7 +178,7 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.timeout(120, func_only=True)  # the time limit doesn't include the fixture ``folder``
+@pytest.mark.timeout(120, func_only=True)  # the fixture ``folder`` doesn't count toward the time limit
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )

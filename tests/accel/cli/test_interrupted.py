@@ -1,4 +1,5 @@
-"""Proves that a full disk or SIGKILL in any stage loses nothing, and that the same command continues afterwards."""
+"""Proves that a full disk or SIGKILL in any stage destroys no finished work, and that the same command then
+continues."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Simulates a full disk by limiting the size of every file that this process and its child processes write."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # a process that already runs doesn't inherit the limit
+    if tensorflow_process._process is not None:  # a child process that already runs doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. If another test has loaded LLVM into this process, SIGXFSZ ends the process.
@@ -225,8 +226,8 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
-    """Checks that SIGKILL in the stage leaves no process and no half-written file, and that the same command works
-    afterwards."""
+    """Checks that a command that gets SIGKILL in ``stage`` leaves no process and no half-written file. The same command
+    must work afterwards."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
     before = published(here)
     words = COMMANDS[stage][-1]

@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Checks that accel reads an optimize.json of 0.1.0, and opens the file that is named as chosen."""
+    """Checks that accel reads an optimize.json of 0.1.0, and opens the file under its key ``chosen``."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr

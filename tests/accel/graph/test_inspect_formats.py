@@ -18,7 +18,8 @@ from accel.graph.openvino_ir import read_ir
 # The small net of make_models.py has one convolution. CONV is the convolution's FLOPs for one image. WEIGHTS is the
 # net's number of weights. A batch norm has four weights per channel.
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# The number of weights in the kernels. TFLite folds the batch norm and keeps only the weights of the kernels.
+# KERNELS is the number of weights in the net's kernels. TFLite folds the batch norm, so a TFLite file has only the
+# weights of the kernels.
 KERNELS = 108 + 20
 
 

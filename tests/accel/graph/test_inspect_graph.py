@@ -133,8 +133,8 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
 
 @browser
 def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page leaves out a node, or if the search finds nothing. Also checks that the details are filled, and
-    that the wheel and the pointer move the graph."""
+    """Fails if the page leaves out a node, or if the search finds nothing. Also checks that the page shows the details
+    of the node that was found, that the mouse wheel zooms, and that dragging moves the graph."""
     page = tmp_path / "graph.html"
     accel.inspect(digits, page=page)
     count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
@@ -204,7 +204,8 @@ def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checks that browser tests without a browser fail in CI, but are skipped on a developer's machine."""
+    """Checks that tests that need a browser fail in CI if no browser is installed, but are skipped on a developer's
+    machine."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     spec = importlib.util.spec_from_file_location("browser_of_nobody", ROOT / "tests" / "support" / "browser.py")
     assert spec is not None

@@ -77,8 +77,8 @@ def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.
     ids=["nothing is made", "twice", "SIGTERM"],
 )
 def test_it_ends(tmp_path: Path, watcher: Callable[[str, float | None], None], error: type[BaseException]) -> None:
-    """Checks that a run ends without a result after Ctrl-C before the first candidate, after a second Ctrl-C, and after
-    SIGTERM."""
+    """Checks that a run publishes no result if Ctrl-C comes before the first candidate is finished, if Ctrl-C comes
+    twice, or if the run gets SIGTERM."""
     with watched_by(watcher), pytest.raises(error):
         optimized(tmp_path / "out")
     assert not (tmp_path / "out").exists()

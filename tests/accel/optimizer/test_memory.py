@@ -17,7 +17,8 @@ WIDTH, SAMPLES = 1 << 15, 1000  # 128 KiB per sample
 
 
 def model(path: Path) -> Path:
-    """Makes a model of a MatMul over wide samples. The samples are reshaped so that the weights stay small."""
+    """Makes a model that multiplies wide samples by a small matrix. The model first reshapes each sample to rows of 64
+    values."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal((64, 32)) / 8).astype(np.float32)
     nodes = [

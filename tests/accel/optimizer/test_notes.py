@@ -49,5 +49,5 @@ def test_an_int8_model_that_is_mostly_float(
     found = partly_quantized(made)
     assert found.partition(" and")[0] == said.partition(" and")[0]
     assert bool(found) == bool(said)
-    if said:  # the table takes 400 x 32 bytes, and the layer takes 4 x 32 x 100 bytes
+    if said:  # the int8 table takes 400 x 32 bytes, and the float32 layer takes 4 x 32 x 100 bytes
         assert "50% of its weights' bytes" in found

@@ -153,8 +153,8 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that is impossible for this model ends the run. Also checks that the candidate's row in the
-    report names the fix."""
+    """Fails if the whole run ends because one precision is impossible for the model. Also checks that the candidate's
+    row in the report names the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"

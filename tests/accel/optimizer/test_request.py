@@ -1,5 +1,5 @@
-"""Proves that a request of accel optimize has the public function's defaults, checks its arguments, and writes its own
-command line."""
+"""Proves that the request object of accel optimize has the defaults of the public function, checks the arguments, and
+can write the command line that repeats the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_defaults_are_those_of_the_function() -> None:
     report's command leave out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     assert parameters.pop("about").annotation == "Unpack[SourceOptions]"
-    assert parameters.pop("out").default is None  # by default, a request names a folder in the cache
+    assert parameters.pop("out").default is None  # without ``out``, the result goes to the cache
     del parameters["model"]
     known = [one for one in fields(OptimizeRequest) if one.name not in ("source", "out")]
     assert set(parameters) == {one.name for one in known}

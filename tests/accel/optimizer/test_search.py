@@ -67,8 +67,8 @@ class Timed:
 
 
 class Judging:
-    """Replaces the judge. ``drops`` maps part of an option's text to an accuracy drop. A candidate without such an
-    option has a drop of 0."""
+    """Replaces the judge. ``drops`` maps part of an option's text to an accuracy drop. The drop is 0 if no key of
+    ``drops`` occurs in a candidate's options."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -126,7 +126,7 @@ def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -
     rows = [row("a"), row("b")]
     best = search.best(rows)
     assert best.name == "a"
-    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # in the second measurement, a and b seem as slow as the source
+    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # when measured again, a and b seem as slow as the source
     chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
     assert chosen.name == "b, 1 thread", [r.reason for r in made]
 
@@ -161,7 +161,8 @@ def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
 
 
 def test_which_options_are_tried() -> None:
-    """Fails if the search varies the threads that the user fixed, or tries fewer threads on a single core."""
+    """Fails if the search varies the number of threads although the user fixed it, or tries fewer threads on a single
+    core."""
     ort, ov = row("a", "onnxruntime"), row("b", "openvino")
     assert [v.options for v in variants(ov, "latency", cores=8, vary_threads=True)] == [{"threads": 4}]
     assert variants(ov, "latency", cores=8, vary_threads=False) == []
@@ -202,8 +203,9 @@ def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
 ) -> None:
-    """Checks that the loaded models fit into memory, and that the search also ends well with too little memory. Also
-    checks that the search finds the fastest model if it times the models in several groups."""
+    """Checks that the search never loads more models at once than fit into memory, and that the search gives a result
+    even with too little memory. Also checks that the search finds the fastest model if it times the models in several
+    groups."""
     names = [f"c{i}" for i in range(5)]
     ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
     timed = Timed({"source": 10.0} | ms | {f"{name}, 1 thread": value / 2 for name, value in ms.items()})

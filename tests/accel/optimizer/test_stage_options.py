@@ -182,8 +182,8 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel lists each int8 candidate that can't be calibrated without data. The reason must name the
-    option for data. Also fails if accel leaves out a candidate that has calibration data."""
+    """Checks that accel, if it gets no data, lists each int8 candidate that needs calibration data. The reason must
+    name ``data``, the option to pass. Also fails if accel leaves out a candidate that has calibration data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

@@ -86,9 +86,10 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
     spec = _spec()
     weight = 4 if precision == "fp32" else 2
     parameters, gradients, optimizer = model_states(spec, layout)
-    pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads a dim that the world size doesn't divide
+    pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads the sharded dim to a multiple of the world size
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
-    # With one micro-batch, ZeRO 1 reduces each gradient at once, so ZeRO 1 keeps fewer bytes than the formula gives.
+    # With one micro-batch, ZeRO 1 reduces each gradient right after computing it, and therefore keeps fewer bytes than
+    # the formula gives.
     if zero != 1 or accumulation > 1:
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
     if zero < 3:
@@ -143,8 +144,8 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 def test_traffic_of_one_micro_batch() -> None:
     """Checks that the planned traffic is 2 Psi up to ZeRO 2, and 3 Psi for ZeRO 3 (table 1 of ZeRO++). Psi is the
-    traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the engine's encoded
-    bytes, including the scales of the blocks."""
+    traffic of gathering all weights once. Also fails if the planned traffic of ZeRO++ differs from the bytes that
+    accel's int8 encoding takes, including the scales of the blocks."""
     spec = ModelSpec(params=10**9)
     psi = ring(2e9, 64)
 
@@ -183,7 +184,8 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     piped = replace(plain, pp=4)
     staged = step_time(spec, piped, fast)
     assert staged.compute == pytest.approx(flops(spec, piped) / (8 * 1e12))
-    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m, with m = 12 and p = 4
+    # The factor is (m + p - 1) / m, for m = 12 micro-batches and p = 4 stages.
+    assert staged.step == pytest.approx(staged.compute * 15 / 12)
     assert staged.bubble == pytest.approx(staged.step - staged.compute)
     cut = step_time(spec, replace(piped, tp=2), replace(fast, node_bandwidth=1e9))
     assert cut.step == pytest.approx((cut.compute + cut.tp) * 15 / 12 + cut.pp / 12)
@@ -249,8 +251,8 @@ def test_flops_equal_the_published_form() -> None:
     layout = Layout(world=32, micro_batch=16, recompute="full")
     paper = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     assert layout.global_batch == batch
-    # The plan counts the recomputation of the logits, and the paper doesn't. The test therefore subtracts 2 V h FLOPs
-    # per token.
+    # The plan counts the recomputation of the logits, and the published formula doesn't. The test therefore subtracts
+    # 2 V h FLOPs per token.
     assert flops(spec, layout) - 2 * vocab * hidden * batch * seq == pytest.approx(paper, rel=0.01)
 
 
@@ -276,7 +278,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest layout takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # this layout needs 0.37 GB even with offloaded states
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # even with offloading, a layout takes 0.37 GB
 
 
 @pytest.mark.parametrize(

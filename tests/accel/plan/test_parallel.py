@@ -45,7 +45,7 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
     """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. The
     layers are cut as in `accel train`, so autograd keeps the whole gathered inputs of column-parallel products. Also
     fails if the planned traffic differs from the bytes that the ranks send. The plan doesn't count the traffic for the
-    gradients of positions and norms under sequence parallel."""
+    gradients of position embeddings and norms under sequence parallel."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     found = _simulated(3, layout)
     planned = activations(_spec(3), layout)
@@ -63,9 +63,9 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
     """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the formula allows. Ranks
-    may exceed the formula by padding, and by the norms, biases and positions that tensor parallel doesn't cut (0.8 % of
-    this model at tp 2). The measured gradients may include the unsharded embedding, which the plan counts as temporary
-    memory."""
+    may exceed the formula by padding, and by the norms, biases and position embeddings, which tensor parallel doesn't
+    cut (0.8 % of this model at tp 2). The measured gradients may include the unsharded embedding, which the plan counts
+    as temporary memory."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -91,9 +91,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The plan also counts ZeRO's first shards of the parameters. The first shards take 2 bytes per parameter, a sixth
-    # of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all of the parameters
-    # outside the blocks. Therefore the test adds the bytes that the plan leaves out.
+    # Besides the second shards, the plan counts ZeRO's own shards of the parameters. ZeRO's shards take 2 bytes per
+    # parameter, a sixth of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all
+    # of the parameters outside the blocks. Therefore the test adds the bytes that the plan leaves out.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -104,9 +104,10 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Compares the formula with the bytes that qwZ gathers and the bytes that qgZ exchanges. The bytes may differ by
-    padding and by the scales of short last blocks. Also checks that the ranks send in the precision that the config
-    sets. The bytes are counted per collective, with the codes and scales of every parameter."""
+    """Compares the formula with the bytes that qwZ gathers and the bytes that qgZ exchanges. The bytes may exceed the
+    formula by padding, and by the scale of each parameter's last block, which may be short. Also checks that the ranks
+    send in the precision that the config sets. The bytes are counted per collective, with the codes and scales of every
+    parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)

@@ -86,16 +86,16 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
-    """Checks that the plan lists tensor-parallel layouts for a vocabulary that the number of ranks doesn't divide. The
-    plan must count the extra row of the first rank."""
+    """Checks that the plan lists tensor-parallel layouts for a vocabulary with a size that isn't divisible by the
+    number of ranks. The plan must count the first rank's extra row of the embedding."""
     odd = replace(SEVEN, vocab=32003, params=0)
     assert 2 in {plan.layout.tp for plan in search(odd, Machine(hbm=80e9), world=8, global_batch=64)}
     assert stage_params(odd, Layout(world=2, tp=2)) == (odd.params - 32003 * 4096) / 2 + 16002 * 4096
 
 
 def test_a_group_inside_a_node_goes_at_its_speed() -> None:
-    """Replicas and second shards let ranks gather weights inside a node. Fails if the plan estimates the time of these
-    gathers with the bandwidth between nodes."""
+    """Replicas and second shards let ranks gather weights inside a node. Fails if the plan estimates the time of a
+    gather inside a node with the bandwidth between nodes."""
     machine = Machine(node_size=8, node_bandwidth=300e9, bandwidth=3e9)
     wide = Layout(world=64, zero=3)
     seconds = {

@@ -199,7 +199,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # this late node removes the first difference
+                node("Relu", "negative", "nothing"),  # this node near the end removes the first difference
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},
@@ -248,7 +248,8 @@ def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) ->
 
 
 def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Checks that the stages keep the exporter's notes about torch modules, and that bisect names the module."""
+    """Checks that every stage keeps the torch module that the exporter records for each node, and that bisect names the
+    torch module of the faulty node."""
 
     def spoil(model: onnx.ModelProto) -> None:
         convolution = [n for n in model.graph.node if n.op_type == "Conv"][2]

@@ -112,7 +112,7 @@ def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: 
 
 def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
     """Checks that a missing file of an earlier stage counts as absent, not as changed. Also checks that an artifact
-    isn't intact without all of its own files."""
+    doesn't count as intact if one of its own files is missing."""
     out, _ = made
     (tmp_path / "weights.safetensors").unlink()
     found = accel.inspect(out, check=True)

@@ -38,7 +38,7 @@ def test_of_vectors(value: np.ndarray, factor: float) -> None:
 
 
 def test_batches_of_other_lengths() -> None:
-    """Fails if the samples of a short batch have less weight, or if all batches need the same length."""
+    """Fails if the weight of a sample depends on its length, or if batches with different lengths raise an error."""
     short, long = np.ones((3, 2)), np.ones((1, 200))
     assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
 
@@ -57,7 +57,7 @@ def test_one_number_a_sample() -> None:
     # Seven of the eight samples hold only rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # The numbers in ``alike`` hardly differ, so their mean is a good output for all of them.
+    # The numbers in ``alike`` hardly differ, so an output with their mean at every place is nearly right.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 
@@ -119,7 +119,7 @@ def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
 
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """All small outputs of the model are wrongly 0, and a few large outputs are correct. Fails if `accel verify` or the
-    judge passes this model."""
+    judge accepts this model."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
     prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)
@@ -129,7 +129,7 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     ran = cli(*words, "--json")
     assert ran.code == 1
     found = json.loads(ran.stdout)
-    assert found["outputs"]["y"]["rel_l2"] < 0.01  # the norm over all samples hides the error
+    assert found["outputs"]["y"]["rel_l2"] < 0.01  # the norm over all samples hides the error of the small outputs
     assert found["middle_sample"]["y"] == 1
     assert "half of the samples have a relative error of 1 or more" in found["problems"][0]
     assert "middle sample" in cli(*words).stdout

@@ -56,7 +56,7 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Checks that accel can repeat NNCF's quantization and the conversion to OpenVINO from the manifest, and gets the
-    same bytes. Both stages are usual for CPUs."""
+    same bytes. Models for CPUs are usually made with both stages."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -146,8 +146,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel can reproduce a chain in another folder than the original run's. Also fails if accel accepts a
-    file of the same name in the current folder instead of the recorded file."""
+    """Checks that accel can reproduce a chain even if the current folder differs from that of the original run. Also
+    fails if accel accepts a file of the same name in the current folder instead of the recorded file."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

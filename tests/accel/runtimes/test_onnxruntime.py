@@ -185,7 +185,7 @@ def test_graph_optimisation_can_be_turned_off(linear: Artifact) -> None:
 
 
 def test_float16_goes_in_and_out(tmp_path: Path) -> None:
-    """Fails if half-precision values are widened or refused."""
+    """Fails if a session refuses float16 values, or returns them as a wider dtype."""
     kind = (TensorProto.FLOAT16, ["n"])
     model = save(tmp_path / "h.onnx", [helper.make_node("Add", ["x", "x"], ["y"])], {"x": kind}, {"y": kind})
     with open_session(model, "onnxruntime") as session:

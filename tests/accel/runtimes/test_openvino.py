@@ -81,7 +81,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
-    """Fails if inputs or outputs are matched by position, or if a run uses the size of an earlier run."""
+    """Fails if inputs or outputs are matched by position, or if a run uses the batch size of an earlier run."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         for batch in (1, 5, 2):
             feeds = session.example_inputs(batch=batch)
@@ -307,7 +307,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # makes the same two calls as a session with one thread
+        def own_call() -> None:  # a session with one thread makes the same two calls
             slot.request.start_async()
             slot.request.wait()
 
@@ -320,4 +320,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # on a quiet machine, the overhead is about 30 µs
+    assert overhead < 100  # on an idle machine, ``run`` adds about 30 µs to OpenVINO's own call

@@ -115,8 +115,8 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. Such a graph can't be
-    replayed."""
+    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory. A CUDA graph that includes an
+    allocation can't be replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
             given_feeds = feeds(2, 3, seed)
@@ -304,7 +304,7 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
         largest[name] = max(size, largest.get(name, 0))
         host = memory.host(name, size)
         assert host.nbytes == size
-        host[...] = 255  # the whole buffer is writable
+        host[...] = 255  # raises an error if the buffer isn't writable
     assert len(cuda.live) == len(cuda.host) == len(largest)
     assert memory.size <= sum(size + GRAIN for size in largest.values())
     memory.close()

@@ -38,8 +38,8 @@ def test_every_function_takes_the_same(name: str) -> None:
 
 
 def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
-    """Checks that a Source can be exported, loaded and compared, and that keywords of the call don't override its
-    fields."""
+    """Checks that a Source can be exported, loaded and compared. A keyword of the call must not override a field of the
+    Source."""
     (tmp_path / "net.py").write_text(NET)
     net = accel.Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,3]"])
     made = accel.export(net, out=tmp_path / "net.onnx", inputs=["other:float32[batch,9]"])

@@ -310,7 +310,7 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
     """Checks that stderr and the manifest record the new name if --input renames the model's only input. If --input
-    uses the name in forward, no note may appear."""
+    gives the same name as ``forward``, stderr and the manifest must not report a new name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
@@ -415,7 +415,7 @@ def gray():
 )
 def test_the_suggested_input_fits_the_model(name: str, example: str, tmp_path: Path) -> None:
     """Checks that the error about missing inputs suggests a valid input for sound, token ids, rows of features and
-    images. The test follows the advice."""
+    images. The test opens each model with the suggested input."""
     (tmp_path / "nets.py").write_text(NETS)
     with pytest.raises(BadInputSpec, match=re.escape(example)):
         accel.Source(f"{tmp_path / 'nets.py'}:{name}").open()

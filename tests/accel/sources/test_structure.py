@@ -92,7 +92,8 @@ def test_a_class_of_a_stranger_is_not_imported() -> None:
     ],
 )
 def test_arguments_that_differ(given_value: dict[str, Any], message: str) -> None:
-    """Fails if accel silently accepts a call with another structure or other constants than the call at export."""
+    """Fails if accel silently accepts a call with arguments that differ from the exported call in their structure or
+    constants."""
     templates = {"x": describe(np.ones(1), "x")[0], "mode": describe("fast")[0]}
     with pytest.raises(BadFeeds, match=message):
         tensors_in(templates, given_value)

@@ -99,7 +99,7 @@ def test_json_and_table_hold_the_report() -> None:
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # undefined, because the baseline's outputs are zeros
+    assert body["results"][1]["max_rel_diff"] is None  # a relative difference to outputs of 0 is undefined
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -115,8 +115,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of that
-    process would slow the timed candidate down."""
+    """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of
+    another running process would slow the timed candidate down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -148,8 +148,9 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Checks that the benchmark doesn't time a candidate that fails or can't be compared, and times the other
-    candidates. The faulty candidate of a case fails when it opens, in its first run, or in a later run."""
+    """Checks that a candidate that fails or can't be compared gets an error and no verdict, and that the benchmark
+    times the other candidates. Depending on the test case, the faulty candidate has wrong outputs, or fails when it is
+    opened, in its first run or in a later run."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -375,7 +376,7 @@ def test_streams_share_the_runs_of_a_block() -> None:
     checks that every run is made exactly once."""
 
     def clock() -> int:
-        time.sleep(0)  # lets another thread run here
+        time.sleep(0)  # lets Python switch to another thread
         return 0
 
     feeds: Any = ["a", "b"]

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
-# The modules of FORKED that start processes themselves.
+# The modules in FORKED that start further processes.
 _STARTING = ("torch.distributed.run", "accel")
-# The server imports these modules before the first fork. The imports must not start threads, because a forked process
-# has only a copy of the thread that forked.
+# The server imports the modules in _IMPORTED before the first fork. No import may start a thread, because a forked
+# process has only a copy of the thread that forked.
 _IMPORTED = (
     "accel.cli",
     "accel.train.loop",
@@ -77,7 +77,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def _become(files: Sequence[int]) -> None:
-    """Runs the module of a request in this process, and ends the process like the interpreter."""
+    """Runs the module of a request in this process, and then ends the process as ``python -m`` would."""
     with os.fdopen(files[3]) as stream:
         stream.seek(0)
         request = json.load(stream)

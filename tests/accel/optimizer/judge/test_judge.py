@@ -91,9 +91,9 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Checks that accel rejects a candidate if the metric returns NaN for its outputs, and continues the run. For
-    example, the correlation of constant outputs is NaN. Also checks that accel refuses a source if the metric returns
-    NaN for its outputs."""
+    """Checks that accel rejects a candidate, without ending the run, if the metric returns NaN for the candidate's
+    outputs. For example, the correlation of constant outputs is NaN. Also checks that accel refuses a source if the
+    metric returns NaN for the source's outputs."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 

@@ -47,8 +47,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Checks that IoU equals the mean of scikit-learn's Jaccard indices over the occurring classes, without unlabeled
-    pixels."""
+    """Checks that IoU ignores unlabeled pixels, and equals the mean of scikit-learn's Jaccard indices over the classes
+    that occur."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)
@@ -120,8 +120,8 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Checks that the error for one-hot labels, float class numbers, and class numbers that start at 1 says what to
-    save instead. For labels that are invalid in other ways, the error must not say what to save."""
+    """Checks the errors for one-hot labels, for float class numbers, and for class numbers that start at 1. Each error
+    must say what to save instead. For labels that are invalid in other ways, the error must not say what to save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 

@@ -90,8 +90,8 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """If noise hides the speedup of session options, accel drops the options. Checks that the reason for the drop names
-    the noise floor."""
+    """If noise hides the speedup of session options, accel drops the options. Checks that the reason for dropping the
+    options names the noise floor."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -155,8 +155,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Checks that a task ends when it reports progress after its share of the time budget. The task's progress messages
-    must still reach the watcher."""
+    """Checks that a task that has used up its share of the time budget ends at its next progress message. The task's
+    progress messages must still reach the watcher."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -227,7 +227,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
-        clock.now += 1.0  # the note leaves out a step of one second
+        clock.now += 1.0  # the note leaves out a step that took only one second
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
     assert "quantize=['samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""
@@ -251,7 +251,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Replaces a candidate's process with a simulated process that needs no time for a run."""
+    """Replaces a candidate's process with a simulated process that returns at once."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None

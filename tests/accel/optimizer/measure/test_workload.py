@@ -251,7 +251,7 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
     candidate = work.candidate(Candidate(name="x", artifact=text_model, options={"threads": 1}))
     assert isinstance(candidate, PassCandidate)
     session = PassSession(candidate)
-    assert session.phases is None  # a CPU runtime doesn't report phases
+    assert session.phases is None  # a CPU runtime doesn't report the phases of a run
     session._session.phases = lambda feeds: {"compute": float(feeds["ids"].shape[1])}  # type: ignore[attr-defined]
     assert session.phases is not None
     a_pass = session.phases(mix[0])

@@ -40,8 +40,8 @@ _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ 
 
 def planted(path: Path) -> Artifact:
     """Makes a model that sums the outputs of six layers. In each layer in ``PLANTED``, one input channel is 3000 times
-    as large as the other channels, and its weights are 3000 times as small. Float32 computes the layers in ``PLANTED``
-    as exactly as the other layers, but int8 rounds their small channels to 0."""
+    as large as the other channels, and the weights of this channel are 3000 times as small. Float32 computes the layers
+    in ``PLANTED`` as exactly as the other layers, but int8 rounds their small channels to 0."""
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
@@ -344,8 +344,8 @@ def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
 
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Checks that accel tries mixed precision if a model is too inaccurate in int8, so that most layers still run in
-    int8. Also checks that a note says that the metric can't be computed on half of the data."""
+    """Checks that accel tries mixed precision if a model is too inaccurate in int8. Only the layers in ``PLANTED`` may
+    stay in float. Also checks that a note says that the metric can't be computed on half of the data."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}

@@ -67,7 +67,7 @@ def main() -> None:
     import torch.multiprocessing
     from safetensors.torch import save_file
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # several threads per rank would round sums in another order
+    os.environ["OMP_NUM_THREADS"] = "1"  # with more threads, sums would be rounded differently
     for case in CASES:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

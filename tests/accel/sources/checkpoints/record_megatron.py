@@ -1,10 +1,10 @@
 """Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run this
 script. The script needs megatron-core 0.16.1 and torch, but no GPU.
 
-Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice.
-``dist_checkpointing`` (torch_dist) writes the first copy. The second copy is in the older layout, with a folder for
-each rank. A file of the older layout holds megatron-core's ``state_dict``, in the form that Megatron's training script
-writes. ``expected.safetensors`` holds the weights that the library itself loads on one rank.
+Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice. The first
+copy of the GPT is written by ``dist_checkpointing`` (torch_dist). The second copy is in Megatron's older layout, with a
+folder for each rank. A file of the older layout holds megatron-core's ``state_dict``, in the form that Megatron's
+training script writes. ``expected.safetensors`` holds the weights that megatron-core itself loads on one rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(rank: int, ranks: int, port: int) -> None:
         return
     with torch.no_grad():
         for name, tensor in gpt.named_parameters():
-            if tensor.ndim == 1:  # norm weights start as ones, so random values make the tensors distinguishable
+            if tensor.ndim == 1:  # random values, because all norm weights start as ones and would look alike
                 mark = 0 if "layernorm" in name else rank
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
     if rank == 0:

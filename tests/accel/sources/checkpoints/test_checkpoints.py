@@ -117,7 +117,7 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
     """Checks that accel joins the parts of a tensor in the same way as Megatron. Megatron splits the query, key and
     value weights of grouped-query attention, the halves of SwiGLU, row- and column-parallel layers, the vocabulary and
-    the stacked layers. Megatron has two names for some norms, and accel must find the norm under both names."""
+    the stacked layers. Megatron has two names for some norms, and accel must find such a norm under either name."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)

@@ -220,7 +220,7 @@ def _shorter(folder: Path) -> None:
 def _rewrite(file: Path, state: dict[str, Any]) -> None:
     names = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
     kept = {name: state[name] for name in names}
-    file.unlink()  # the tensors are mapped from this file, so it can't be overwritten
+    file.unlink()  # overwriting the file would change the tensors in ``state``, which are mapped from the file
     torch.save({"optimizer_state_dict": {**kept, "zero_stage": 2}}, file)
 
 

@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Runs an empty hub on this machine, and makes huggingface_hub use this hub."""
+    """Runs an imitation of the Hugging Face Hub without models on this machine, and makes huggingface_hub use it."""
     with fake_hub() as server:
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -30,7 +30,8 @@ def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
     """Fails if the first command in hub.md fails, or if the manifest lacks the commit. Also checks that reproduce and
-    inspect find the manifest's source in the cache. The test uses a tiny model under the name of MiniLM."""
+    inspect find the source that the manifest names in the hub's cache. The test uses a tiny model under the name of
+    MiniLM."""
     page = (ROOT / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     words = shlex.split(page.partition("$ accel ")[2].partition("\n")[0])
     into_cache(cache, words[1], bert)
@@ -106,8 +107,8 @@ def test_code_of_a_model_is_not_run(cache: Path, bert: dict[str, bytes]) -> None
 
 
 def test_a_model_of_sentence_transformers(cache: Path, bert: dict[str, bytes], tmp_path: Path) -> None:
-    """Fails if the exported model lacks the pooling, the dense layer or the normalization, or if its length is
-    fixed."""
+    """Fails if the exported model lacks the pooling, the dense layer or the normalization, or takes only one sequence
+    length."""
     import sentence_transformers as st
     import transformers
     from sentence_transformers.sentence_transformer import modules

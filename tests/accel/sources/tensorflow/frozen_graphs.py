@@ -1,4 +1,4 @@
-"""Writes small frozen graphs in training form into the given folder, in a separate process.
+"""Writes small frozen graphs that still hold their training nodes into the given folder, in a separate process.
 
 Each function in ``GRAPHS`` builds a graph from the input ``x``, and returns the output and the values of the
 placeholders at inference. If the output is random at inference too, the function also returns the output without

@@ -59,7 +59,8 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
     """Checks that accel sets every training placeholder to its value at inference, and asks the user if the right value
-    of a placeholder is unknown. Also fails if the opened graph has other outputs than TensorFlow's at inference."""
+    of a placeholder is unknown. Also fails if the outputs of the opened graph differ from TensorFlow's outputs at
+    inference."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -70,7 +71,8 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel sets no placeholder with the right default, and no keep probability in a branch that never runs.
+        # Accel leaves a placeholder unset if its default is right, or if it is the keep probability of a branch that
+        # never runs.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
@@ -122,8 +124,8 @@ def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_pa
 
 
 def test_defaults(graphs: Path) -> None:
-    """Fails if accel changes a default that is right for inference, or asks the user for its value. Also fails if accel
-    silently uses a default that is right only for training."""
+    """Fails if accel changes the default value of a placeholder although it is right for inference, or asks the user
+    for this placeholder's value. Also fails if accel silently uses a default value that is right only for training."""
     assert opened(graphs / "keep_prob_default_of_inference.pb") == {}
     for name in ("training_by_default", "keep_prob_default"):
         with pytest.raises(RandomOps, match="needs a value for the placeholder"):

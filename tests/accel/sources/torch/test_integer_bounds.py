@@ -130,8 +130,8 @@ def classes():
 
 def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks that accel limits an input of indices to the rows of the embedding, even after a cast or a view. If only
-    one column of an input holds indices, accel limits only the random inputs, because other columns may hold larger
-    integers. A note must name every integer input without a known bound."""
+    one column of an input holds indices, the user's data may still hold larger integers in other columns, so accel must
+    limit only the random inputs that it makes. A note must name every integer input without a known bound."""
     (tmp_path / "tables.py").write_text(TABLES)
     inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
     source = f"{tmp_path / 'tables.py'}:make"
@@ -158,8 +158,8 @@ def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
 
 
 def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
-    """Fails if a gate blames a candidate for a sample although the source can't run the sample either. A gate cuts
-    sequences to other lengths, so that integers without a declared bound become too large. Also fails if a gate passes
+    """Fails if a gate blames a candidate for a sample although the source can't run the sample either. If a gate cuts a
+    sequence to another length, integers without a declared bound may become too large. Also fails if a gate passes
     without any comparison."""
     made = accel.export(net, inputs=INPUTS, out=tmp_path / "net.onnx")
     bare = accel.Source(made.path, inputs=["lengths:int64[batch]{1..20}"]).open()
@@ -212,8 +212,8 @@ terms = st.lists(st.tuples(st.sampled_from("+-"), st.one_of(st.integers(0, 99), 
 
 @given(terms, st.fixed_dictionaries({"a": st.integers(1, 9), "b": st.integers(1, 9), "c": st.integers(1, 9)}))
 def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], sizes: dict[str, int]) -> None:
-    """A bound is a sum of integers and dims, such as ``n-1``. Fails if reading, printing or inserting the size of a dim
-    changes the sum."""
+    """A bound is a sum of integers and dims, such as ``n-1``. Fails if the sum changes when a bound is parsed or
+    printed, or when a dim in the bound is replaced by its size."""
     bound = parse_bound("".join(f"{sign}{term}" for sign, term in found))
     total = sum((-1 if sign == "-" else 1) * sizes.get(str(term), term) for sign, term in found)  # type: ignore[call-overload,misc]
     assert bound_at(bound, sizes) == total

@@ -340,8 +340,8 @@ def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
-    """Checks that a user can pass an ONNX ModelProto or an exported program. Also checks that accel refuses an example
-    for these models, which don't need it."""
+    """Checks that a user can pass an ONNX ModelProto or an exported program. Also checks that accel refuses the
+    argument ``example`` for these models, which need no example inputs."""
     program = torch.export.export(nn.Linear(4, 3).eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     made = accel.export(program, out=tmp_path / "a.onnx")
     proto = onnx.load(made.path)

@@ -195,7 +195,7 @@ def test_a_range_that_is_given_stays(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Fails if the exported model sorts tokens by expert, or weights the experts in another way than transformers."""
+    """Fails if the exported model sorts tokens by expert, or gives the experts other weights than transformers does."""
     folder = save(
         tmp_path / "model", "MixtralForCausalLM", **TEXT, num_key_value_heads=2, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=None,

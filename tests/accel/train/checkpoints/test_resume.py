@@ -1,4 +1,5 @@
-"""Proves that a run of one process keeps, resumes and refuses the right checkpoints."""
+"""Proves that a run of one process keeps the right checkpoints, resumes from the right checkpoint, and refuses unusable
+checkpoints."""
 
 from __future__ import annotations
 
@@ -224,8 +225,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Checks that a run that resumes with another batch, seed or number of samples notes the new order of samples. Also
-    fails if a run with the same batch, seed and number of samples logs a note about the order."""
+    """Checks that a run that resumes with another batch, seed or number of samples logs a note about the new order of
+    samples. Also fails if a run with the same batch, seed and number of samples logs a note about the order."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []
@@ -316,5 +317,5 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
     assert losses[0] == losses[1]
     with pytest.raises(
         BadCheckpoint, match=r"the optimizer has changed since .* is not in it; give another"
-    ):  # the checkpoint has no moments of SGD
+    ):  # the checkpoint holds AdamW's moments, not SGD's
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

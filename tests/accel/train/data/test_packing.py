@@ -51,7 +51,7 @@ def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
 
 def test_a_sequence_says_where_each_token_stands() -> None:
     """Checks that positions restart with each document, and that padding doesn't count as targets. Also checks that a
-    token and its target have the same position."""
+    token and its target have the same index in the sequence."""
     documents = _documents(3, 2)
     (tokens, positions, numbers), targets = Packed(documents, 8)[0]
     assert tokens.tolist() == [*documents[0][0].tolist(), *documents[1][0].tolist(), 0, 0, 0]

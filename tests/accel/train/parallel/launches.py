@@ -16,9 +16,9 @@ import pytest
 
 from tests.accel.train.parallel import rows
 
-# Maps a launch and a key to the names of the checks to run.
+# Maps each launch to a dict. The dict maps a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
-# Maps each test to the key in suite.PARTS that names the results for the test.
+# Maps each test to a key in suite.PARTS. The results under this key are the results that the test checks.
 NEEDS = {
     "test_parity": "parity",
     "test_what_a_row_names_is_on": "parity",
@@ -41,8 +41,8 @@ NEEDS = {
 
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
-    """Returns a dict from each launch and key to the names of the checks that the collected tests in ``folder`` need.
-    The launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after
+    """Returns, for each launch and key, the names of the checks that the collected tests in ``folder`` need. The
+    launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after
     "world4"."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:
@@ -85,7 +85,7 @@ def launch(orders: Orders, folder: Path) -> None:
 
 
 def read(orders: Orders, folder: Path) -> dict[int, dict[str, Any]]:
-    """Returns a dict from each world size to the results of its rank 0. The key "ranks" of the results holds the
+    """Returns a dict that maps each world size to the results of rank 0. The key "ranks" in these results holds the
     results of all ranks."""
     found: dict[int, dict[str, Any]] = {
         world: {"ranks": [], "folder": folder / f"world{world}"} for world in rows.WORLDS
@@ -133,8 +133,8 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
 
 
 def marked(cases: Iterable[tuple[Any, ...]], fast: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns ``cases`` as pytest parameters. `make test` runs only the cases in ``fast``, and `make proof` the other
-    cases."""
+    """Returns ``cases`` as pytest parameters. `make test` runs only the cases in ``fast``, and `make proof` runs the
+    other cases."""
     fast, cases = list(fast), list(cases)
     assert set(fast) <= set(cases), set(fast) - set(cases)
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.proof) for case in cases]

@@ -20,7 +20,8 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# With these configs, each of four ranks counts its bytes in a step of two micro-batches with AdamW.
+# For each config in HELD, every one of four ranks counts the bytes that it holds and sends in a step of two
+# micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -70,7 +71,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists how many ranks share
     the parameters between the forward and the backward pass. ``compiled`` has an entry for each block, which is True if
-    the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
+    the block is compiled. ``frames`` is the number of Python frames that torch.compile has compiled since the last call
+    of this function.
     """
     groups = [
         group

@@ -52,7 +52,7 @@ AXES = (
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
     ("CP 2 (Ulysses)", "parallel.cp=2", ("autocast-bf16", "fp16 with master weights (O2)", "bf16-only")),
 )
-# These configs run on only one world size each.
+# Each of these configs runs at only one world size.
 ONLY: dict[int, dict[str, list[str]]] = {
     2: {
         "TP 2, sequence parallel": ["parallel.tp=2"],
@@ -239,8 +239,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# `make test` checks the layouts in FAST_GRADIENTS and the resumed runs in FAST_RESUMED. Another layout resumes from
-# each layout of SAVED, and each layout of TAKEN_UP resumes once.
+# `make test` checks the layouts in FAST_GRADIENTS and the resumed runs in FAST_RESUMED. In FAST_RESUMED, each layout of
+# SAVED saves a checkpoint from which another layout resumes, and each layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",

@@ -94,8 +94,8 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Trains the configs listed in ``order["parity"]``. For each key of PARTS in ``order``, runs the check on the
-    listed names."""
+    """Trains the configs listed in ``order["parity"]``. For each key of ``order`` that is also in PARTS, calls the
+    function in PARTS with the names listed under the key."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     faulthandler.enable()
     folder = Path(order["folder"])
@@ -229,8 +229,8 @@ def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Resumes each run at its half, and trains the second half. Returns a dict from a name such as "world4 hsdp -> 2
-    ddp" to the losses."""
+    """Resumes each run after half of its steps, and trains the second half. Returns a dict that maps a name such as
+    "world4 hsdp -> 2 ddp" to the losses."""
     found = {}
     for name in names:
         source, _, target = name.partition(" -> ")
@@ -309,6 +309,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. During
-    # a cleanup, a signal could kill this rank when another rank closes its sockets.
+    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. If
+    # this process cleaned up, a signal could kill it when another rank closes its sockets.
     os._exit(0)

@@ -1,5 +1,5 @@
-"""Proves that training on 2, 4 and 8 ranks gives the same losses, gradients and weights as one process, and the right
-errors.
+"""Proves that training on 2, 4 and 8 ranks gives the same losses, gradients and weights as one process, and gives the
+right errors.
 
 ``ACCEL_WRITE_PARITY=1 pytest -m ""`` also writes the results to docs/parity.md.
 """
@@ -147,9 +147,9 @@ def test_gradients_equal_under_uneven_targets(
     world: int,
     name: str,
 ) -> None:
-    """Targets with the ignored index don't count, so ranks have different numbers of targets. Fails if the gradients of
-    all ranks have the same weight nevertheless. The weights after one plain SGD step at rate 1 must equal the weights
-    of one process within 1e-6."""
+    """Targets with the ignored index don't count, so ranks have different numbers of targets. Fails if a rank's
+    gradient isn't weighted by the rank's number of targets. The weights after one plain SGD step at rate 1 must equal
+    the weights of one process within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)

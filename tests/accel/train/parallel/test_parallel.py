@@ -25,8 +25,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Checks that a ``*`` in a pattern never matches a dot, that a pattern finds every block, and that other modules
-    get no style."""
+    """Checks that a ``*`` in a pattern never matches a dot, that a pattern finds every block, and that modules that no
+    pattern matches get no parallel style."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")
@@ -54,9 +54,9 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Under sequence parallel, a column-parallel layer gathers the sequence that an earlier module has split. Checks
-    that accel refuses a plan without an earlier module that splits the sequence, before torch raises an error about
-    shapes. Accel must accept a plan if its embedding splits the sequence."""
+    """Under sequence parallel, a column-parallel layer gathers the sequence that an earlier module has split. If no
+    earlier module splits the sequence, accel must refuse the plan before torch raises an error about shapes. Accel must
+    accept a plan if its embedding splits the sequence."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
