@@ -81,7 +81,7 @@ def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
 
-# Each entry has the lines of a model, the advice in the error, and the lines after the advised rewrite.
+# Each entry has some lines of a model's code, the rewrite that the error advises, and the rewritten lines.
 REWRITES = [
     ("y = y * math.exp(x.mean().item() / 1000)",
      "write `torch.exp(x.mean() / 1000)` instead of `math.exp(x.mean().item() / 1000)`",
@@ -152,7 +152,7 @@ def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Pat
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # models with mask or hits read values in line 2
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # for mask and hits, the error is in line 2
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)

@@ -183,7 +183,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # the stand-in's parser reads without options
+        reads.extend([path] if options else [])  # the stand-in's parser calls onnx.load without options
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)

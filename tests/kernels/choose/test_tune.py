@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # this table has read the file before the first table wrote it
+    other.put(second, entry)  # ``other`` was made before ``table`` wrote the file
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 

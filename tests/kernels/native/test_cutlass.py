@@ -30,7 +30,7 @@ from accel.kernels.native.library import ACTS, DTYPES, Library, Problem
 from accel.kernels.proof import check
 from tests.support import ROOT
 
-# Maps one unit of each family to the architecture for which the tests compile the unit.
+# From each family of kernels, the tests compile one source unit. This dict maps the unit to its GPU architecture.
 PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
 
 
@@ -217,7 +217,8 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library from other sources has the newer record, because a user may build an older version of accel last.
+    # The library "old" has the newer record file, like a library that a user built from an older version of accel after
+    # building the library "new".
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()

@@ -167,7 +167,7 @@ def test_every_convolution_is_the_reference(onnxruntime_library: Path) -> None:
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
     with pytest.raises(Exception, match=r"is not a registered function/op"):
-        session(made, options(onnxruntime_library))  # these session options don't name the model's convolutions
+        session(made, options(onnxruntime_library))  # the model's convolutions aren't in these session options
     given = feeds()
     for function, got in zip(
         functions, session(made, options(onnxruntime_library, *functions)).run(None, given), strict=True

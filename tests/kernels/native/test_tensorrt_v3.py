@@ -132,7 +132,8 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bridges, "PLUGINS", copied)
         library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
-    # Copies the driver, because the stub headers in its folder would hide the real headers.
+    # Compiles a copy of driver.cpp in another folder, because the stub headers in driver.cpp's own folder would hide
+    # the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
     words = ["g++", "-std=c++20", "-fPIC", "-shared", *folders, driver, "-o", folder / "driver.so"]
@@ -261,8 +262,8 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Each row has the kernel, stride, padding and dilation of a convolution. The first row has different values for the two
-# axes. With the second row, the convolution's patches are equal to the image.
+# Each row has the kernel, stride, padding and dilation of a convolution. In the first row, the values for height and
+# width differ. The second row is a 1 x 1 convolution, and im2col leaves its input unchanged.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 

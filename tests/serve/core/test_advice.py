@@ -103,7 +103,7 @@ def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any
             tmp_path / name / "1" / "model.onnx",
             [
                 build.node("Shape", "x", "n", start=1, end=2),
-                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so inputs over 11 fail
+                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so longer inputs fail
                 build.node("Add", "x rows", "y"),
             ],
             {"x": (FLOAT, ["batch", "n", 2])},
