@@ -128,7 +128,7 @@ def test_closing_ends_a_delay() -> None:
     caller = Caller(executor, request(1))
     until = time.monotonic() + PATIENCE
     while threading.current_thread() in looked[-1:] and time.monotonic() < until:
-        time.sleep(0)  # waits until the instance's thread has read the clock and sleeps
+        time.sleep(0)  # waits until the instance's thread sleeps
     executor.close(5.0)
     caller.check_rows()
 

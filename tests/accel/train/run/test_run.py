@@ -355,7 +355,8 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``--dry-run`` creates a folder, or if its plan has another layout than the requested layout."""
+    """Fails if ``--dry-run`` creates a folder, or if the layout in the printed plan differs from the requested
+    layout."""
     line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --json --out {tmp_path / 'run'}"
     assert run(group, line.split()) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
@@ -363,8 +364,8 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if its
-    options give only the model's sizes, such as ``--layers``."""
+    """Fails if ``accel train`` accepts a config without a model. If a user gives only the sizes of a model, such as
+    ``--layers``, ``accel plan`` writes a config without a model."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
