@@ -75,8 +75,9 @@ print(f"mean {y.mean().item():.3f}", y)"""
 
 @pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
-    """Fails if export refuses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the example's value as a
-    constant. Also fails if export refuses an ``if`` that only raises an error, or refuses a read of a buffer."""
+    """Fails if export refuses a model that uses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the
+    example's value as a constant. Also fails if export refuses an ``if`` that only raises an error, or code that reads
+    a buffer's value."""
     source = written(tmp_path, lines)
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
@@ -172,6 +173,7 @@ class Live(torch.nn.Linear):
 
 
 def test_a_live_module(tmp_path: Path) -> None:
-    """Checks that the error about a module in memory names the line in the user's file, not in the cached copy."""
+    """Checks that the error names a line of the user's file, and not of the cached copy, if the source is a module
+    object in memory."""
     with pytest.raises(ExportFailed, match=r"^Live computes .* at test_python_numbers.py:\d+ write `torch.where\("):
         accel.export(Live(4, 4), example=torch.randn(2, 4), out=tmp_path / "m.onnx")

@@ -35,7 +35,7 @@ def net(path: Path, opset: int = 21) -> Artifact:
 
 
 def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
-    """Returns ``value`` with every block of ``size`` elements along ``axis`` rounded with a scale of its own."""
+    """Rounds ``value`` in blocks of ``size`` elements along ``axis``. Each block has a scale of its own."""
     moved = np.moveaxis(value, axis, -1)
     parts = moved.reshape(*moved.shape[:-1], -1, size)
     scales = np.abs(parts).max(axis=-1, keepdims=True) / np.float32(top)
