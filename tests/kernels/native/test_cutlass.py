@@ -65,7 +65,8 @@ def test_a_library_holds_the_units_of_its_architectures() -> None:
 
 
 def test_a_configuration_runs_where_it_has_code() -> None:
-    """Fails if a library for sm_80 and sm_90a offers a Hopper GPU a kernel that was compiled for sm_80 only."""
+    """Fails if accel counts a kernel as runnable on a GPU for which the kernel isn't compiled, such as an sm_80 kernel
+    on a Hopper GPU."""
 
     def families(*capability: int) -> set[str]:
         return {c.unit.family.name for c in NATIVE.values() if c.runs_on((capability[0], capability[1]))}
@@ -260,8 +261,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if dispatch gets a kernel without code for its GPU. The family sm80 also supports sm_120, but a library
-    built for sm_80 alone has no code for sm_120."""
+    """Fails if accel lets dispatch choose a kernel that the library hasn't compiled for the GPU. The family sm80 also
+    supports sm_120, but a library built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
