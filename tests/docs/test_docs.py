@@ -237,7 +237,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_picture_shows_the_committed_figures() -> None:
-    """Fails if the README's chart of MiniLM's measurements differs from the chart that docs/figures.py draws."""
+    """Fails if the README's picture, which shows MiniLM's measurements, differs from the picture that docs/figures.py
+    draws."""
     figures = _script("figures")
     for theme in figures.COLORS:
         committed = (ROOT / "docs" / "images" / f"overview-{theme}.svg").read_text(encoding="utf-8")

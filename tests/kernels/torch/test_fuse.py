@@ -347,8 +347,8 @@ def test_hooks_and_parametrizations_are_left_alone() -> None:
 
 
 def test_a_module_that_loses_an_output() -> None:
-    """Checks the error for a fused module that returns fewer outputs. The error must advise leaving the module
-    unfused."""
+    """Checks the error for a fused module that returns fewer outputs than the original module. The error must advise
+    leaving the original module unfused."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
