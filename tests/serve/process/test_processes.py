@@ -322,8 +322,8 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Checks that the error for a command-line option of Triton names accel's option. Also fails if --load-model is
-    accepted without --mode explicit."""
+    """Checks that the error for a command-line option of Triton names the matching option of accel. Also fails if
+    --load-model is accepted without --mode explicit."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr
