@@ -1,4 +1,4 @@
-"""Proves that random interleavings of arrivals, cancels, failures and time keep the scheduler's invariants."""
+"""Proves that the scheduler keeps its invariants if arrivals, cancels and failures happen at random times."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ def test_a_queue_that_is_full_answers_at_once() -> None:
 
 
 def test_sequences_from_many_threads() -> None:
-    """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Eight
-    callers send a sequence each without waiting for answers."""
+    """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Each of
+    eight callers sends the steps of one sequence without waiting for answers."""
 
     class Adding(FakeSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:

@@ -97,7 +97,8 @@ KINDS = {
 
 @pytest.fixture
 def kinds(tmp_path: Path, start: Start) -> int:
-    """Returns the port of a server with a model for each datatype. Each model returns its three elements unchanged."""
+    """Returns the port of a server with a model for each datatype. Each model returns its input, which has three
+    elements, unchanged."""
     assert set(KINDS) == set(DATATYPES)
     for kind, number in KINDS.items():
         identity(tmp_path / "kinds" / kind / "1", number, [3])
