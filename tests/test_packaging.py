@@ -30,7 +30,7 @@ def test_the_symlinks_are_tracked_as_links() -> None:
 def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     """Fails if the wheel lacks a module of a linked folder, a CUDA source or py.typed. Also fails if the wheel has a
     top-level folder other than accel."""
-    checkout = tmp_path / "checkout"  # a copy, because a build writes folders into the checkout
+    checkout = tmp_path / "checkout"  # the build writes folders into this copy
     checkout.mkdir()
     for name in ("accel", "converters", "kernels", "serve"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)

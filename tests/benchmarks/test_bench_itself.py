@@ -1,5 +1,5 @@
-"""Proves that bench_itself.py counts right and wrong verdicts correctly. bench_itself.py checks the verdicts of accel
-bench."""
+"""Tests the script bench_itself.py, which checks the verdicts of accel bench. Proves that the script counts correct and
+wrong verdicts without mistakes."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
 ) -> None:
     """Fails if a test file that can't be imported is skipped without an error. Also fails if pytest collects no tests
     of other folders because one conftest.py can't be imported."""
-    mark = "gpu"  # not written out, because then this file would count as a GPU test
+    mark = "gpu"  # a file that contains the whole marker counts as a GPU test
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

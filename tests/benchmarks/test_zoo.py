@@ -58,8 +58,9 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.usefixtures("zoo")
 @pytest.mark.filterwarnings("ignore")
 def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checks the class of a model that works, of a model that is rightly refused, and of a model that can't be made.
-    Also checks that an exported file is classified as wrong if its outputs differ from the model's outputs."""
+    """Checks how the zoo classifies a model that can be exported, a model that accel has to refuse, and a model that
+    can't be made. Also checks that an exported file is classified as wrong if its outputs differ from the model's
+    outputs."""
     toys(monkeypatch)
     trial = importlib.import_module("zoo_models.trial")
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))

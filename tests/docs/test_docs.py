@@ -227,7 +227,7 @@ def test_the_readme_is_a_page() -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Checks that each file that a page links to exists in the repository."""
+    """Checks that each link from a page to a file of the repository leads to an existing file."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:
@@ -237,7 +237,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_picture_shows_the_committed_figures() -> None:
-    """Fails if the README's picture of MiniLM's figures differs from the picture that docs/figures.py draws."""
+    """Fails if the README's picture, which shows MiniLM's measurements, differs from the picture that docs/figures.py
+    draws."""
     figures = _script("figures")
     for theme in figures.COLORS:
         committed = (ROOT / "docs" / "images" / f"overview-{theme}.svg").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-# Maps each script to two values: the text that the script prints, and whether the script measures for minutes.
+# Maps each script to the text that the script prints, and to True if the script runs for minutes.
 PROMISES = {
     "engine_for_another_gpu": ("tensorrt-rtx fp16        chosen", True),
     "optimize_image": ("chosen: ", True),

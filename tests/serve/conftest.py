@@ -86,7 +86,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a server with the models ``good`` and ``bad``. The session of ``bad`` can raise or hang."""
+    """Starts a server with the models ``good`` and ``bad``. The session of ``bad`` can raise an error or hang."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
     sessions: list[Faulty] = []

@@ -17,8 +17,8 @@ from tests.support.serving import Start
 
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if the server's embeddings differ from the embeddings of a session at the tested lengths and batch sizes.
-    Also checks that the server detects the dim along which batches may be padded."""
+    """Runs the model in the server and in a session, with three lengths and batch sizes. Fails if the embeddings
+    differ. Also checks that the server detects the dim along which batches may be padded."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()
     process = start(tmp_path)

@@ -64,7 +64,7 @@ class Page:
         self._session: dict[str, str] = {}
 
     def open(self, address: str) -> None:
-        """Opens ``address``. Returns when the page and its scripts are loaded."""
+        """Opens ``address``, and waits until the page and its scripts are loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         self.call("Page.enable")

@@ -1,4 +1,5 @@
-"""Provides the tests of the scheduler with a clock that the test sets and with sessions that record their runs."""
+"""Provides a fake clock and fake sessions for the tests of the scheduler. A test sets the clock's time, and a session
+records its runs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """A clock that shows the time, in seconds, to which the test has set it."""
+    """A clock that a test sets to a time in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -87,7 +88,7 @@ class Caller:
 
     @property
     def code(self) -> str | None:
-        """Returns ``None`` before the answer, and then ``OK`` or the name of the error."""
+        """Returns ``None`` until the answer arrives. After that, returns ``OK`` or the name of the error."""
         found = self.refused or (self.answers[0] if self.answers else None)
         assert len(self.answers) <= 1
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None

@@ -1,5 +1,5 @@
-"""Provides a stand-in for TensorRT with a registry of plugins and a parser. Like TensorRT's parser, this parser chooses
-between a plugin and a function body. The stand-in builds an engine that lists its layers as JSON."""
+"""Provides a stand-in for TensorRT with a registry of plugins and a parser. Like TensorRT's parser, the stand-in's
+parser chooses between a plugin and a function body. The stand-in builds an engine that lists its layers as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.stage import run_stage
 
-# For a node with a function body, TensorRT 10.0 uses the body. Versions after 10.0 use a plugin with the node's name,
-# version and namespace if the plugin exists. From 10.14 on, TensorRT uses the plugin only if the node itself names a
-# namespace.
+# For a node with a function body, TensorRT 10.0 uses the body. Versions after 10.0 look for a plugin that has the
+# node's name, version and namespace, and use the body only if there is no such plugin. From 10.14 on, TensorRT uses the
+# plugin only if the node itself names a namespace.
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
@@ -36,8 +36,8 @@ class Registry:
         return name if (name, version, plugin_namespace) in self.creators else None
 
     def load_library(self, path: str) -> object | None:
-        """Loads a file with one name per line as a library of plugins. Returns None if a plugin with a name in the file
-        already exists."""
+        """Loads a library of plugins from a text file that has one plugin name per line. Returns None if the file lacks
+        FusedGemm, or if one of the plugins already exists."""
         names = {(line, "1", "") for line in Path(path).read_text().splitlines()}
         if ("FusedGemm", "1", "") not in names or names & self.creators:
             return None
@@ -141,7 +141,7 @@ def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
 
 
 class Descriptor:
-    """A tensor as TensorRT describes it to a quick plugin, with plain numbers as sizes."""
+    """Describes a tensor to a quick plugin, as TensorRT does. The sizes are plain numbers."""
 
     def __init__(self, *shape: int) -> None:
         self.shape_expr = list(shape)

@@ -148,7 +148,8 @@ class Served:
 
 def client(port: int) -> triton.InferenceServerClient:
     """Makes a client with a separate connection."""
-    # By default, all clients of a process share a connection, which reaches only one process of the server.
+    # By default, all clients in this Python process share one connection, and then only one of the server's processes
+    # gets requests.
     options = [("grpc.use_local_subchannel_pool", 1)]
     return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
 

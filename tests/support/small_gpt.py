@@ -29,7 +29,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for index in range(SAMPLES):
         ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
         targets = (ids * 3 + 1) % VOCABULARY
-        targets[: (index * 5) % (LENGTH - 1)] = -100  # 16, 11 or 6 targets count in the loss
+        targets[: (index * 5) % (LENGTH - 1)] = -100  # the loss counts 16, 11 or 6 targets of a sample
         found.append((ids, targets))
     return found
 

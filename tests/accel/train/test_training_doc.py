@@ -1,5 +1,5 @@
-"""Proves that the commands of docs/how-to/training.md work, and that errors for objects of a wrong type name the right
-type."""
+"""Proves that the commands of docs/how-to/training.md work. Also proves that the error for an object of a wrong type
+tells the user the right type."""
 
 from __future__ import annotations
 

@@ -141,8 +141,9 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a layer normalization, as one node or as several nodes, squares values around 1000 in fp16. Also checks
-    that the layers around the layer normalization are cast."""
+    """Fails if a layer normalization squares values around 1000 in fp16. One model has the LayerNormalization operator,
+    and the other model has several operators that compute the same. Also checks that the layers around the layer
+    normalization are cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}

@@ -212,7 +212,7 @@ def test_any_small_net_casts_within_the_rounding(
     precision: str,
     keep_io: bool,
 ) -> None:
-    """Fails if a cast graph is invalid, or if its error is larger than rounding to 16 bits can cause."""
+    """Fails if a cast graph is invalid, or if its outputs have a larger error than rounding to 16 bits can cause."""
     nodes, constants, opset = net
     folder = tmp_path_factory.mktemp("net")
     spec = (FLOAT, ["batch", 8])
@@ -230,8 +230,8 @@ def test_any_small_net_casts_within_the_rounding(
 
 @pytest.mark.proof
 def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if TensorRT-RTX refuses MiniLM's cast graph, or if the graph's error is larger than rounding to 16 bits can
-    cause."""
+    """Fails if TensorRT-RTX refuses MiniLM's cast graph, or if the outputs have a larger error than rounding to 16 bits
+    can cause."""
     pytest.importorskip("tensorrt_rtx_bindings")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     wanted = run(minilm, **feeds)["embedding"]

@@ -198,8 +198,9 @@ def foldable_models() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         tf.matmul(x, Foldable.weight(), name="y")
         Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    # TFLite's converter itself folds the operators of Foldable. Therefore foldable.tflite has 16-bit weights instead:
-    # TFLite doesn't fold the operator that converts 16-bit weights to float32.
+    # TFLite's converter already folds the constant operators of the class Foldable. Therefore foldable.tflite holds
+    # another model, with 16-bit weights. TFLite's converter doesn't fold the operators that convert these weights to
+    # float32.
     converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.target_spec.supported_types = [tf.float16]

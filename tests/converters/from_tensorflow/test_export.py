@@ -320,8 +320,8 @@ def test_a_wrong_conversion_is_caught(
 def test_the_limit_is_named_where_rounding_may_be_the_reason(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, off: float, named: bool
 ) -> None:
-    """If the error is slightly above the limit, the message must suggest a limit that the net passes. If the outputs
-    are clearly wrong, the message must not suggest another limit."""
+    """If the outputs' error is slightly above the limit, the message must suggest a higher limit that works. If the
+    outputs are clearly wrong, the message must not suggest another limit."""
     from accel.converters.from_tensorflow import conversion as stage
 
     real = stage.in_tensorflow

@@ -16,9 +16,9 @@ from accel.runtimes.base import open_session
 
 @pytest.mark.proof
 def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the outputs of a basic_pitch file differ from TensorFlow's by a relative error of 1e-4 or more. The
-    files are the converted SavedModel, the converted TFLite file and the published ONNX file. The test matches the
-    outputs by name, because each file has another order."""
+    """Fails if the outputs of a basic_pitch file differ from TensorFlow's outputs by a relative error of 1e-4 or more.
+    The files are the converted SavedModel, the converted TFLite file and the published ONNX file. The test matches the
+    outputs by name, because each file lists its outputs in another order."""
     folder = shipped("basic_pitch", "saved_models/icassp_2022")
     made = {
         "saved_model": accel.export(folder / "nmp", out=tmp_path / "a.onnx"),
@@ -57,8 +57,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_fer(shipped: Any, tmp_path: Path) -> None:
-    """Checks that the Keras 2 .hdf5 file of a face classifier can be exported, and that its ONNX outputs differ by less
-    than 1e-5."""
+    """Checks that a face classifier can be exported from its Keras 2 .hdf5 file, and that the outputs of ONNX and Keras
+    differ by less than 1e-5."""
     made = accel.export(shipped("fer", "data/emotion_model.hdf5"), out=tmp_path / "fer.onnx")
     assert [spec.name for spec in made.signature.inputs] == ["input_1"]
     assert [spec.name for spec in made.signature.outputs] == ["predictions"]
@@ -98,9 +98,9 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     character. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # at the default limit, the gate passes on some CPUs
+    with pytest.raises(GateFailed) as caught:  # on some CPUs, the default limit raises no error
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # no advice to set a limit that the caller has already set
+    assert "--limit" not in str(caught.value)  # the caller has already set a limit
     # In this net, float32 rounding makes TensorFlow, ONNX Runtime and numpy differ by 1e-3. Therefore the test compares
     # how many bits the net needs per character.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)

@@ -77,8 +77,8 @@ def logaddexp():
 
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
-    """Fails if ONNX Runtime's logarithm of a sum of exponentials is infinite, NaN or less exact than PyTorch's. The
-    test uses large inputs, because the gate's inputs are too small for an overflow."""
+    """Checks that an exported logarithm of a sum of exponentials gives ONNX Runtime the same outputs as PyTorch in
+    float64, without overflow. The test uses large inputs, because the gate's inputs are too small for an overflow."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -216,8 +216,8 @@ def every():
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
     """Checks that an RNN on a packed sequence can be exported. The model returns the RNN's last state or the RNN's
-    outputs. Also fails if padding changes the outputs, if the exporter prints messages, or if an output that was added
-    only for the exporter stays in the file."""
+    outputs. Also fails if padding changes the outputs, or if the exporter prints messages. For the exporter, accel adds
+    an output to the model, and this output must not stay in the file."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"

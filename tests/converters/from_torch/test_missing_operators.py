@@ -36,8 +36,8 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator(name: str, tmp_path: Path) -> None:
-    """Fails if export refuses the operator, or if the file's outputs are wrong at a batch size other than the
-    example's."""
+    """Fails if export refuses the operator, or if the file's outputs are wrong at a batch size that differs from the
+    example's batch size."""
     made = accel.export(OPERATORS[name], example=(torch.randn(2, 6),), out=tmp_path / "m.onnx", simplify=False)
     x = torch.randn(5, 6)
     with accel.load(made) as session:

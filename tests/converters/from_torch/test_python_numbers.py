@@ -75,13 +75,14 @@ print(f"mean {y.mean().item():.3f}", y)"""
 
 @pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
-    """Fails if export refuses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the example's value as a
-    constant. Also fails if export refuses an ``if`` that only raises an error, or refuses a read of a buffer."""
+    """Fails if export refuses a model that uses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the
+    example's value as a constant. Also fails if export refuses an ``if`` that only raises an error, or code that reads
+    a buffer's value."""
     source = written(tmp_path, lines)
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
 
-# Each entry has the lines of a model, the advice in the error, and the lines after the advised rewrite.
+# Each entry has some lines of a model's code, the rewrite that the error advises, and the rewritten lines.
 REWRITES = [
     ("y = y * math.exp(x.mean().item() / 1000)",
      "write `torch.exp(x.mean() / 1000)` instead of `math.exp(x.mean().item() / 1000)`",
@@ -152,7 +153,7 @@ def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Pat
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # models with mask or hits read values in line 2
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # for mask and hits, the error is in line 2
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)
@@ -172,6 +173,7 @@ class Live(torch.nn.Linear):
 
 
 def test_a_live_module(tmp_path: Path) -> None:
-    """Checks that the error about a module in memory names the line in the user's file, not in the cached copy."""
+    """Checks that the error names a line of the user's file, and not of the cached copy, if the source is a module
+    object in memory."""
     with pytest.raises(ExportFailed, match=r"^Live computes .* at test_python_numbers.py:\d+ write `torch.where\("):
         accel.export(Live(4, 4), example=torch.randn(2, 4), out=tmp_path / "m.onnx")

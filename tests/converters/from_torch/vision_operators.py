@@ -40,7 +40,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-    """Returns the indices of the boxes that overlap no box with a higher score, the highest score first."""
+    """Returns the indices of the boxes that overlap no box with a higher score. The indices are sorted by score, from
+    high to low."""
     kept: list[int] = []
     for index in scores.argsort(descending=True).tolist():
         if all(_overlap(dets[index], dets[other]) <= iou_threshold for other in kept):

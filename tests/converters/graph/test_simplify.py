@@ -100,7 +100,7 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Checks that a native crash doesn't kill the calling process, and that a hung process is killed. Also fails if
-    accel accepts an invalid model or a model with other dims."""
+    accel accepts a simplified model that is invalid or has a changed dim."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 

@@ -35,7 +35,7 @@ def net(path: Path, opset: int = 21) -> Artifact:
 
 
 def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
-    """Returns ``value`` with every block of ``size`` elements along ``axis`` rounded with a scale of its own."""
+    """Rounds ``value`` in blocks of ``size`` elements along ``axis``. Each block has a scale of its own."""
     moved = np.moveaxis(value, axis, -1)
     parts = moved.reshape(*moved.shape[:-1], -1, size)
     scales = np.abs(parts).max(axis=-1, keepdims=True) / np.float32(top)
@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # unlike ONNX Runtime, doesn't quantize activations
+    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would quantize activations
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}

@@ -320,8 +320,8 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that calibration saves its state in a folder from the stage, and that the stage keeps this state until the
-    next run. Also fails if the ranges differ from the ranges of an uninterrupted run."""
+    """Checks that the stage keeps the saved state of a killed calibration until the next run, and that the next run
+    continues from this state. Also fails if the ranges differ from the ranges of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
     config = QuantizeConfig(data=tmp_path / "d.npz")

@@ -30,8 +30,8 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def net(path: Path, opset: int = 20, outlier: float = 1.0) -> Artifact:
-    """Makes a net of three matrix products. The first two products read the same tensor. One channel of this tensor is
-    ``outlier`` times as large as the others, and the channel's weights are smaller by the same factor."""
+    """Makes a net of three matrix products. The first two products read the same tensor. In this tensor, the values of
+    one channel are multiplied by ``outlier``. The weights for this channel are divided by ``outlier``."""
     rng = np.random.default_rng(0)
     scale = np.ones(WIDTH, np.float32)
     scale[3] = outlier

@@ -23,8 +23,8 @@ CHANNELS = 8
 
 
 def small_unet(path: Path, size: int = 32) -> Artifact:
-    """Makes a U-Net of one level. The encoder pools the skip tensor. The decoder concatenates the skip tensor with a
-    tensor that has no ReLU."""
+    """Makes a U-Net of one level. The encoder pools the skip tensor. The decoder concatenates the skip tensor with the
+    output of a transposed convolution, without a ReLU in between."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
 

@@ -191,7 +191,7 @@ def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.Monk
         ("x86_64", "fpu avx2 avx512_vnni", False),
         ("x86_64", "fpu avx2 avx_vnni", False),
         ("x86_64", "fpu avx2 avx512f", True),
-        ("AMD64", None, True),  # Windows, which has no /proc/cpuinfo
+        ("AMD64", None, True),  # Windows has no /proc/cpuinfo
         ("aarch64", None, False),
     ],
 )

@@ -124,8 +124,8 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if ``describe`` trusts accel's signature entry although the entry contradicts the model. In this test, the
-    model has a fixed batch and lacks the output in the entry."""
+    """Fails if ``describe`` trusts accel's signature entry although the entry contradicts the model. The entry in this
+    test has a dynamic batch and an output named "gone". The model has a fixed batch and no such output."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (

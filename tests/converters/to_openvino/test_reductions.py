@@ -42,8 +42,8 @@ def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True
 @pytest.mark.parametrize("operator", ["ReduceMean", "ReduceMax", "ReduceSum", "ReduceL2"])
 @pytest.mark.parametrize(("axes", "also"), [([1], False), ([-2], True)])
 def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, axes: list[int], also: bool) -> None:
-    """Fails if OpenVINO applies the channels' factors along the wrong axis, which causes errors of 40% to 75% in
-    OpenVINO 2026.4. Also fails if the names or shapes of the outputs change."""
+    """Fails if OpenVINO applies the channels' factors along the wrong axis. In OpenVINO 2026.4, the wrong axis causes
+    errors of 40% to 75%. Also fails if the names or shapes of the outputs change."""
     src = pooled(tmp_path / "m.onnx", operator, axes, also=also)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
     assert made.notes["reductions_rewritten"] == 1

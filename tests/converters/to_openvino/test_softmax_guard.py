@@ -22,8 +22,8 @@ BOOL = onnx.TensorProto.BOOL
 
 def attention(path: Path, mask: str, scores: str = "MatMul") -> Artifact:
     """Makes a model with ``softmax(q @ k + mask)`` and torch's NaN guard. If ``mask`` is "input", the mask is an input
-    of the model. Otherwise, the input ``seen`` selects the masked positions, and the mask adds the lowest float32
-    number ("lowest") or -inf to their scores."""
+    of the model. If ``mask`` is "lowest" or "-inf", the model adds the lowest float32 number or -inf to the scores that
+    the input ``seen`` hides."""
     nodes = [
         node("MatMul", "q k", "product"),
         node("Identity" if scores == "MatMul" else scores, "product", "scores"),
@@ -54,7 +54,7 @@ def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same
     precision: str, tmp_path: Path
 ) -> None:
     """Checks that a guard without effect is removed, because any guard prevents fused attention. Also fails if the
-    lowest number becomes -inf in bfloat16, because the outputs would then be NaN."""
+    lowest float32 number in the mask becomes -inf in bfloat16, because the outputs would then be NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     src = attention(tmp_path / "a.onnx", "lowest")

@@ -238,7 +238,7 @@ def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the error names the missing onnx2tf and the command that installs onnx2tf. Accel has no extra with
-    onnx2tf, because onnx2tf pins other packages."""
+    onnx2tf, because onnx2tf pins versions of packages that conflict with accel's versions."""
     import importlib.util
 
     real = importlib.util.find_spec

@@ -37,7 +37,8 @@ def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_
 
 @pytest.mark.proof
 def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if a transformer converted from ONNX to PyTorch and back has a fixed length or other outputs."""
+    """Converts a transformer from ONNX to PyTorch and back. Fails if the sequence length becomes fixed, or if the
+    outputs change."""
     accel.export(minilm.path, to="torch", out=tmp_path / "torch")
     back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
     assert back.signature.inputs == minilm.signature.inputs

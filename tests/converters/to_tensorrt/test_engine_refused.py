@@ -52,8 +52,8 @@ def truncated(path: Path) -> Path:
 def test_files_that_are_no_model(
     broken: Callable[[Path], Path], source: Artifact, tmp_path: Path, folder: Path
 ) -> None:
-    """Checks that a file that isn't a model is refused before TensorRT's parser. The parser reads an empty file or
-    plain text as an empty network."""
+    """Checks that accel refuses a file that isn't a model before TensorRT's parser reads the file. The parser reads an
+    empty file or plain text as an empty network."""
     src = replace(source, path=broken(folder / f"{broken.__name__}.onnx"))
     with pytest.raises(InvalidModel, match="export it again"):
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")

@@ -183,7 +183,7 @@ def test_the_model_is_read_once_in_each_process(
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # the stand-in's parser reads without options
+        reads.extend([path] if options else [])  # the stand-in's parser calls onnx.load without options
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -324,8 +324,8 @@ def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel chooses the cached plugin library that fits this GPU and these sources. A library fits only if
-    it was built from the same sources and has tensor-core GEMMs for the GPU."""
+    """Checks that accel chooses the only suitable plugin library in the cache. A suitable library was built from
+    accel's current sources and has tensor-core GEMMs for the GPU."""
     monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
     assert find_tensorrt_plugins((9, 0), tmp_path) is None
     plugins = digest_of(PLUGINS)

@@ -1,9 +1,9 @@
 """Proves that ``engine_from_onnx`` transposes (K, N) weights so that the plugin library can compute the products.
 
-The tests check that the library computes the matrix products of a transformer, although these products have two row
-dims. The tests also check that each weight is transposed, and that other nodes still get the original weight. The tests
-also fail if the source's file or folder changes. The tests also fail if accel chooses the library for a product without
-a matching kernel, or if a node's attributes contradict the operator's name.
+The tests check that the library computes the matrix products of a transformer. The activations of a transformer have
+three dims: batch, length and K. The tests also check that each weight is transposed, and that other nodes still get the
+original weight. The tests also fail if the source's file or folder changes. The tests also fail if accel chooses the
+library for a product without a matching kernel, or if a node's attributes contradict the operator's name.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def multiplied(model: onnx.ModelProto) -> list[Any]:
 def test_a_transformers_products_are_the_librarys(
     external: bool, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the library computes products with (K, N) weights and two row dims, and that the source's file and
-    folder stay the same."""
+    """Checks that the library computes products of (batch, length, K) activations and (K, N) weights, and that the
+    source's file and folder stay the same."""
     source = block(tmp_path / "block.onnx", external=external)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path)))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -131,8 +131,9 @@ def test_a_weight_that_another_node_uses_stays_for_that(
 def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the library computes a product with sixteen columns, but no product with twelve columns or a computed
-    weight. Without Triton, a product that the library can't compute has to run as a function body."""
+    """Checks that the library computes a product with sixteen columns. The library must not compute a product with
+    twelve columns, or a product in which another node computes the weight. Without Triton, a product that the library
+    can't compute has to run as a function body."""
     source = block(tmp_path / "block.onnx")
     model = onnx.load(source.path)
     model.graph.node.insert(0, onnx.helper.make_node("Identity", ["u"], ["computed"]))

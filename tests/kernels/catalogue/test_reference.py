@@ -2,8 +2,9 @@
 bound.
 
 These tests fail if the numpy or the torch formula is wrong, for example in the order of scale, bias, activation and
-residual, or in the GELU. The tests fail if the CPU path rounds more than once or sums in less than fp32. The tests also
-fail if the bound is too loose to catch a planted mistake, such as a wrong index, a missing scale or a wrong activation.
+residual, or in the GELU. The tests fail if the CPU path rounds more than once, or if its sums are less precise than
+fp32. The tests also fail if the bound is too loose to catch a planted mistake, such as a wrong index, a missing scale
+or a wrong activation.
 """
 
 from __future__ import annotations

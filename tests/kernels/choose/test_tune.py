@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # this table has read the file before the first table wrote it
+    other.put(second, entry)  # ``other`` was made before ``table`` wrote the file
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -234,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that ``why`` gives the tuner's choice only for the tuned GPU (9.0)."""
+    """Checks that ``why`` gives the tuner's choice only for the GPU and the sizes that were tuned."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)

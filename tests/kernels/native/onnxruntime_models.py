@@ -116,7 +116,7 @@ def inputs_of(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def model(functions: Sequence[FusedGemm | FusedConv2d], *, bodies: bool) -> onnx.ModelProto:
-    """Returns a model that calls each function once on the same fp32 inputs. The model casts the inputs to each
+    """Returns a model that calls each of ``functions`` once on the same fp32 inputs. The model casts the inputs to each
     function's dtypes, and the outputs to fp32."""
     nodes = []
     taken = {function.name: list(zip(inputs_of(function), function.dtypes, strict=True)) for function in functions}

@@ -1,7 +1,7 @@
 """Proves that the hand-written CUDA kernels are correct on the host under ASan and UBSan, and that nvcc builds them.
 
-These tests fail if a kernel differs from the reference on sizes that don't fill a tile, accesses memory past a buffer,
-or overflows an integer. The tests check that the C interface returns the right error code for a wrong call. The tests
+These tests fail if a kernel accesses memory past a buffer, overflows an integer, or differs from the reference on sizes
+that don't fill a tile. The tests check that the C interface returns the right error code for a wrong call. The tests
 also fail if the cache returns an old library for changed sources, or if the error on a machine without nvcc takes more
 than one line.
 """

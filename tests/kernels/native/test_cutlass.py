@@ -30,7 +30,7 @@ from accel.kernels.native.library import ACTS, DTYPES, Library, Problem
 from accel.kernels.proof import check
 from tests.support import ROOT
 
-# Maps one unit of each family to the architecture for which the tests compile the unit.
+# From each family of kernels, the tests compile one source unit. This dict maps the unit to its GPU architecture.
 PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
 
 
@@ -65,7 +65,8 @@ def test_a_library_holds_the_units_of_its_architectures() -> None:
 
 
 def test_a_configuration_runs_where_it_has_code() -> None:
-    """Fails if a library for sm_80 and sm_90a offers a Hopper GPU a kernel that was compiled for sm_80 only."""
+    """Fails if accel counts a kernel as runnable on a GPU for which the kernel isn't compiled, such as an sm_80 kernel
+    on a Hopper GPU."""
 
     def families(*capability: int) -> set[str]:
         return {c.unit.family.name for c in NATIVE.values() if c.runs_on((capability[0], capability[1]))}
@@ -217,7 +218,8 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library from other sources has the newer record, because a user may build an older version of accel last.
+    # The library "old" has the newer record file, like a library that a user built from an older version of accel after
+    # building the library "new".
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
@@ -259,8 +261,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if dispatch gets a kernel without code for its GPU. The family sm80 also supports sm_120, but a library
-    built for sm_80 alone has no code for sm_120."""
+    """Fails if accel lets dispatch choose a kernel that the library hasn't compiled for the GPU. The family sm80 also
+    supports sm_120, but a library built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))

@@ -1,5 +1,5 @@
 """Proves that accel builds the library for ONNX Runtime once. Also proves that accel loads the library from a path that
-the user sets. Also proves that function bodies without an operator in the library still run."""
+the user sets. Also proves that ONNX Runtime runs the function body of an operator that the library lacks."""
 
 from __future__ import annotations
 

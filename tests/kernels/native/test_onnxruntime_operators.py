@@ -76,7 +76,8 @@ def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
 @pytest.mark.proof
 def test_products_with_scales_and_of_small_types_are_the_reference(onnxruntime_library: Path) -> None:
     """Fails if one of 660 products differs from the reference. PyTorch's exporter writes these products for W8A8 and
-    fp8. The products have row scales, column scales, int8 operands (whose sums are exact) or fp8 operands."""
+    fp8. The products have row scales, column scales, int8 operands or fp8 operands. The sums of int8 products are
+    exact."""
     pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
     pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
     functions = [
@@ -161,13 +162,13 @@ def test_operands_that_do_not_fit_are_an_error(
 @pytest.mark.proof
 def test_every_convolution_is_the_reference(onnxruntime_library: Path) -> None:
     """Compares 240 convolutions without function bodies with the float64 reference. The convolutions cover every
-    epilogue and dtype, with strides, padding and dilation that differ by axis. The bound is half a unit in the last
-    place of the result, plus 1e-5 for fp32 sums."""
+    epilogue and dtype, with a stride, padding and dilation that differ between height and width. The bound is half a
+    unit in the last place of the result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
     with pytest.raises(Exception, match=r"is not a registered function/op"):
-        session(made, options(onnxruntime_library))  # these session options don't name the model's convolutions
+        session(made, options(onnxruntime_library))  # the model's convolutions aren't in these session options
     given = feeds()
     for function, got in zip(
         functions, session(made, options(onnxruntime_library, *functions)).run(None, given), strict=True
@@ -204,8 +205,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
-    """Checks that an operator name raises no error if the name doesn't describe a convolution. ONNX Runtime has to run
-    the function body of an operator with an invalid name."""
+    """Checks that the library raises no error for an operator name that describes no valid convolution. ONNX Runtime
+    has to run the operator's function body instead."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name

@@ -8,8 +8,8 @@ the tensor-core GEMM, and computes products whose output has 24 columns.
 
 These tests check that each name from ``accel.kernels.onnx.function`` has a creator and gets the right epilogue. The
 tests fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
-reference. The tests also fail if sizes without a kernel give numbers instead of an error, or if the error for missing
-headers takes more than one line.
+reference. The tests also fail if a plugin returns numbers instead of an error for sizes that no kernel supports, or if
+the error for missing headers takes more than one line.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bridges, "PLUGINS", copied)
         library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
-    # Copies the driver, because the stub headers in its folder would hide the real headers.
+    # Compiles a copy of driver.cpp in another folder, because the stub headers in driver.cpp's own folder would hide
+    # the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
     words = ["g++", "-std=c++20", "-fPIC", "-shared", *folders, driver, "-o", folder / "driver.so"]
@@ -142,7 +143,7 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
 
 def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> dict[str, torch.Tensor]:
     """Returns a dict of operands, in the dtypes and the order of the ONNX function's inputs. ``m`` is the number of
-    rows, or the sizes of the row dims."""
+    rows, or a tuple of dims whose product is the number of rows."""
     rows = m if isinstance(m, tuple) else (m,)
     g = torch.Generator().manual_seed(math.prod(rows) * n + k)
     shapes: dict[str, tuple[int, ...]] = {"a": (*rows, k), "b": (n, k)}
@@ -160,8 +161,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """Checks that each operator with b as (N, K) and an fp16 or bf16 output has a creator. Also fails if two creators
-    have the same name, or if a creator has a name that accel never generates."""
+    """Checks that an operator has a creator if its matrix b is stored as (N, K) and its output is fp16 or bf16. Also
+    fails if two creators have the same name, or if a creator has a name that accel never generates."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -179,7 +180,7 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
     """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands twice: once with a
     plugin whose name describes the operands, and once with the plugin FusedGemm, whose fields describe the operands.
-    The rows have one to three dims."""
+    Before K, the first operand has one, two or three dims."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -208,9 +209,9 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @needs_compiler
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
-    """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. In this
-    test, each row dim is at most 9, but the product of the row dims, or of their maxima, can exceed 16. The kernel for
-    few rows takes at most 16 rows."""
+    """Fails if the plugin takes the number of rows from a single dim of the first operand. The number of rows is the
+    product of all dims before K. In this test, each of these dims is at most 9, but their product or the product of
+    their maxima can exceed 16. The kernel for few rows takes at most 16 rows."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -261,8 +262,8 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Each row has the kernel, stride, padding and dilation of a convolution. The first row has different values for the two
-# axes. With the second row, the convolution's patches are equal to the image.
+# Each row has the kernel, stride, padding and dilation of a convolution. In the first row, the values for height and
+# width differ. The second row is a 1 x 1 convolution, and im2col leaves its input unchanged.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 

@@ -1,4 +1,5 @@
-"""Proves that ``torch.onnx.export`` turns fused modules into operator nodes with function bodies and the same outputs.
+"""Proves that ``torch.onnx.export`` turns fused modules into operator nodes with function bodies, and keeps the
+outputs.
 
 These tests check that each operator has a translation, and that no two operators have the same name. The tests fail if
 a function body differs from the operator in a scale, a cast or the order of the operands. The tests also check that

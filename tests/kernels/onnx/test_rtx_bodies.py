@@ -136,8 +136,8 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Checks that an engine build replaces the fp8 function body for ONNX Runtime, because TensorRT's parser refuses
-    that body."""
+    """Checks that an engine build replaces the fp8 function body in the file. The file's body is made for ONNX Runtime,
+    and TensorRT's parser refuses it."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))

@@ -159,7 +159,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
     plain = layer(longer[:, :2])
     channels = torch.randn(1, 4, 1, 1)
-    # adding ``channels`` needs broadcasting, so PyTorch computes the sum instead of the kernel
+    # adding ``channels`` needs broadcasting, so the sum is computed by PyTorch and not by the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
     assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # PyTorch adds the residual
     assert inside[2:] == [False] * 3
@@ -347,8 +347,8 @@ def test_hooks_and_parametrizations_are_left_alone() -> None:
 
 
 def test_a_module_that_loses_an_output() -> None:
-    """Checks the error for a fused module that returns fewer outputs. The error must advise leaving the module
-    unfused."""
+    """Checks the error for a fused module that returns fewer outputs than the original module. The error must advise
+    leaving the original module unfused."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

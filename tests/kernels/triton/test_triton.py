@@ -82,7 +82,7 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
     """Checks that the kernel reads a row of at most 8192 elements only once. The test plants a mistake in the second
-    read, so that only the results of rows that are read twice change."""
+    read. With this mistake, only the results of longer rows may change."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -254,8 +254,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Checks that the proofs of `accel kernels check` that need no GPU pass, and that the GPU proof is reported as not
-    run. Also checks that the command reports a failed proof."""
+    """Checks that `accel kernels check` runs without a GPU, passes the proofs that need no GPU, and reports the GPU
+    proof as not run. Also checks that the command reports a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

@@ -69,9 +69,9 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
 
 @pytest.mark.parametrize("wrong", [-1, 8, 99])
 def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
-    """Checks that the server refuses a request whose integer is outside the manifest's range. The model itself would
-    accept 8, because its table has more rows than the range. The model would also count a negative integer from the end
-    of the table."""
+    """Checks that the server refuses a request whose integer is outside the manifest's range. The manifest's range is 0
+    to 7. The model itself would accept the integer 8, because its table has 11 rows. For a negative integer, the model
+    would count the rows from the end of the table."""
     (tmp_path / "words" / "1").mkdir(parents=True)
     made = build.artifact(
         tmp_path / "words" / "1" / "model.onnx",
@@ -103,7 +103,7 @@ def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any
             tmp_path / name / "1" / "model.onnx",
             [
                 build.node("Shape", "x", "n", start=1, end=2),
-                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so inputs over 11 fail
+                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so longer inputs fail
                 build.node("Add", "x rows", "y"),
             ],
             {"x": (FLOAT, ["batch", "n", 2])},

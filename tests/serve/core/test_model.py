@@ -49,8 +49,8 @@ def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
 
 
 class Slow:
-    """Imitates an executor that runs the request inside ``submit``: ``submit`` returns only after ``released`` is
-    set."""
+    """Imitates an executor that runs the request inside ``submit``. The method ``submit`` returns only after
+    ``released`` is set."""
 
     def __init__(self) -> None:
         self.entered, self.released, self.closed = threading.Event(), threading.Event(), threading.Event()

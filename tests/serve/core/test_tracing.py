@@ -156,7 +156,8 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
 
 
 def test_the_settings_as_triton_answers_them(traced: Callable[..., Traced]) -> None:
-    """Fails if the trace settings differ from Triton's in OpenTelemetry mode, or if a client can redirect traces."""
+    """Fails if the trace settings differ from Triton's trace settings in OpenTelemetry mode, or if a client can
+    redirect traces."""
     server = traced(rate=5)
     found = {key: list(v.value) for key, v in server.grpc.get_trace_settings().settings.items()}
     assert found == {

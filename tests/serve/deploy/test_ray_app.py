@@ -86,7 +86,7 @@ def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
 
 
 def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
-    """Fails if REST v2 through Ray answers differently from the server's own HTTP port."""
+    """Fails if a REST v2 request to Ray gets another answer than a request to the server's own HTTP port."""
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": X.ravel().tolist()}]}
     status, _, text = replica._http("POST", "/v2/models/linear/infer", {}, json.dumps(body).encode())
     assert status == 200

@@ -39,7 +39,8 @@ def doubling(model: str, takes: str, gives: str, side: str | None = None) -> Ens
     return EnsembleStep(model=model, input_map={"x": takes}, output_map={"y": gives} | ({"z": side} if side else {}))
 
 
-# The steps are listed in the wrong order, because the tensors have to determine the order of the runs.
+# The steps of this ensemble are listed in a wrong order. The names of the tensors determine the order in which the
+# steps run.
 DIAMOND = Ensemble(
     steps=(
         doubling("last", "four", "y"),

@@ -83,7 +83,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
         if manifest:
             kind = "onnx" if model == "onnx" else "torch"
             Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
-        torch.load(path, weights_only=False)  # opening the pickle creates the folder
+        torch.load(path, weights_only=False)  # loading the pickle creates the folder ``mark``
         mark.rmdir()
     loading = Loading(trust=Trust(insecure=insecure))
     found = reasons(opened(tmp_path / "models", loading=loading))

@@ -106,7 +106,8 @@ def test_the_default_and_what_is_given(asking: Any) -> None:
 
 
 def test_one_that_the_config_does_not_name(asking: Any) -> None:
-    """Fails if clients see weights as inputs because the exporter listed the weights as inputs."""
+    """Some exporters list a model's weights among the model's inputs. Fails if clients see such a weight as an
+    input."""
     assert asking.inputs("unnamed") == (["x"], [])
     np.testing.assert_array_equal(asking.infer("unnamed", x=X), np.sort(X)[:, ::-1][:, :2])
     with pytest.raises(InferenceServerException, match="unexpected inference input 'k'"):

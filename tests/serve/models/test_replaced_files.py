@@ -17,7 +17,8 @@ SIZE = 1024  # 4 MiB of weights: large enough to be memory-mapped
 
 
 def weighted(folder: Path, kind: str, scale: float) -> Path:
-    """Writes a model that multiplies by ``scale`` with a square matrix, and returns the file of the matrix."""
+    """Writes a model with a square weight matrix that multiplies each input value by ``scale``, and returns the file of
+    the matrix."""
     folder.mkdir(parents=True, exist_ok=True)
     made = build.artifact(
         folder / ("model.onnx" if kind == "onnx" else "source.onnx"),

@@ -23,8 +23,8 @@ from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if the config derived from the file differs from the config that Triton derives. Triton enables batching
-    and leaves the batch out of the dims."""
+    """Fails if accel derives another config from a model file than Triton does. Triton enables batching and leaves the
+    batch out of the dims."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -207,7 +207,8 @@ def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: list[str]) -> None:
-    """Checks that the served versions follow the version policy, and that the newest version is the highest number."""
+    """Checks that the served versions follow the version policy, and that the version with the highest number counts as
+    the newest."""
     for version in (1, 2, 10):
         linear(tmp_path / "linear" / str(version), scale=version)
     (tmp_path / "linear" / "notes").mkdir()  # this folder name isn't a version
@@ -267,8 +268,8 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """A dict that starts loading ``linear`` when its values are first read, and waits up to a second for the
-        end."""
+        """When this dict's values are first read, the dict starts loading ``linear``, and waits up to a second for the
+        end of the load."""
 
         def values(self) -> Any:
             if loading.ident is None:

@@ -42,7 +42,7 @@ def client_of(process: Any) -> Any:
 
 
 def idle(process: Any) -> bool:
-    """Waits for at most a minute, and returns whether every request has finished."""
+    """Waits for at most a minute until every request has finished. Returns False if a request is still running."""
     deadline = time.monotonic() + 60
     while process.server.under_way and time.monotonic() < deadline:
         time.sleep(0.005)

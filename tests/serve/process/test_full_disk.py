@@ -69,7 +69,7 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
         until_ready(made)
         soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size, hard))
-        size = log.stat().st_size  # a log line may have been written before the limit
+        size = log.stat().st_size  # the server may have written a log line before the limit was set
         for _ in range(50):
             reload(models, made)
             ask(made, client_timeout=60)

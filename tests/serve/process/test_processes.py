@@ -35,7 +35,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     load.end()
     stopped = [line["message"] for line in served.log]
     assert "stopped before every request was answered" not in stopped
-    # Later requests get UNAVAILABLE, either from the ending server or because no server listens.
+    # Requests that arrive later get UNAVAILABLE, because the server is ending or has ended.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
@@ -322,8 +322,8 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Checks that the error for a command-line option of Triton names accel's option. Also fails if --load-model is
-    accepted without --mode explicit."""
+    """Checks that the error for a command-line option of Triton names the matching option of accel. Also fails if
+    --load-model is accepted without --mode explicit."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr

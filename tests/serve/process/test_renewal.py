@@ -81,7 +81,8 @@ def certificate(path: Path, name: str) -> bytes:
 
 
 def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
-    """Checks whether new gRPC and HTTP connections show the certificate ``root``."""
+    """Opens a gRPC and an HTTP connection. For each connection, returns True if the certificate ``root`` verifies the
+    server's certificate."""
     with grpc.secure_channel(f"127.0.0.1:{ports['grpc']}", grpc.ssl_channel_credentials(root)) as channel:
         try:
             channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)

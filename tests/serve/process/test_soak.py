@@ -1,4 +1,4 @@
-"""Proves that memory doesn't grow and that counters add up under ten minutes of mixed load.
+"""Proves that a mixed load of ten minutes doesn't make the memory grow, and that the counters add up.
 
 One process gets ten minutes of load, and two processes get five minutes. The load consists of gRPC calls, streams,
 HTTP, shared memory, sequences, texts of many lengths, failures and reloads.
@@ -235,7 +235,8 @@ def held(served: Any) -> tuple[int, int, int]:
 
 
 def record(folder: Path, processes: int, seconds: float, requests: int, rows: list[tuple[str, int, int]]) -> None:
-    """Writes ``soak_PROCESSES.md`` with the resources before and after the load, and the machine."""
+    """Writes a description of the machine, and the resources in the second and the last quarter of the load, to
+    ``soak_PROCESSES.md``."""
     found = environment(os.cpu_count() or 1)
     lines = [
         f"# A server under mixed load: {processes} process{'es' if processes > 1 else ''}",

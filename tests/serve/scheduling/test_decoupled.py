@@ -18,8 +18,8 @@ from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """A session that yields as many responses as the second value of the input. A row with POISON raises an error after
-    the second response."""
+    """A session that takes the number of its responses from the second value of the input. A row with POISON raises an
+    error after the second response."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Proves that random interleavings of arrivals, cancels, failures and time keep the scheduler's invariants."""
+"""Proves that the scheduler keeps its invariants if arrivals, cancels and failures happen at random times."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []
-    cancelled_before: dict[float, int] = {}  # number of runs before the cancel, by the canceled request's value
+    cancelled_before: dict[float, int] = {}  # maps a canceled request to the number of runs before the cancel
     inside: list[Any] = []
     started: list[tuple[float, set[float]]] = []
 

@@ -28,7 +28,7 @@ def test_levels_then_arrival() -> None:
     queue = RequestQueue(Scheduling(priority_levels=3, default_priority=2))
     for value, priority in ((1, 3), (2, 0), (3, 1), (4, 2), (5, 1), (6, 99)):
         queue.put(entry(value, priority=priority))
-    # As in Triton, requests with priority 0 or 99 get the default level, because the model has no such levels.
+    # The model has the priority levels 1 to 3. As in Triton, a request with priority 0 or 99 gets the default level.
     assert ids(queue) == ["3", "5", "2", "4", "6", "1"]
 
 

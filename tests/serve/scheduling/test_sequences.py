@@ -39,7 +39,7 @@ sequence_batching {
 
 
 def accumulator(folder: Path) -> None:
-    """Writes a model with ``total = new_state = state + x`` if ready, ``flags = 100 * start + end`` and ``who =
+    """Writes a model that computes ``total = new_state = state + x * ready``, ``flags = 100 * start + end`` and ``who =
     id``."""
     (folder / "1").mkdir(parents=True, exist_ok=True)
     row = ["batch", 1]

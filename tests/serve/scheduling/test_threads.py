@@ -128,7 +128,7 @@ def test_closing_ends_a_delay() -> None:
     caller = Caller(executor, request(1))
     until = time.monotonic() + PATIENCE
     while threading.current_thread() in looked[-1:] and time.monotonic() < until:
-        time.sleep(0)  # waits until the instance's thread has read the clock and sleeps
+        time.sleep(0)  # waits until the instance's thread sleeps
     executor.close(5.0)
     caller.check_rows()
 
@@ -188,8 +188,8 @@ def test_a_queue_that_is_full_answers_at_once() -> None:
 
 
 def test_sequences_from_many_threads() -> None:
-    """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Eight
-    callers send a sequence each without waiting for answers."""
+    """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Each of
+    eight callers sends the steps of one sequence without waiting for answers."""
 
     class Adding(FakeSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:

@@ -97,7 +97,8 @@ KINDS = {
 
 @pytest.fixture
 def kinds(tmp_path: Path, start: Start) -> int:
-    """Returns the port of a server with a model for each datatype. Each model returns its three elements unchanged."""
+    """Returns the port of a server with a model for each datatype. Each model returns its input, which has three
+    elements, unchanged."""
     assert set(KINDS) == set(DATATYPES)
     for kind, number in KINDS.items():
         identity(tmp_path / "kinds" / kind / "1", number, [3])
@@ -116,7 +117,8 @@ def test_every_datatype(kinds: int) -> None:
             assert response.raw_output_contents[0] == values.tobytes(), kind
 
 
-# Each row has the typed field of a datatype, values that the datatype can represent, and values that don't fit.
+# Each entry has a datatype, its typed field in gRPC's messages, some valid values, and some values outside the
+# datatype's range.
 TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
     "BOOL": ("bool_contents", [True, False, True], []),
     "INT8": ("int_contents", [-128, 127, 0], [128, -129]),

@@ -1,6 +1,6 @@
 """Every server process whose Python path includes this folder imports this file first. In models under ``bad``, the
-first number of the input selects a fault: 1 raises, 2 prints a line and hangs, 3 reads invalid memory, and 5 prints a
-line and takes 3 s."""
+first number of the input selects a fault. 1 raises an error, 2 prints a line and hangs, 3 reads invalid memory, and 5
+prints a line and takes 3 s."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Provides a Hugging Face Hub and its cache for tests."""
+"""Provides a fake Hugging Face Hub, and the files of its cache, for tests."""

@@ -106,8 +106,8 @@ def fake_hub() -> Iterator[FakeHub]:
 
 
 def into_cache(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
-    """Writes ``files`` as huggingface_hub's cache of ``repo``, with symbolic links to blobs. Returns the snapshot
-    folder."""
+    """Writes ``files`` to a cache of ``repo`` in huggingface_hub's layout, in which symbolic links lead to blobs.
+    Returns the snapshot folder."""
     root = cache / f"models--{repo.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(COMMIT)

@@ -24,7 +24,7 @@ from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of, logged, rows_of
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# This code simulates a full disk by a limit of 50 kB for each file. A checkpoint's shard is larger than 50 kB.
+# To simulate a full disk, this code limits the size of each file to 50 kB. A checkpoint's shard is larger than 50 kB.
 _SHARDS = """
 from accel.train.checkpoints.checkpoint import Checkpoints
 whole = Checkpoints.save
@@ -85,10 +85,11 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Maps the moment of a kill to code that kills a rank once. The code for "in its shards" kills a rank after some shards
-# of a checkpoint are written. The code for "in a step" kills a rank in the second step after a checkpoint, before the
-# checkpoint's folder gets its final name. The code for "in a checkpoint" kills a rank after all shards are written. The
-# code for "in the consolidation" kills a rank after half of final/ is written.
+# Each key names a moment in a run, and its value is code that kills a rank once at this moment. The code for "in its
+# shards" kills a rank after some shards of a checkpoint are written. The code for "in a step" kills a rank in the
+# second step after a checkpoint. At this time, the checkpoint's folder still has its temporary name. The code for "in a
+# checkpoint" kills a rank after all shards are written. The code for "in the consolidation" kills a rank after half of
+# final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -191,8 +192,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
     """Checks that the run survives a SIGKILL, and doesn't repeat steps before the last checkpoint on the disk. Also
-    fails if the losses after the restart or the final weights differ from a run without faults, or if a half-written
-    file remains."""
+    checks that the losses after the restart and the final weights are the same as in a run without faults, and that no
+    half-written file remains."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -266,7 +267,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # like a restarted rank after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a restarted rank calls enrol again
     assert watchdog.overdue(tmp_path, 15) == ""
 
 

@@ -17,7 +17,8 @@ _SECONDS = 240
 
 
 def _two(folders: list[Path], config: Path, *words: str, nnodes: str = "2") -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``accel train`` as two agents with one rank each, and returns their outputs."""
+    """Runs two ``accel train`` commands with one rank each, like two machines, and returns the outputs of both
+    commands."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -55,8 +56,9 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Checks that both agents return the result with the metrics of rank 0, which runs on only one machine. Also checks
-    that the losses match the losses of one process, and that the agents resume from the shared checkpoint.
+    """Checks that the commands on both machines print the metrics of rank 0, although rank 0 runs on only one machine.
+    Also checks that the losses match the losses of one process, and that both machines resume from the shared
+    checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)

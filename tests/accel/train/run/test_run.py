@@ -355,7 +355,8 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``--dry-run`` creates a folder, or if its plan has another layout than the requested layout."""
+    """Fails if ``--dry-run`` creates a folder, or if the layout in the printed plan differs from the requested
+    layout."""
     line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --json --out {tmp_path / 'run'}"
     assert run(group, line.split()) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
@@ -363,8 +364,8 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if its
-    options give only the model's sizes, such as ``--layers``."""
+    """Fails if ``accel train`` accepts a config without a model. If a user gives only the sizes of a model, such as
+    ``--layers``, ``accel plan`` writes a config without a model."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
@@ -424,13 +425,13 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path, monkeypatch: pytes
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each linear layer takes 2 FLOPs per weight and position. The linear layers are the head, and the MLP and attention
-    # layers of each of the 3 blocks. In each block, attention also computes 2 matrix products, each of sequence x
-    # sequence x hidden.
+    # Each linear layer takes 2 FLOPs per weight and position. The model has 3 blocks with the linear layers of
+    # attention and of the MLP, and a linear head. In each block, attention also computes 2 matrix products, each of
+    # sequence x sequence x hidden.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)
-    # With this module, TensorBoard doesn't import TensorFlow, which other tests don't want in their process.
+    # This module keeps TensorBoard from importing TensorFlow, because other tests need a process without TensorFlow.
     monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
