@@ -43,7 +43,8 @@ def load_graph(spec: TensorFlowSpec) -> Loaded:
     graph = _read_graph(spec.path)
     if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
         raise BadSource(
-            f"{spec.path} is not frozen and its weights are in a checkpoint; give the checkpoint's .meta file instead"
+            f"the graph {spec.path} isn't frozen, so its weights are in a checkpoint; give the checkpoint's .meta file "
+            "instead"
         )
     return _from_graph(graph, spec)
 
@@ -90,7 +91,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
     said: dict[str, str] = {}
     whole = converted = frozen
     if spec.placeholders or left_out(frozen):
-        # Conversions are compared with ``whole``, the user's graph before folding.
+        # ``whole`` is the user's graph before folding. It computes the reference outputs for the conversion.
         whole, said = with_placeholders(replace(frozen, graph=as_imported(frozen.graph)), spec)
         converted = folded(whole)
     if spec.strip and training_ops(converted):
@@ -112,10 +113,10 @@ def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
     if not spec.inputs or not spec.outputs:
-        raise BadSource(f"{spec.path} is a bare graph and doesn't name its inputs and outputs; pass e.g. {hint}")
+        raise BadSource(f"the graph {spec.path} doesn't name its inputs and outputs; pass their names, e.g. {hint}")
     for name in (*spec.inputs, *spec.outputs):
         if name.partition(":")[0] not in nodes:
-            raise BadSource(f"{spec.path} has no tensor {name}; pass e.g. {hint}")
+            raise BadSource(f"the graph {spec.path} has no tensor {name}; pass tensors of the graph, e.g. {hint}")
 
 
 def _ends(graph: Any) -> tuple[list[str], list[str]]:

@@ -260,12 +260,14 @@ def _python(spec: TensorFlowSpec) -> Loaded:
                 "concrete function"
             ) from error
     if not hasattr(made, "structured_input_signature"):
-        raise BadSource(f"{spec.path} returned {type(made).__name__}; return a Keras model or a tf.function")
+        raise BadSource(
+            f"the factory {spec.path} returned {type(made).__name__}; return a Keras model or a tf.function"
+        )
     function = made
     arguments, keywords = function.structured_input_signature
     if any(not isinstance(t, tf.TensorSpec) for t in (*arguments, *keywords.values())):
         raise BadSource(
-            f"the tf.function {spec.path} takes other arguments than tensors; wrap it in a tf.function that takes only "
+            f"the tf.function {spec.path} has arguments that aren't tensors; wrap it in a tf.function that takes only "
             "tensors"
         )
     parameters = [str(name) for name in getattr(function, "_arg_keywords", None) or []]

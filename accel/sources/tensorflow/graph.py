@@ -39,7 +39,7 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
-# The largest number of elements in a shape. A constant with more elements is a weight.
+# A constant with at most this many elements may be a shape. A constant with more elements is a weight.
 _FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
@@ -53,8 +53,8 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
     taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
     if len(taken) != len(inputs):
         raise BadSource(
-            f"the model keeps state that can't be frozen ({len(frozen.inputs) - len(inputs)} resources, such as a "
-            "lookup table); export the part without it"
+            f"the model holds {len(frozen.inputs) - len(inputs)} resources that can't be frozen, such as lookup "
+            "tables; export only the part of the model without these resources"
         )
     return Frozen(
         graph=_without_assignments(_with_values(frozen.graph.as_graph_def(add_shapes=True))),
@@ -74,7 +74,7 @@ def _with_constants(function: Any) -> Any:
     how = {"lower_control_flow": False, "aggressive_inlining": True}
     try:
         return convert_to_constants.convert_variables_to_constants_v2(function, **how)
-    except ValueError as error:  # the function assigns to a variable that became a constant
+    except ValueError as error:  # raised if the function assigns to a variable that became a constant
         if "VariableOp" not in str(error):
             raise
     data = convert_to_constants._FunctionConverterDataInEager(func=function, **how)

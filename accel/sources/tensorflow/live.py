@@ -44,7 +44,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     given = _made_up(model, known) if example is None else example
     if given is None:
         raise BadInputSpec(
-            f"the inputs of {_name(model)} are unknown; pass the arguments of a call as {option('example')}"
+            f"the inputs of {_name(model)} are unknown; pass example arguments with {option('example')}"
         )
     given = (given,) if is_array(given) else given
     template, tensors = describe(given, strict=True)
@@ -74,7 +74,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         axes = _batch_axes(call, arrays)
     if unknown := set(axes) - set(arrays):
         raise BadInputSpec(
-            f"the argument dynamic has axes of {sorted(unknown)[0]!r}, which is not an input; the inputs are "
+            f"the argument dynamic names {sorted(unknown)[0]!r}, which is not an input; the inputs are "
             f"{', '.join(arrays)}"
         )
     shapes = {
@@ -180,5 +180,5 @@ def _save(
             tensorflow.saved_model.save(model, str(folder), signatures=traced.get_concrete_function())
     except Exception as error:  # a model may raise any type of error
         raise BadSource(
-            f"TensorFlow can't save {_name(model)}: {one_line(error, 200)}; save it yourself and give the path"
+            f"TensorFlow can't save {_name(model)}: {one_line(error, 200)}; save the model yourself and give its path"
         ) from error

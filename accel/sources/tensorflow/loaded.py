@@ -11,7 +11,7 @@ from accel.errors import InvalidModel
 if TYPE_CHECKING:
     import numpy as np
 
-# Name, dtype and shape of a tensor. A dynamic dim is None, and a shape of unknown rank is None.
+# Name, dtype and shape of a tensor. None stands for a dynamic dim. A shape of unknown rank is None as a whole.
 Row = tuple[str, str, list[int | None] | None]
 
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}

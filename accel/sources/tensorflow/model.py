@@ -25,7 +25,7 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of repeated runs on the same inputs, which find random outputs. One repeated run is not enough, because a
+# To find random outputs, the model runs this many more times on the same inputs. One more run is not enough, because a
 # random choice among a few values may repeat itself.
 _AGAIN = 4
 # Ranges to try for the dynamic dims if a model can't take the usual sizes. The largest range is tried only for models
@@ -43,8 +43,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
     change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    # The stamp includes the current folder, because a factory may have a relative path, and may read files at relative
-    # paths.
+    # The stamp of a loaded model includes the current folder, because a factory may have a relative path or read files
+    # at relative paths.
     stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:

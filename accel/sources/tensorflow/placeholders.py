@@ -97,8 +97,8 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
     if name not in nodes or nodes[name].op not in _KINDS:
         others = ", ".join(left_out(frozen)) or "none"
         raise BadInputSpec(
-            f"{spec.path} has no placeholder {name!r} that leads to the outputs; {option('placeholders')} takes: "
-            f"{others}"
+            f"the outputs of {spec.path} depend on no placeholder {name!r}; the placeholders for "
+            f"{option('placeholders')} are: {others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
         raise BadInputSpec(
@@ -115,7 +115,8 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
         ) from error
     if _shape(nodes[name]) is None:
         raise BadInputSpec(
-            f"the placeholder {name} of {spec.path} has an open shape, so it can't be set; make it an input"
+            f"the placeholder {name} of {spec.path} has an unknown shape, so it can't be set; make the placeholder an "
+            "input"
             + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
         )
     return value

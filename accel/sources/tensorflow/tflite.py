@@ -63,7 +63,8 @@ def _interpreter(path: Path) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides the notice that the interpreter will move to another package
+        # hides the notice that the interpreter will move to another package
+        warnings.simplefilter("ignore")
         # The interpreter's built-in kernels define the correct outputs of the file. XNNPACK's kernels may compute other
         # outputs.
         interpreter = tf.lite.Interpreter(

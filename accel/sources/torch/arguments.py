@@ -111,7 +111,9 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
     else:
         args = (example,) if is_array(example) else tuple(example)
     if why := _mismatch(module, args, kwargs):
-        raise BadInputSpec(f"the example doesn't fit {class_name(module)}.forward: {why}; give the arguments of a call")
+        raise BadInputSpec(
+            f"the example doesn't fit {class_name(module)}.forward: {why}; give arguments that forward takes"
+        )
     positional, rest = positional_parameters(module)
     given = arguments_of(positional, args, kwargs, rest)
     templates: dict[str, Template] = {}
@@ -124,7 +126,7 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
             raise BadInputSpec(f"the example can't be recorded: {error}") from error
         tensors |= found
     if not tensors:
-        raise BadInputSpec("the example holds no tensor; give the arguments of a call, such as example=(x,)")
+        raise BadInputSpec("the example holds no tensor; give the arguments of forward, such as example=(x,)")
     return templates, tensors
 
 

@@ -34,7 +34,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
     bits as the array."""
     import numpy as np
 
-    value = np.asarray(value, order="C")  # np.ascontiguousarray would give a scalar a dim
+    value = np.asarray(value, order="C")  # np.ascontiguousarray would add a dim to a scalar
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
     if not value.flags.writeable:  # torch warns about read-only arrays, but no caller writes to the tensor
@@ -197,7 +197,7 @@ def discover_outputs(
     first = runs[0]
     with ByValue() as by_value:
         result = run_own(named, signature, signature.example_inputs(**cases[0]))
-    if by_value.seen:  # an output's size may change with the values
+    if by_value.seen:  # the size of an output may depend on the values of the inputs
         for seed in range(1, _SEEDS + 1):
             with contextlib.suppress(Exception):  # the gates report an error
                 found.append(run_named(named, signature, signature.example_inputs(seed=seed, **cases[0])))

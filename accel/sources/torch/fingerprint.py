@@ -75,8 +75,8 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
         for key, value in vars(part).items():
             if key not in _OWN:
                 walk.add(key)
-                # Only the hooks are hashed, without their numbers. Torch numbers the hooks of all modules in a process
-                # together, so the numbers differ between runs.
+                # Hashes the hooks without their ids. Torch counts the ids over all modules of a process, so the id of
+                # a hook differs between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
     return walk.digest.hexdigest()

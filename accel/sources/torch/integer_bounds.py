@@ -17,7 +17,7 @@ from accel.signature import Bound, Feeds, Signature, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest batch size in the runs of the model. A larger batch would take longer and show nothing more.
+# The largest batch size in the runs of the model. A larger batch would take longer and find no other lookups.
 _LARGEST_BATCH = 3
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")

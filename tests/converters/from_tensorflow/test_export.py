@@ -203,7 +203,7 @@ def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int
 ENDS = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 BAD = {
     "noise.pb": (BadSource, "random_normal", {**ENDS, "graph_outputs": ["noise"], "strip_training_ops": True}),
-    "frozen.pb": (BadSource, r"pass e.g. graph_inputs=\['x:0'\], graph_outputs=\['logits:0'\]", {}),
+    "frozen.pb": (BadSource, r"pass their names, e.g. graph_inputs=\['x:0'\], graph_outputs=\['logits:0'\]", {}),
     "strings": (ExportFailed, "StringLength", {}),
     "no_signatures": (BadSource, "has no signatures", {}),
     "only.weights.h5": (InvalidModel, "only weights", {}),
