@@ -275,7 +275,7 @@ def _make(
     check_interrupted()
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
-        raise StageFailed(f"stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
+        raise StageFailed(f"the stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
     seconds = time.monotonic() - started
     result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):

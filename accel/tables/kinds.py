@@ -46,7 +46,7 @@ class Kind:
         return tuple(main.with_suffix(suffix).name for suffix in self.companions)
 
 
-# A folder is searched for a main file of each kind, in the order of this dict.
+# To find the artifact in a folder, accel looks for the main file of each kind in the order of this dict.
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (

@@ -31,7 +31,7 @@ class Stage:
     proves: bool = False
 
 
-# All stages. A run could go through the stages in the order of this tuple.
+# All stages, ordered so that a run could pass through them from first to last.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
@@ -213,5 +213,5 @@ def route(start: str, end: str) -> tuple[Stage, ...]:
                 kinds.append(stage.gives)
     if end not in routes:
         others = ", ".join(kinds[1:]) or "nothing"
-        raise UnknownName(f"no stages convert {start} to {end}; {start} converts to {others}")
+        raise UnknownName(f"no stages convert {start} to {end}; {start} can be converted to {others}")
     return routes[end]

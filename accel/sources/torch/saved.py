@@ -18,8 +18,8 @@ from .call import flatten
 from .found import Found
 
 # If a dim has no limit, torch writes an upper limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared by the
-# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range. So the upper
-# end is at most four times the example's size, or _DECLARED if _DECLARED is larger.
+# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range, so a very large
+# upper end would take too long. The upper end is at most four times the example's size, or _DECLARED if that is larger.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
@@ -55,7 +55,7 @@ def open_exported_program(path: Path) -> Found:
             written = str(size.node.expr)
             step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another expression already has this name
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another size already has this name
                 dim = f"{symbol}_in_steps_of_{step}"
             dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])

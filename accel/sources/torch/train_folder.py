@@ -62,7 +62,7 @@ def open_train_folder(folder: Path) -> Found:
     made = call_factory(factory, spec)
     module = made[0] if isinstance(made, tuple) else made
     if not isinstance(module, torch.nn.Module):
-        raise BadSource(f"{spec} returned {type(module).__name__}; a factory returns an nn.Module")
+        raise BadSource(f"the factory {spec} returned {type(module).__name__}; return an nn.Module")
     weights = load_weights(module, folder / INDEX).files
     if signature is not None:
         inputs, outputs = parse_inputs(signature["inputs"]), tuple(signature["outputs"])

@@ -29,7 +29,7 @@ from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
 
 from ..config.schema import CheckpointConfig
 
-dcp: Any = torch.distributed.checkpoint  # torch doesn't declare the names of this module as exported
+dcp: Any = torch.distributed.checkpoint  # type checkers don't see the names that this module exports
 
 # DCP's CheckpointException, raised if a rank failed, is not a subclass of Exception.
 _FAILED = (Exception, dcp.CheckpointException)
@@ -259,8 +259,9 @@ class Checkpoints:
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):
                 continue
             kind, _, own = name.partition(".")
-            there = f"is {saved[name]} there and {list(value.shape)} now" if name in saved else "is not in it"
-            said = said or f"the {kind} has changed since {path}: {own} {there}"
+            change = f"had the shape {saved.get(name)}, and has the shape {list(value.shape)} now"
+            there = change if name in saved else "is not in the checkpoint"
+            said = said or f"the {kind} has changed since the checkpoint {path}: {own} {there}"
         said = next((one for one in self._together(said) if one), "")
         if said:
             raise BadCheckpoint(f"{said}; give another --out, or start with --fresh")

@@ -96,7 +96,7 @@ def write_run(
         stacked = torch.utils.data.default_collate(samples)[0]
     except RuntimeError:  # samples of different lengths can't be stacked, so the example is a single sample
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # keeps only the tokens, because inference passes no positions and documents
+    if config.pack:  # keeps only the tokens, because at inference the model gets no positions or documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:

@@ -91,7 +91,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps each number of free positions to a list of sequences.
+    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with this many free positions.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
@@ -180,7 +180,9 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
         same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
         far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
         if not far < (1e-4 if dtype == torch.float32 else 3e-2):
-            raise BadConfig(f"the model's output for a document changes if other documents are in its sequence; {_FIX}")
+            raise BadConfig(
+                f"the model's output for a document changes if other documents are in the same sequence; {_FIX}"
+            )
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ from ...declare import input_example
 from ...output_specs import farthest, probe_cases
 from ..call import NamedModule, run_named
 
-# The largest text length in a default range. Gates run the model at both ends of a range, and a longer text would take
-# too long.
+# The largest text length in a range that accel chooses. Gates run the model at both ends of a range, and a longer text
+# would take too long.
 _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
