@@ -38,9 +38,9 @@ def describe(
 
     A tensor is named after its key in a dict, or after its field in a dataclass or a named tuple. The only tensor of a
     result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... If
-    ``name`` is given, ``name`` replaces ``output`` and becomes the prefix of keys and fields. An object that has no
-    template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names of tensors to new
-    names.
+    ``name`` is given, ``name`` replaces ``output`` and becomes a prefix of the tensor names that come from keys and
+    fields. An object that has no template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the
+    names of tensors to new names.
     """
     if is_array(value):
         name = name or "output"
@@ -95,7 +95,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
-    """Builds the object that ``template`` describes, and puts each of the ``tensors`` in the place of its name.
+    """Builds the object that ``template`` describes, with the tensors of ``tensors`` in place of their names.
 
     A class that this process may not import becomes a namespace with the same fields.
     """
@@ -154,7 +154,7 @@ def arguments_of(
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``.
 
-    Raises ``BadFeeds`` if an argument's structure differs from its template, or if the value of a constant differs.
+    Raises ``BadFeeds`` if an argument's structure or a constant in an argument differs from the template.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)

@@ -72,7 +72,7 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def load_signature(spec: TensorFlowSpec) -> Loaded:
-    """Loads a signature of a TF1 SavedModel if the signature doesn't list all placeholders as inputs.
+    """Loads a signature of a TF1 SavedModel that lists only some of the placeholders as inputs.
     ``tf.saved_model.load`` refuses a signature with missing placeholders.
 
     Raises ``KeyError`` if the SavedModel has no signature of this name.

@@ -225,8 +225,8 @@ def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error: Exception) -> BadSource:
-    """Returns the error for a model that Keras can run but can't trace, such as bilinear ``UpSampling2D`` with dynamic
-    sizes."""
+    """Returns the error for a model that Keras can run but can't trace, such as a model that has a bilinear
+    ``UpSampling2D`` with dynamic sizes."""
     said = whole_sentences(error, 160).rstrip(".")
     if all(kind.shape.rank is None or all(kind.shape[1:].as_list()) for kind in kinds):
         return BadSource(f"Keras can't make a graph of {where} ({said}); take that layer out of the model")

@@ -150,7 +150,7 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 def graph_sha256(frozen: Frozen) -> str:
     """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
 
-    Node names don't change the hash, because Keras numbers the nodes in the order of their creation in a process.
+    The hash leaves out the names of the nodes, because Keras numbers the nodes in the order of their creation.
     """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
@@ -200,7 +200,8 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 def refuse_windows_beyond(frozen: Frozen, feeds: Mapping[str, np.ndarray]) -> None:
     """Raises TensorFlow's ``ValueError`` if a convolution or pooling window of the graph is too large for inputs shaped
-    like ``feeds``. With such a window, oneDNN's convolutions return uninitialized memory and raise no error.
+    like ``feeds``. With a window that is too large, oneDNN's convolutions return uninitialized memory and raise no
+    error.
     """
     with tf.Graph().as_default():
         fixed = {
@@ -290,7 +291,7 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 
 
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
-    """Returns the tensor before its division by the keep probability, or "" if there is no such division.
+    """Returns the tensor that is divided by the keep probability to get ``name``, or "" if ``name`` is no quotient.
 
     TF1 divides by the keep probability, and TF2 multiplies by the inverse of the keep probability.
     """
@@ -321,8 +322,8 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
 
 
 def count_graph(frozen: Frozen) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. The float constants are the
-    weights."""
+    """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. Counts the float constants
+    as weights."""
     nodes = leading_to_outputs(frozen)
     operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
     parameters, weights = 0, Counter[str]()

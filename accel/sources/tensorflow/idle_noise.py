@@ -1,4 +1,4 @@
-"""Removes random ops without effect from a graph, such as a dropout that keeps every element.
+"""Removes from a graph the random ops that have no effect, such as a dropout that keeps every element.
 
 Only the child process that runs TensorFlow imports this module.
 """

@@ -34,8 +34,8 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     ``example`` holds the arguments of a call: a tuple, a single tensor, or a dict of the inputs by name. A Keras model
     that knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. Without ``dynamic`` and
     ``example``, the axes without a fixed size in the Keras model are dynamic. With ``example`` alone, the first axis is
-    dynamic if the model runs with another batch size. The model is called once, so a model that was never called before
-    creates its variables.
+    dynamic if the model runs with another batch size. Calls the model once, because a model creates its variables in
+    its first call.
 
     Raises ``BadInputSpec`` if the inputs are unknown, and ``BadSource`` if the model fails on the example or can't be
     saved.

@@ -53,7 +53,7 @@ def plain_name(name: str) -> str:
 def dtype_name(kind: Any) -> str:
     """Returns the name that a ``TensorSpec`` uses for a ``tf.DType``.
 
-    Raises ``InvalidModel`` if ONNX has no such dtype (resource, variant, complex, quantized).
+    Raises ``InvalidModel`` for a dtype that ONNX does not have (resource, variant, complex, quantized).
     """
     name = str(_DTYPES.get(kind.name, kind.name))
     if name in ("resource", "variant") or name.startswith(("complex", "q")):

@@ -49,8 +49,9 @@ def _tensor(name: str) -> str:
 
 def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dict[str, str]]:
     """Returns ``frozen`` with constants in place of the placeholders that the user left out of the inputs. Also returns
-    the values of these placeholders by name. A value that the user gave is always used. If ``spec.strip`` is True, the
-    other placeholders get the values that suit inference. The remaining placeholders get their defaults.
+    the values of these placeholders by name. A placeholder gets the user's value if the user gave a value. If
+    ``spec.strip`` is True, the other placeholders get the values that suit inference. The remaining placeholders get
+    their defaults.
 
     Raises ``BadInputSpec`` for a value that can't be set. Raises ``BadSource`` if a placeholder has no value.
     """
@@ -130,7 +131,7 @@ def _number(text: str, kind: Any) -> Any:
 
 def _shape(node: Any) -> list[int] | None:
     """Returns the shape of the constant that replaces a placeholder. A placeholder of unknown rank becomes a single
-    number. Returns None if the size of a dim is open."""
+    number. Returns None if the size of a dim is unknown."""
     shape = tf.TensorShape(node.attr["shape"].shape)
     if shape.rank is None:
         return []
@@ -138,7 +139,7 @@ def _shape(node: Any) -> list[int] | None:
 
 
 def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` after replacing each placeholder named in ``values`` by a constant of this value."""
+    """Returns ``frozen`` with each placeholder in ``values`` replaced by a constant with the placeholder's value."""
     graph = tf.compat.v1.GraphDef()
     graph.CopyFrom(frozen.graph)
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""Derives the arguments of a live module's call from example inputs."""
+"""Derives the arguments for a call of a module in memory from example inputs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def names_in(templates: Mapping[str, Template]) -> list[str]:
 
 def positional_parameters(module: torch.nn.Module) -> tuple[list[str], str]:
     """Returns the names of the parameters of ``forward`` that may be given by position. Also returns the name of a
-    ``*args`` parameter, or "" if there is none."""
+    ``*args`` parameter, or "" if ``forward`` has no ``*args``."""
     if isinstance(module, torch.jit.ScriptModule):
         forward: Any = module.forward
         return [argument.name for argument in forward.schema.arguments[1:]], ""

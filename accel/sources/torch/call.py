@@ -100,7 +100,7 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
     ``forward`` takes ``*args``. Raises ``BadInputSpec`` if there are several inputs and ``forward`` has no parameter
-    for one of them. Inputs passed by position could be mixed up.
+    for one of them, because inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False

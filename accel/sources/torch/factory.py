@@ -89,7 +89,7 @@ def _found_pipeline(
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:
     """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns the module itself.
 
-    Raises ``BadSource`` with the line of the user's code if the factory raises.
+    If the factory raises an error, raises ``BadSource`` with the line of the user's code.
     """
     if isinstance(factory, torch.nn.Module):
         return factory

@@ -1,5 +1,8 @@
-"""Finds the ranges of integer inputs without a declared range. A token id has to be less than the number of rows of the
-embedding. The length of a sequence is at most the size of a dim."""
+"""Finds the ranges of integer inputs without a declared range.
+
+For example, a token id has to be less than the number of rows of the embedding, and an input that holds a sequence's
+length may be at most the size of the sequence dim.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +91,8 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signatu
     inputs.
 
     Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
-    together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
-    declared ``values`` are changed.
+    together. Returns ``signature`` unchanged if ``run`` already accepts its integers, or if no bound helps. Only inputs
+    without declared ``values`` are changed.
     """
     batch = signature.batch_dim
     dims = [dim for dim in signature.dims if dim != batch]

@@ -295,7 +295,7 @@ def _unpicklable(module: torch.nn.Module) -> str:
 
 @contextmanager
 def by_value(module: torch.nn.Module) -> Iterator[None]:
-    """Lets cloudpickle copy the code of modules that another process can't import, such as a loaded file."""
+    """Lets cloudpickle copy the code of Python modules that another process can't import by name."""
     names = {type(part).__module__ for part in module.modules()}
     names |= {getattr(value, "__module__", None) or "" for part in module.modules() for value in vars(part).values()}
     registered = []
@@ -312,7 +312,7 @@ def by_value(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _importable(name: str, file: str) -> bool:
-    """Tells whether a new process with the same ``sys.path`` imports ``file`` under ``name``."""
+    """Tells whether ``import name`` in a new process with the same ``sys.path`` would import ``file``."""
     path: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):

@@ -63,7 +63,7 @@ class Stage(nn.Module):
         with autocast(self._mode, inputs[0].device.type):
             for name in self._order:
                 x = call(self.get_submodule(name), x)
-        # The tensor is sent to the next stage, and gloo and NCCL can't send a transposed view.
+        # Makes the tensor contiguous for the next stage, because gloo and NCCL can't send a transposed view.
         found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
 

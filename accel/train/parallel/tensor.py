@@ -58,7 +58,10 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             )
         for name in names:
             if found.setdefault(name, style) != style:
-                raise BadConfig(f"tensor_parallel gives {name} the styles {found[name]} and {style}; keep one of them")
+                raise BadConfig(
+                    f"[tensor_parallel] gives the module {name} both the styles {found[name]} and {style}; keep one of "
+                    "these styles"
+                )
             wanted = {"column": (nn.Linear,), "row": (nn.Linear,), "vocabulary": (nn.Linear, nn.Embedding)}
             if not isinstance(modules[name], wanted.get(style, nn.Module)):
                 kinds = " or an ".join(kind.__name__ for kind in wanted[style])
@@ -78,9 +81,9 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
     column = next((name for name, style in styles.items() if style == "column"), None)
     if column is not None and not splits:
         raise BadConfig(
-            f"{column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the sequence; "
-            'give the embedding the style "split" or "vocabulary" and the norms the style "sequence", or pass '
-            "--parallel.sequence_parallel=false"
+            f"the layer {column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the "
+            'sequence; give the embedding the style "split" or "vocabulary" and the norms the style "sequence", or '
+            "pass --parallel.sequence_parallel=false"
         )
 
 
@@ -107,8 +110,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
                 raise BadConfig(
-                    f"the layer {name} has {size} {style}s, which is not a multiple of tp {mesh.size()}; use a tp that "
-                    f"divides {size}"
+                    f"the layer {name} has {size} {style}s, but this number has to be a multiple of tp {mesh.size()}; "
+                    f"use a tp that divides {size}"
                 )
         for made in _styles(part, style, gathered, sequence=sequence):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
