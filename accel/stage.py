@@ -95,8 +95,8 @@ class Proof:
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` also checks the returned file. If the returned file is the
-    last file that the stage checked, ``run_stage`` reuses the results of the gates. The model then runs only once at
-    each shape.
+    last file that the stage checked, ``run_stage`` reuses the results of the gates, so that the model runs only once
+    at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -157,8 +157,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``. A field is left out if it has ``omit_default`` and its default
-    value."""
+    """Tells whether the record leaves out ``field``. The record leaves out a field with ``omit_default`` if the field has
+    its default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -183,7 +183,7 @@ def run_stage(
     """Runs a stage or takes its result from the cache, and copies the result to ``out``. If ``out`` is None, the result
     stays in the cache.
 
-    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
+    If a gate fails, saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
 
     - ``UnsupportedHere`` if ``src`` is of the wrong kind.
     - ``StageFailed`` or a subclass if the stage fails.

@@ -12,13 +12,13 @@ class Kind:
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
     of companion files. Companion files are beside the main file and have the same stem. ``runtimes`` lists the names of
-    the runtimes that can open the file, in the order of accel's attempts. ``reader`` is the import string of a function
-    in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
-    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function that corrects
-    wrong output shapes in a file. The function runs the model in the file, and corrects the shapes if the file has no
-    other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported.
-    ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's format is a
-    source if the file has no manifest.
+    the runtimes that can open the file, in the order in which accel tries them. ``reader`` is the import string of a
+    function in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file.
+    ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
+    that corrects wrong output shapes in a file. The function ``mend`` runs the model in the file, and corrects the
+    shapes if the file has no other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind
+    can't be exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a
+    framework's format is a source if the file has no manifest.
     """
 
     name: str
@@ -124,7 +124,7 @@ def artifact_suffixes() -> tuple[str, ...]:
 
 
 def main_files() -> tuple[str, ...]:
-    """Returns the names of main files, in the order of a search in a folder."""
+    """Returns the names of main files, in the order in which accel looks for them in a folder."""
     return tuple(kind.main_file for kind in KINDS.values())
 
 

@@ -1,5 +1,5 @@
-"""Times candidates in a paired schedule. Every candidate has its own process. While a process is timed, all other
-processes are stopped.
+"""Times candidates in a paired schedule. Every candidate has its own process. While a candidate is timed, the processes
+of all other candidates are stopped.
 
 Thread pools of inference runtimes keep spinning after a run. If candidates share a process, or if their processes keep
 running, each candidate slows down the others, by a factor of up to 2. Therefore, the processes of all other candidates

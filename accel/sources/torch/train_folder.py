@@ -42,8 +42,8 @@ def open_train_folder(folder: Path) -> Found:
     """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
     signature, or from recorded samples if no signature was recorded.
 
-    Raises ``InvalidModel`` if a file is missing or changed since the training, and ``BadSource`` if the factory is not
-    found.
+    Raises ``InvalidModel`` if a file is missing or was changed after the training, and ``BadSource`` if the factory is
+    not found.
     """
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     try:

@@ -304,7 +304,7 @@ class Checkpoints:
 
 
 class _Unreadable(Exception):
-    """The checkpoint is damaged and has to be skipped."""
+    """Raised if a checkpoint is damaged and has to be skipped."""
 
 
 def _reason(error: BaseException) -> str:

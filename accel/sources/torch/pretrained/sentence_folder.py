@@ -18,7 +18,7 @@ from .transformers_inputs import forms
 def open_sentence_encoder(folder: Path, name: str) -> Found:
     """Opens the model in ``folder`` with all modules that modules.json lists, such as pooling and normalization.
 
-    Raises ``BadSource`` if the model needs its own code or takes other inputs than text. Raises ``InvalidModel`` if
+    Raises ``BadSource`` if the model needs its own code or takes inputs that are not text. Raises ``InvalidModel`` if
     sentence-transformers can't load the folder. Raises ``MissingExtra`` if sentence-transformers is not installed.
     """
     modules = read_json(folder / MODULES, list)
