@@ -157,8 +157,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``. The record leaves out a field with ``omit_default`` if the field has
-    its default value."""
+    """Tells whether the record leaves out ``field``. A field with ``omit_default`` is left out if the field has its
+    default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 

@@ -78,7 +78,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
 
-        Returns the number of steps, the last loss, the metrics, and ``best`` if an earlier step was better.
+        Returns the number of steps, the last loss, the metrics, and the record ``best`` if an earlier step was better.
         """
         self.resume()
         batches = self.batches()
@@ -149,8 +149,8 @@ class Trainer:
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """Runs one optimizer step and returns the step's figures.
 
-        Loss and gradient are means over every counted target of the global batch. The gradients of summed losses are
-        divided once, by the number of targets over all ranks and micro-batches.
+        Loss and gradient are means over every counted target of the global batch. The gradient of the summed loss is
+        divided once, by the number of targets of all ranks and micro-batches.
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
@@ -340,8 +340,8 @@ class Trainer:
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names`` are
-        the names of its tensors."""
+        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names``
+        lists the names of the checkpoint's tensors."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
         self.optimizer.materialize()
         before = run["config"]["optimizer"]

@@ -87,8 +87,8 @@ def _multiple_of(expression: Any) -> tuple[int, str]:
 
 
 class _Program(torch.nn.Module):
-    """An exported program as a module that takes all tensors in order. The program stays in the mode (training or
-    evaluation) of its export."""
+    """Wraps an exported program as a module that takes all tensors by position. The program stays in the mode (training
+    or evaluation) of its export."""
 
     def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
         super().__init__()

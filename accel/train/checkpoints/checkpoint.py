@@ -68,7 +68,7 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Writes a checkpoint of ``state`` and ``run``. ``state`` is a dict of tensors. ``run`` is a dict of plain
-        values, among them ``step``. Each rank writes its shards.
+        values and includes ``step``. Each rank writes its own shards.
 
         Waits for the previous save first. If ``asynchronous`` is set, copies the tensors, writes the copies in the
         background and returns. A call of ``wait`` then finishes the save. All ranks have to call ``wait`` together. If
@@ -194,8 +194,8 @@ class Checkpoints:
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints. Only rank 0 calls
-        this method."""
+        """Adds the metrics of ``step`` to the step's checkpoint, and deletes the checkpoints that aren't kept any
+        longer. Only rank 0 calls this method."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -214,7 +214,7 @@ class Checkpoints:
         """Reads the newest undamaged checkpoint. Returns the checkpoint's ``run.json`` and tensors, or None if there is
         no checkpoint.
 
-        ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
+        ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to fill. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
         checkpoints.
 

@@ -3,8 +3,8 @@
 ``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists.
 ``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
 ``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
-the names and ranges of the inputs from ``inputs.safetensors``. ``NAME.py`` is the file of ``file.py:factory``. The
-modules that ``file.py`` imported from the same folder are copied too.
+the names and ranges of the inputs from ``inputs.safetensors``. If the factory is ``NAME.py:FACTORY``, ``NAME.py``
+and the modules that ``NAME.py`` imported from the same folder are copied too.
 """
 
 from __future__ import annotations

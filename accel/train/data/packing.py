@@ -5,9 +5,9 @@ tokens and ``int64[n]`` targets, and n may differ between samples. The longest d
 goes into the fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
 Cross-contamination", section 3).
 
-Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
-In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
-sequence has targets of -100, which aren't counted.
+Positions restart at 0 in every document. A model that uses positions takes ``positions`` or ``position_ids`` in
+``forward``. In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at
+the end of a sequence has targets of -100, which aren't counted.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class OwnDocument(AroundAttention):
     """A context in which a position attends only to positions of the same document.
 
-    ``documents`` are int64[batch, positions].
+    ``documents`` holds the document number of each position, as int64[batch, positions].
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks.
 
-Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
+Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallelism is from Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
 sequence, hidden]. Between the modules of the plan, each rank holds only its part of the sequence. ``column`` gathers
 the sequence, and ``row`` reduce-scatters the sequence.
 
@@ -88,16 +88,16 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tells whether ``pattern`` matches a module's ``name``, component by component between the dots."""
+    """Tells whether ``pattern`` matches a module's ``name``. Compares the components between the dots one by one."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Shards each module that ``styles`` names over the only axis of ``mesh``, in place. Names don't change.
+    """Shards each module of ``styles`` in place over the only axis of ``mesh``. The names of modules don't change.
 
-    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if the size of a column or row isn't a multiple of the
-    number of ranks.
+    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if a column or row layer can't be split evenly over the
+    ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -141,8 +141,8 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
 
 
 class _Gathered:
-    """Caches the last gathered tensor, so that columns with the same input (query, key, value) share a single
-    gather."""
+    """Caches the last gathered tensor, so that column layers with the same input (query, key, value) share a
+    single gather."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None
