@@ -47,8 +47,8 @@ _LITTLE_ROOM = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field. The cache key covers the name and the
-    content of a file that a ``Path`` field names.
+    """The options of a stage. Every option that can change the result is a field. If a field is a ``Path``, the cache
+    key covers the name and the content of the file.
 
     A field that is added to an existing config has ``omit_default`` in its metadata. A field with ``omit_default``
     joins the cache key only if its value differs from the default. Results in the cache therefore stay valid when a

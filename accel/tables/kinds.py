@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(path: Path) -> str | None:
-    """Returns the kind that the suffix of ``path`` names, or None for a framework's own format and for an unknown
+    """Returns the kind that belongs to the suffix of ``path``, or None for a framework's own format and for an unknown
     suffix."""
     return next((k.name for k in KINDS.values() if k.suffix == path.suffix and not k.framework), None)
 
@@ -129,5 +129,5 @@ def main_files() -> tuple[str, ...]:
 
 
 def export_formats() -> dict[str, Kind]:
-    """Maps each value of ``accel export --to`` to the kind that the option makes."""
+    """Maps each export format, as in ``accel export --to``, to the kind of the exported file."""
     return {kind.export_as: kind for kind in KINDS.values() if kind.export_as is not None}

@@ -144,10 +144,10 @@ def measure(
     """Times ``candidates`` and compares them with ``baseline``, which is the index or the name of a candidate. All
     candidates run the same feeds.
 
-    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often.
-    The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared with
-    the baseline's outputs. If a candidate fails, or if its outputs differ from the baseline's outputs in names, shapes
-    or NaN, the candidate is not timed. Its row has an ``error``.
+    ``feeds`` holds one set or several sets of inputs of the baseline. Every block runs each set of inputs equally
+    often. The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared
+    with the baseline's outputs. If a candidate fails, or if its outputs differ from the baseline's outputs in names,
+    shapes or NaN, the candidate is not timed, and its row has an ``error``.
 
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The

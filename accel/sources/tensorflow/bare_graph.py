@@ -32,10 +32,10 @@ def _read_graph(path: str) -> Any:
         graph.ParseFromString(data)
     except Exception as error:
         if b"serve" in data[:4096]:
-            raise InvalidModel(f"{path} is the file of a SavedModel; give its folder") from error
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef") from error
+            raise InvalidModel(f"the file {path} belongs to a SavedModel; give the folder of the SavedModel") from error
+        raise InvalidModel(f"the file {path} is not a TensorFlow graph; give a frozen GraphDef") from error
     if not graph.node or not all(node.op and node.name for node in graph.node):
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
+        raise InvalidModel(f"the file {path} is not a TensorFlow graph; give a frozen GraphDef")
     return graph
 
 
@@ -100,7 +100,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
         call, tensors = run_graph(whole)
     except ValueError as error:
         raise BadSource(
-            f"{spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
+            f"the graph {spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
         ) from error
     inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(frozen.inputs, tensors, strict=True)]
     return Loaded(call=call, inputs=inputs, outputs=list(frozen.outputs), freeze=lambda: converted, placeholders=said)
@@ -155,7 +155,7 @@ def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
             return _ends(graph.as_graph_def())
     except Exception as error:
         raise InvalidModel(
-            f"{spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
+            f"the file {spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
         ) from error
 
 

@@ -39,7 +39,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
         raise
     except Exception as error:
         raise InvalidModel(
-            f"{spec.path} can't be read as {_NAMES[spec.form]} ({whole_sentences(error).rstrip('.')}); save it again"
+            f"the model {spec.path} can't be read as {_NAMES[spec.form]} ({whole_sentences(error).rstrip('.')}); save "
+            "the model again"
         ) from error
 
 
@@ -65,7 +66,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
         except Exception:
             raise first from None
     if spec.placeholders:
-        raise BadSource(f"every placeholder of {spec.path} is an input; leave out {option('placeholders')}")
+        raise BadSource(f"every placeholder of the model {spec.path} is an input; leave out {option('placeholders')}")
     signatures = dict(loaded.signatures)
     if not signatures:
         raise BadSource(
@@ -78,7 +79,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
     if name not in signatures:
         what = f"has no signature {name!r}" if name else "has several signatures and no serving_default"
         known = ", ".join(signatures)
-        raise BadSource(f"the model {spec.path} {what}; pass {option('signature')} with one of: {known}")
+        raise BadSource(f"the model {spec.path} {what}; choose a signature with {option('signature')}: {known}")
     function = signatures[name]
     taken: Mapping[str, Any] = function.structured_input_signature[1]
     outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))

@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 def _probe(
     run_on: _Run, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
 ) -> tuple[tuple[TensorSpec, ...], bool]:
-    """Returns the specs of the outputs, and True if all outputs are sound (see ``_is_sound``) at every size.
+    """Returns the specs of the outputs, and a flag: True if all outputs are sound (see ``_is_sound``) at every size.
 
     The dims in ``doubled`` are probed only at their usual and their largest size, because a network that downsamples
     may not take an image that is one pixel larger.

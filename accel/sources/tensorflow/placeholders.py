@@ -93,17 +93,17 @@ def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any
 
 
 def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
-    """Returns the value that ``text`` names, in the dtype of the placeholder ``name``."""
+    """Converts ``text`` to a value in the dtype of the placeholder ``name``."""
     nodes = {node.name: node for node in frozen.graph.node}
     if name not in nodes or nodes[name].op not in _KINDS:
         others = ", ".join(left_out(frozen)) or "none"
         raise BadInputSpec(
-            f"the outputs of {spec.path} depend on no placeholder {name!r}; the placeholders for "
+            f"the outputs of the model {spec.path} depend on no placeholder {name!r}; the placeholders for "
             f"{option('placeholders')} are: {others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
         raise BadInputSpec(
-            f"the placeholder {name} is an input of {spec.path}; leave {name} out of {option('placeholders')}"
+            f"the placeholder {name} is an input of the model {spec.path}; leave {name} out of {option('placeholders')}"
         )
     kind = tf.as_dtype(nodes[name].attr["dtype"].type)
     try:

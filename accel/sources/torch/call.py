@@ -187,10 +187,12 @@ def discover_outputs(
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
             if training := in_training(module):
-                raise BadSource(f"{where} fails in PyTorch on the inputs {shapes}: {reason}; {training}") from error
+                raise BadSource(
+                    f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
+                ) from error
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
-                f"{where} fails in PyTorch on the inputs {shapes}: {reason}"
+                f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
@@ -211,10 +213,12 @@ def discover_outputs(
             )
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:
-        raise BadSource(f"{where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors")
+        raise BadSource(
+            f"the model {where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors"
+        )
     if names and len(names) != len(first):
         raise BadInputSpec(
-            f"{where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
+            f"the model {where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
             "give one name for each tensor"
         )
     # A model may return an input as an output, as sentence-transformers models do. The output then needs a name that

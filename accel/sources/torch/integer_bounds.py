@@ -30,8 +30,8 @@ class _Lookups(TorchDispatchMode):
     """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
     selection.
 
-    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows,
-    and True if every integer of the input selects a row of the table.
+    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows
+    and a flag, which is True if every integer of the input selects a row of the table.
     """
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:

@@ -34,7 +34,7 @@ def open_exported_program(path: Path) -> Found:
         program = torch.export.load(path)
     except Exception as error:
         raise InvalidModel(
-            f"{path} is no exported program ({_reason(error)}); write it with torch.export.save"
+            f"the file {path} is no exported program ({_reason(error)}); write it with torch.export.save"
         ) from error
     args, kwargs = program.example_inputs or ((), {})
     placeholders = [
@@ -116,7 +116,7 @@ def open_torchscript(path: Path) -> Found:
             warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
             module = torch.jit.load(str(path), map_location="cpu")
     except Exception as error:
-        raise InvalidModel(f"{path} is no TorchScript file ({_reason(error)}); save it again") from error
+        raise InvalidModel(f"the file {path} is no TorchScript file ({_reason(error)}); save it again") from error
     return Found(module=module, path=path, files=(path,))
 
 
@@ -133,7 +133,9 @@ def _is_torchscript(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any("/code/" in name for name in archive.namelist())
     except (zipfile.BadZipFile, OSError) as error:
-        raise InvalidModel(f"{path} is no PyTorch file or is damaged ({_reason(error)}); save it again") from error
+        raise InvalidModel(
+            f"the file {path} is no PyTorch file or is damaged ({_reason(error)}); save it again"
+        ) from error
 
 
 def _check_file(path: Path) -> None:

@@ -49,7 +49,9 @@ def open_train_folder(folder: Path) -> Found:
     try:
         files, spec, signature = dict(config["files"]), str(config["model"]), config["signature"]
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{folder / CONFIG} was not written by accel train, or was changed; train again") from error
+        raise InvalidModel(
+            f"the file {folder / CONFIG} was changed, or accel train did not write it; train again"
+        ) from error
     for name, sha256 in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file() or file_sha256(file) != sha256:

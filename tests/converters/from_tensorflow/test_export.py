@@ -188,7 +188,7 @@ def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:
         assert session.run({"x": np.float32([[1, 2, 3]])})["squared"].tolist() == [[2, 8, 18]]
-    with pytest.raises(BadSource, match="pass signature= with one of: double, square"):
+    with pytest.raises(BadSource, match="choose a signature with signature=: double, square"):
         accel.export(source, out=tmp_path / "m.onnx")
 
 
