@@ -43,9 +43,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     known = list(getattr(model, "inputs", None) or [])
     given = _made_up(model, known) if example is None else example
     if given is None:
-        raise BadInputSpec(
-            f"the inputs of {_name(model)} are unknown; pass example arguments with {option('example')}"
-        )
+        raise BadInputSpec(f"the inputs of {_name(model)} are unknown; pass example arguments with {option('example')}")
     given = (given,) if is_array(given) else given
     template, tensors = describe(given, strict=True)
     names = dict(zip(tensors, _input_names(model, known, given, list(tensors)), strict=True))

@@ -117,8 +117,7 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
     if _shape(nodes[name]) is None:
         raise BadInputSpec(
             f"the placeholder {name} of {spec.path} has an unknown shape, so it can't be set; make the placeholder an "
-            "input"
-            + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
+            "input" + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
         )
     return value
 

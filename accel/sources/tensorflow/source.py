@@ -255,8 +255,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
         parts = sorted(path.parent.glob(f"{path.stem}.*"))
         if not any(f.suffix == ".index" for f in parts):
             raise BadSource(
-                f"the files {path.stem}.index and {path.stem}.data-* are missing beside {path}; put both into this "
-                "folder"
+                f"the file {path.stem}.index and its .data-* files are missing beside {path}; put them into this folder"
             )
         return [path, *(f for f in parts if f != path and f.is_file())]
     return [path]

@@ -259,8 +259,11 @@ class Checkpoints:
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):
                 continue
             kind, _, own = name.partition(".")
-            change = f"had the shape {saved.get(name)}, and has the shape {list(value.shape)} now"
-            there = change if name in saved else "is not in the checkpoint"
+            there = (
+                f"had the shape {saved[name]}, and has the shape {list(value.shape)} now"
+                if name in saved
+                else "is not in the checkpoint"
+            )
             said = said or f"the {kind} has changed since the checkpoint {path}: {own} {there}"
         said = next((one for one in self._together(said) if one), "")
         if said:
