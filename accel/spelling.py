@@ -1,9 +1,9 @@
 """Spells the options in messages as ``opset=16`` for a Python caller and as ``--opset 16`` on the command line.
 
 Code that writes a message calls ``option("opset", 16)`` with the name of the Python argument, for both kinds of
-callers. The command line runs each command within ``on_command_line()``. Outside this block, options are spelled as
-Python arguments. The spelling applies to the notes and errors of all threads of the process. Each call of a ``Child``
-passes the spelling on to the child process.
+callers. The command line runs each command within ``on_command_line()``. Outside ``on_command_line()``, options are
+spelled as Python arguments. The spelling applies to the notes and errors of all threads of the process. Each call of a
+``Child`` passes the spelling on to the child process.
 """
 
 from __future__ import annotations

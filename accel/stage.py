@@ -47,8 +47,8 @@ _LITTLE_ROOM = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field. The cache key covers the name and the
-    content of a file that a ``Path`` field names.
+    """The options of a stage. Every option that can change the result is a field. If a field is a ``Path``, the cache
+    key covers the name and the content of the file.
 
     A field that is added to an existing config has ``omit_default`` in its metadata. A field with ``omit_default``
     joins the cache key only if its value differs from the default. Results in the cache therefore stay valid when a
@@ -95,8 +95,8 @@ class Proof:
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` also checks the returned file. If the returned file is the
-    last file that the stage checked, ``run_stage`` reuses the results of the gates. The model then runs only once at
-    each shape.
+    last file that the stage checked, ``run_stage`` reuses the results of the gates, so that the model runs only once
+    at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -157,8 +157,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``. A field is left out if it has ``omit_default`` and its default
-    value."""
+    """Tells whether the record leaves out ``field``. A field with ``omit_default`` is left out if the field has its
+    default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -183,7 +183,7 @@ def run_stage(
     """Runs a stage or takes its result from the cache, and copies the result to ``out``. If ``out`` is None, the result
     stays in the cache.
 
-    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
+    If a gate fails, saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
 
     - ``UnsupportedHere`` if ``src`` is of the wrong kind.
     - ``StageFailed`` or a subclass if the stage fails.
@@ -275,7 +275,7 @@ def _make(
     check_interrupted()
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
-        raise StageFailed(f"stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
+        raise StageFailed(f"the stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
     seconds = time.monotonic() - started
     result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):

@@ -20,8 +20,8 @@ from accel.errors import BadFeeds
 
 Template = Mapping[str, Any]
 
-# The packages from which accel imports the classes of results. A manifest may come from a stranger, and importing a
-# module runs the module's code.
+# The packages that define the classes of model outputs. accel imports the output classes named in a manifest only from
+# these packages, because a manifest may name any module, and importing a module runs its code.
 _IMPORTED_FROM = ("transformers", "diffusers", "torch")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -38,9 +38,9 @@ def describe(
 
     A tensor is named after its key in a dict, or after its field in a dataclass or a named tuple. The only tensor of a
     result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... If
-    ``name`` is given, ``name`` replaces ``output`` and becomes the prefix of keys and fields. An object that has no
-    template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names of tensors to new
-    names.
+    ``name`` is given, ``name`` replaces ``output`` and becomes a prefix of the tensor names that come from keys and
+    fields. An object that has no template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the
+    names of tensors to new names.
     """
     if is_array(value):
         name = name or "output"
@@ -52,8 +52,8 @@ def describe(
     if items is None:
         if strict:
             raise BadFeeds(
-                f"the argument {name} is a {type(value).__name__}; give tensors, numbers, strings, or tuples, lists or "
-                "dicts of tensors, numbers and strings"
+                f"the argument {name} has the type {type(value).__name__}; give tensors, numbers, strings, or "
+                "containers of them (tuple, list or dict)"
             )
         return {"value": None}, {}
     found: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def _made_by_fields(value: Any, fields: Mapping[Any, Any]) -> bool:
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and items of a container, or None for any other object."""
-    if isinstance(value, Mapping):  # the results of transformers are both mappings and dataclasses
+    if isinstance(value, Mapping):  # an output of transformers is both a mapping and a dataclass
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
@@ -95,7 +95,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
-    """Builds the object that ``template`` describes, and puts each of the ``tensors`` in the place of its name.
+    """Builds the object that ``template`` describes, with the tensors of ``tensors`` in place of their names.
 
     A class that this process may not import becomes a namespace with the same fields.
     """
@@ -154,7 +154,7 @@ def arguments_of(
 def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``.
 
-    Raises ``BadFeeds`` if an argument's structure differs from its template, or if the value of a constant differs.
+    Raises ``BadFeeds`` if an argument's structure or a constant in an argument differs from the template.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)
@@ -191,8 +191,8 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
         if isinstance(value, _PLAIN) and value == body:
             return {}
         raise BadFeeds(
-            f"the argument {where} was {body!r} when the model was exported, so the model always uses {body!r}; leave "
-            f"out {where}, or export the model again with an example that has another value of {where}"
+            f"the argument {where} was {body!r} when the model was exported, so the model always uses the value "
+            f"{body!r}; leave out the argument {where}, or export the model again with another value of {where}"
         )
     items = _items(value)
     if items is None:
@@ -201,7 +201,7 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
     given = dict(items)
     if set(wanted) != set(given):
         has, takes = (", ".join(map(str, keys)) for keys in (given, wanted))
-        raise BadFeeds(f"the argument {where} has the items {has}, but the model takes the items {takes}")
+        raise BadFeeds(f"the argument {where} has the items {has}, but must have the items {takes}")
     found: dict[str, Any] = {}
     for key, item in wanted.items():
         found |= _match(item, given[key], f"{where}[{key!r}]")

@@ -12,13 +12,13 @@ class Kind:
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
     of companion files. Companion files are beside the main file and have the same stem. ``runtimes`` lists the names of
-    the runtimes that can open the file, in the order of accel's attempts. ``reader`` is the import string of a function
-    in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
-    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function that corrects
-    wrong output shapes in a file. The function runs the model in the file, and corrects the shapes if the file has no
-    other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind can't be exported.
-    ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's format is a
-    source if the file has no manifest.
+    the runtimes that can open the file, in the order in which accel tries them. ``reader`` is the import string of a
+    function in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file.
+    ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
+    that corrects wrong output shapes in a file. The function ``mend`` runs the model in the file, and corrects the
+    shapes if the file has no other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind
+    can't be exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a
+    framework's format is a source if the file has no manifest.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
         return tuple(main.with_suffix(suffix).name for suffix in self.companions)
 
 
-# A folder is searched for a main file of each kind, in the order of this dict.
+# To find the artifact in a folder, accel looks for the main file of each kind in the order of this dict.
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(path: Path) -> str | None:
-    """Returns the kind that the suffix of ``path`` names, or None for a framework's own format and for an unknown
+    """Returns the kind that belongs to the suffix of ``path``, or None for a framework's own format and for an unknown
     suffix."""
     return next((k.name for k in KINDS.values() if k.suffix == path.suffix and not k.framework), None)
 
@@ -124,10 +124,10 @@ def artifact_suffixes() -> tuple[str, ...]:
 
 
 def main_files() -> tuple[str, ...]:
-    """Returns the names of main files, in the order of a search in a folder."""
+    """Returns the names of main files, in the order in which accel looks for them in a folder."""
     return tuple(kind.main_file for kind in KINDS.values())
 
 
 def export_formats() -> dict[str, Kind]:
-    """Maps each value of ``accel export --to`` to the kind that the option makes."""
+    """Maps each export format, as in ``accel export --to``, to the kind of the exported file."""
     return {kind.export_as: kind for kind in KINDS.values() if kind.export_as is not None}

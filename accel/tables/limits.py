@@ -33,7 +33,8 @@ TABLE: tuple[Limit, ...] = (
         value=5e-2,
         reason="TFLite's int8 kernels round activations, with dynamic scales even if only the weights are int8",
     ),
-    # optimize: limits for the stages that make a candidate. The judge applies the user's own budget afterwards.
+    # optimize: limits for the stages that make a candidate. Afterwards, the judge compares the candidate with the
+    # accuracy budget of the user.
     Limit(step="optimize", form="simplify", value=1e-4, reason="the graph is rewritten, the precision stays"),
     Limit(step="optimize", form="fp32", value=1e-3, reason="a runtime fuses and reorders float32 sums"),
     Limit(step="optimize", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
@@ -68,7 +69,7 @@ TABLE: tuple[Limit, ...] = (
         value=4e-1,
         reason="15 steps a block of 32 weights: a twelfth of a product's norm, added up over some 20 products",
     ),
-    # bisect: limits for a tensor inside the graph. A precision without a bisect limit has the limit of verify.
+    # bisect: limits for a tensor inside the graph. A precision without a bisect limit has its verify limit.
     Limit(step="bisect", form="fp32", value=1e-4, reason="both graphs run node by node without fusions"),
     Limit(
         step="bisect",

@@ -1,5 +1,5 @@
-"""Defines the table of model precisions. Each row holds the bytes per weight, the requirements and the place in the
-order of trials."""
+"""Defines the table of model precisions. Each row holds the bytes per weight, the requirements, and the ranks that
+order the precisions by speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 class Precision:
     """A row of the table.
 
-    ``weight_bytes`` is the bytes per weight, or None if layers differ. ``quantized`` is True if weights are integers or
-    8-bit floats with scales. ``needs_data`` is True if activations are quantized with ranges calibrated on samples.
-    ``min_opset`` is the first ONNX opset that can express the precision with standard operators. ``min_capability`` is
-    the lowest CUDA compute capability that computes in the precision, or (0, 0) if any GPU can. ``rank`` orders the
-    precisions by their likely speed on this machine, with 0 for the precision that is most likely the fastest.
-    ``rank_unmeasured`` orders the precisions by the usual speeds of GPUs, for a target GPU that is not in this machine.
+    ``weight_bytes`` is the bytes per weight, or None if the layers have different precisions. ``quantized`` is True if
+    weights are integers or 8-bit floats with scales. ``needs_data`` is True if activations are quantized with ranges
+    calibrated on samples. ``min_opset`` is the first ONNX opset that can express the precision with standard operators.
+    ``min_capability`` is the lowest CUDA compute capability that computes in the precision, or (0, 0) if any GPU can.
+    ``rank`` orders the precisions by their likely speed on this machine, with 0 for the precision that is most likely
+    the fastest. ``rank_unmeasured`` orders the precisions by the usual speeds of GPUs, for a target GPU that is not in
+    this machine.
     """
 
     name: str

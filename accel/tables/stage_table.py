@@ -14,10 +14,11 @@ class Stage:
 
     ``takes`` lists the kinds of artifacts that the stage accepts, and ``gives`` is the kind that the stage makes.
     ``packages`` lists distributions whose versions are part of the cache key. ``may_change`` lists the parts of a model
-    that the stage may change. The parts are called ``dtypes``, ``opset``, ``ir``, ``shapes``, and ``interface`` for all
-    inputs and outputs. If a stage may change ``interface``, the inputs and outputs are checked only by the stage's own
-    gate. ``version`` is increased when a code change changes the stage's result. ``proves`` is True if the stage's
-    function checks its own files. A function with ``proves`` takes the ``Proof`` of the run as a fourth argument.
+    that the stage may change. The parts are called ``dtypes``, ``opset``, ``ir``, ``shapes`` and ``interface``. The
+    part ``interface`` is all inputs and outputs. If a stage may change ``interface``, the inputs and outputs are
+    checked only by the stage's own gate. ``version`` is increased when a code change changes the stage's result.
+    ``proves`` is True if the stage's function checks its own files. If ``proves`` is True, the function takes the
+    ``Proof`` of the run as a fourth argument.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Stage:
     proves: bool = False
 
 
-# All stages. A run could go through the stages in the order of this tuple.
+# All stages, ordered so that a run could pass through them from first to last.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
@@ -213,5 +214,5 @@ def route(start: str, end: str) -> tuple[Stage, ...]:
                 kinds.append(stage.gives)
     if end not in routes:
         others = ", ".join(kinds[1:]) or "nothing"
-        raise UnknownName(f"no stages convert {start} to {end}; {start} converts to {others}")
+        raise UnknownName(f"no stages convert {start} to {end}; {start} can be converted to {others}")
     return routes[end]

@@ -141,7 +141,7 @@ class BlockRunner:
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
         if wanted != given:
             raise BadFeeds(
-                f"the inputs are {', '.join(sorted(wanted))}, but the inputs of the baseline are "
+                f"the inputs of this model are {', '.join(sorted(wanted))}, but the inputs of the baseline are "
                 f"{', '.join(sorted(given))}; give the inputs of both models the same names"
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]

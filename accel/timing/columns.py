@@ -24,9 +24,9 @@ class Column:
     """A column of a table. ``text`` returns the text of a row's cell, which may be "". If ``whole`` is True, neither
     the cells nor the title are wrapped.
 
-    ``readable`` is the smallest width of a wrapped cell, in characters. If ``readable`` is 0, cells are not wrapped. A
-    narrow terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is always
-    shown.
+    ``readable`` is the smallest width of a wrapped cell, in characters. If ``readable`` is 0, cells are not wrapped. If
+    the terminal is too narrow, the columns with the largest ``spare`` are left out first. A column with a ``spare`` of
+    0 is always shown.
     """
 
     title: str

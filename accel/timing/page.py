@@ -22,7 +22,7 @@ def check_ending(path: Path) -> None:
     """Raises ``UsageError`` if the suffix of ``path`` is not in ``ENDINGS``."""
     if path.suffix not in ENDINGS:
         raise UsageError(
-            f"the suffix of {path} is not that of a report; use {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+            f"a report can't have the suffix of {path}; use the suffix {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
         )
 
 

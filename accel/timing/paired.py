@@ -1,5 +1,5 @@
-"""Times candidates in a paired schedule. Every candidate has its own process. While a process is timed, all other
-processes are stopped.
+"""Times candidates in a paired schedule. Every candidate has its own process. While a candidate is timed, the processes
+of all other candidates are stopped.
 
 Thread pools of inference runtimes keep spinning after a run. If candidates share a process, or if their processes keep
 running, each candidate slows down the others, by a factor of up to 2. Therefore, the processes of all other candidates
@@ -94,8 +94,8 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # If other work slowed down the calibration, ``pass_seconds`` is too long, and the planned blocks would be too
-        # short.
+        # If other work slowed down the calibration, ``pass_seconds`` is too long, and the planned blocks would have too
+        # few runs.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -144,10 +144,10 @@ def measure(
     """Times ``candidates`` and compares them with ``baseline``, which is the index or the name of a candidate. All
     candidates run the same feeds.
 
-    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set of inputs equally often.
-    The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared with
-    the baseline's outputs. If a candidate fails, or if its outputs differ from the baseline's outputs in names, shapes
-    or NaN, the candidate is not timed. Its row has an ``error``.
+    ``feeds`` holds one set or several sets of inputs of the baseline. Every block runs each set of inputs equally
+    often. The inputs are cast to the candidate's dtypes. Before the timing, the outputs of each candidate are compared
+    with the baseline's outputs. If a candidate fails, or if its outputs differ from the baseline's outputs in names,
+    shapes or NaN, the candidate is not timed, and its row has an ``error``.
 
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
@@ -178,7 +178,7 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first to get the reference outputs. A second process of the baseline, the twin, is
+        # The baseline is loaded first to get the reference outputs. The twin, a second process of the baseline, is
         # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the times of
         # the baseline and the noise floor include the speedup of the last process.
         others = [(c, c.name) for c in ready if c is not chosen]
@@ -198,7 +198,9 @@ def measure(
         assert reference is not None
         twin = lanes[-1]
         if twin.error is not None:
-            raise ChildCrashed(f"the baseline ran once and failed in a second process: {twin.error}; free some memory")
+            raise ChildCrashed(
+                f"the baseline ran in one process and failed in a second process: {twin.error}; free some memory"
+            )
         order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends)
         for lane in lanes:
             if lane.error is None:
@@ -213,8 +215,8 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # The artifact records a number of streams and a number of threads that belong together. If the caller gives a
-        # number of streams or of threads, both recorded numbers are replaced.
+        # The artifact records a number of streams and a number of threads, which were chosen together. If the caller
+        # gives one of these numbers, both recorded numbers are replaced.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
@@ -241,16 +243,16 @@ def _check(
         raise UsageError("there is nothing to time; give at least one candidate and one set of inputs")
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise UsageError(f"two candidates are called {twice!r}; give each its own name")
+        raise UsageError(f"two candidates are called {twice!r}; give each candidate its own name")
     if rounds < MIN_ROUNDS:
         raise UsageError(f"{rounds} rounds are too few to tell a difference from noise; use at least {MIN_ROUNDS}")
     if not block_seconds > 0:
-        raise UsageError(f"a block can't take {block_seconds:g} s; use 0.1 to 1")
+        raise UsageError(f"a block of runs can't take {block_seconds:g} s; use 0.1 to 1 s")
     if not budget_seconds >= 0:
-        raise UsageError(f"a budget can't be {budget_seconds:g} s; use 0 or more")
+        raise UsageError(f"the time budget can't be {budget_seconds:g} s; use 0 s or more")
     if isinstance(baseline, str):
         if baseline not in names:
-            raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
+            raise UnknownName(f"no candidate is called {baseline!r}; choose the baseline from {', '.join(names)}")
         return names.index(baseline)
     return range(len(candidates))[baseline]
 
@@ -274,7 +276,7 @@ def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
         own, others = (", ".join(sorted(names)) for names in (has, wanted))
-        raise BadFeeds(f"the outputs are {own}, but the outputs of the baseline are {others}")
+        raise BadFeeds(f"the outputs of this model are {own}, but the outputs of the baseline are {others}")
     found = worst([compare(a, b) for a, b in zip(reference.outputs, first.outputs, strict=True)])
     for difference in found.values():
         if difference.problem:

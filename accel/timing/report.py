@@ -126,7 +126,7 @@ class BenchReport:
         return f"<pre>{html.escape(self.table())}</pre>"
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON, Markdown or HTML, by the suffix of ``path``."""
+        """Write the report as JSON, Markdown or HTML. The suffix of ``path`` decides the format."""
         page.write(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Sweep:
     reports: tuple[BenchReport, ...]
 
     def write(self, path: Path) -> None:
-        """Write all reports to one file as JSON, Markdown or HTML, by the suffix of ``path``."""
+        """Write all reports to one file as JSON, Markdown or HTML. The suffix of ``path`` decides the format."""
         page.write(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:

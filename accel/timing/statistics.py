@@ -142,10 +142,10 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline. ``first`` and ``second`` are float64[rounds] with the medians of the baseline's two
     processes.
 
-    The baseline's median in a round is the geometric mean of the medians of both processes. With the median of a single
-    process, the random speed difference of this process would affect every ratio. The A/A interval is the interval of
-    the speedup of one process over the other. The floor is the distance from 1 to the farther end of the A/A interval,
-    and at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
+    The baseline's median in a round is the geometric mean of the medians of both processes. If the baseline were a
+    single process, the random speed of this process would affect every ratio. The A/A interval is the interval of the
+    speedup of one process over the other. The floor is the distance from 1 to the farther end of the A/A interval, and
+    at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 

@@ -89,20 +89,21 @@ def make_data(config: TrainConfig) -> Any:
     iterated = isinstance(data, Mapping | torch.utils.data.IterableDataset)
     if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
-            f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
-            "(__len__ and __getitem__), because a run can't resume an iterable dataset at a step "
+            f"the data factory {config.data} made a {type(data).__name__}; make a list or another map-style dataset "
+            "(with __len__ and __getitem__), because a run can't resume an iterable dataset at a step "
             "(docs/how-to/training.md)"
         )
     if not len(data):
         raise BadData(
-            f"{config.data} made a {type(data).__name__} without samples; add samples (docs/how-to/training.md)"
+            f"the data factory {config.data} made a {type(data).__name__} without samples; add samples "
+            "(docs/how-to/training.md)"
         )
     try:
         sample = data[0]
     except Exception as error:  # user code may raise any exception
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise BadData(
-            f"sample 0 of {config.data} can't be fetched ({reason}); let the dataset take numbers from 0 to "
+            f"sample 0 of {config.data} can't be fetched ({reason}); let the dataset take indices from 0 to "
             f"{len(data) - 1} (docs/how-to/training.md)"
         ) from error
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
@@ -122,7 +123,7 @@ def make_model(spec: str, seed: int) -> nn.Module:
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
         raise BadConfig(
-            f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module (docs/how-to/training.md)"
+            f"the model factory {spec} made a {type(made).__name__}; make an nn.Module (docs/how-to/training.md)"
         )
     return made
 

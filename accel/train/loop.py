@@ -34,7 +34,8 @@ from .passes import take
 from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
 from .ranks import Ranks
 
-# The number of overflowing steps in a row after which a run stops. A smaller loss scale doesn't help any more then.
+# The number of overflowing steps in a row after which a run stops. After so many overflows, the loss scale is so small
+# that an even smaller loss scale would not help.
 _MOST_SKIPPED = 50
 
 
@@ -70,14 +71,14 @@ class Trainer:
         self.expected = 0.0  # The number of targets in the previous step.
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
+        self.reordered: list[str] = []  # The changed config keys that reordered the samples.
         self.log: StepLog | None = None  # The log is open only on rank 0 and during run().
         self.written = True  # True if no rank was writing a checkpoint when the last losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
 
-        Returns the number of steps, the last loss, the metrics, and ``best`` if an earlier step was better.
+        Returns the number of steps, the last loss, the metrics, and the record ``best`` if an earlier step was better.
         """
         self.resume()
         batches = self.batches()
@@ -148,8 +149,8 @@ class Trainer:
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """Runs one optimizer step and returns the step's figures.
 
-        Loss and gradient are means over every counted target of the global batch. The gradients of summed losses are
-        divided once, by the number of targets over all ranks and micro-batches.
+        Loss and gradient are means over every counted target of the global batch. The gradient of the summed loss is
+        divided once, by the number of targets of all ranks and micro-batches.
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
@@ -309,8 +310,8 @@ class Trainer:
             ) from error
         if not isinstance(found, Mapping):
             raise BadConfig(
-                f"{name} returned a {type(found).__name__}; return metrics by name, such as {{'top1': 0.97}} "
-                "(docs/how-to/training.md)"
+                f"evaluate {name} returned a {type(found).__name__}; return a dict of metrics, such as "
+                "{'top1': 0.97} (docs/how-to/training.md)"
             )
         metrics = {}
         for key, value in found.items():
@@ -318,8 +319,8 @@ class Trainer:
                 metrics[str(key)] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise BadConfig(
-                    f"{name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; return "
-                    "numbers by name, such as {'top1': 0.97} (docs/how-to/training.md)"
+                    f"evaluate {name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; "
+                    "return a dict of numbers, such as {'top1': 0.97} (docs/how-to/training.md)"
                 ) from error
         return metrics
 
@@ -339,8 +340,8 @@ class Trainer:
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names`` are
-        the names of its tensors."""
+        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names``
+        lists the names of the checkpoint's tensors."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
         self.optimizer.materialize()
         before = run["config"]["optimizer"]

@@ -58,8 +58,8 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
         )
     if targets.is_floating_point():
         raise BadConfig(
-            f"the targets are {str(targets.dtype).removeprefix('torch.')}, but the default loss takes classes (int64); "
-            'for numbers, use loss = "accel.train.loss:squared_error"'
+            f"the targets are {str(targets.dtype).removeprefix('torch.')}, but the default loss takes class numbers "
+            '(int64); for a regression, use loss = "accel.train.loss:squared_error"'
         )
     flat = targets.flatten()
     total = F.cross_entropy(outputs.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")

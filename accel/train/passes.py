@@ -62,7 +62,7 @@ class Accumulated:
 
 
 def take_part(outputs: torch.Tensor) -> None:
-    """Runs the backward pass of a rank without a sample, because the collectives of the other ranks wait for this
+    """Runs the backward pass on a rank that has no sample, because the collectives of the other ranks wait for this
     rank."""
     local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
     torch.autograd.backward((local * 0).sum())

@@ -196,11 +196,11 @@ class LossScale:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the 2-norm of all gradients together. The result is a float32 scalar and the same on every rank.
+    """Returns the 2-norm of all gradients together. The result is a float32 scalar, which is the same on every rank.
 
-    The norm is not finite if any gradient is not finite. torch can't compute one norm over plain tensors and DTensors
-    of different meshes (pytorch#180346). So the squares are summed separately for each layout, over the ranks that hold
-    the layout's shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
+    The norm is not finite if any gradient is not finite. PyTorch can't compute one norm over plain tensors and DTensors
+    of different meshes (pytorch#180346). Therefore, the squares are summed separately for each layout, over the ranks
+    that hold the layout's shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)

@@ -25,7 +25,7 @@ _KEPT = {
 
 
 def recompute(module: nn.Module, mode: str) -> None:
-    """Makes every block of ``module`` run again in the backward pass, in place. Parameter names don't change.
+    """Changes ``module`` in place, so that its blocks run again in the backward pass. Parameter names don't change.
 
     The mode ``full`` keeps only the input of a block, ``selective`` also keeps the results of matrix products and
     attention, and ``none`` changes nothing.

@@ -32,10 +32,10 @@ def _read_graph(path: str) -> Any:
         graph.ParseFromString(data)
     except Exception as error:
         if b"serve" in data[:4096]:
-            raise InvalidModel(f"{path} is the file of a SavedModel; give its folder") from error
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef") from error
+            raise InvalidModel(f"the file {path} belongs to a SavedModel; give the folder of the SavedModel") from error
+        raise InvalidModel(f"the file {path} is not a TensorFlow graph; give a frozen GraphDef") from error
     if not graph.node or not all(node.op and node.name for node in graph.node):
-        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
+        raise InvalidModel(f"the file {path} is not a TensorFlow graph; give a frozen GraphDef")
     return graph
 
 
@@ -43,7 +43,8 @@ def load_graph(spec: TensorFlowSpec) -> Loaded:
     graph = _read_graph(spec.path)
     if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
         raise BadSource(
-            f"{spec.path} is not frozen and its weights are in a checkpoint; give the checkpoint's .meta file instead"
+            f"the graph {spec.path} isn't frozen, so its weights are in a checkpoint; give the checkpoint's .meta file "
+            "instead"
         )
     return _from_graph(graph, spec)
 
@@ -71,7 +72,7 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def load_signature(spec: TensorFlowSpec) -> Loaded:
-    """Loads a signature of a TF1 SavedModel if the signature doesn't list all placeholders as inputs.
+    """Loads a signature of a TF1 SavedModel that lists only some of the placeholders as inputs.
     ``tf.saved_model.load`` refuses a signature with missing placeholders.
 
     Raises ``KeyError`` if the SavedModel has no signature of this name.
@@ -90,7 +91,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
     said: dict[str, str] = {}
     whole = converted = frozen
     if spec.placeholders or left_out(frozen):
-        # Conversions are compared with ``whole``, the user's graph before folding.
+        # ``whole`` is the user's graph before folding. It computes the reference outputs for the conversion.
         whole, said = with_placeholders(replace(frozen, graph=as_imported(frozen.graph)), spec)
         converted = folded(whole)
     if spec.strip and training_ops(converted):
@@ -99,7 +100,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
         call, tensors = run_graph(whole)
     except ValueError as error:
         raise BadSource(
-            f"{spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
+            f"the graph {spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
         ) from error
     inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(frozen.inputs, tensors, strict=True)]
     return Loaded(call=call, inputs=inputs, outputs=list(frozen.outputs), freeze=lambda: converted, placeholders=said)
@@ -112,10 +113,10 @@ def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
     if not spec.inputs or not spec.outputs:
-        raise BadSource(f"{spec.path} is a bare graph and doesn't name its inputs and outputs; pass e.g. {hint}")
+        raise BadSource(f"the graph {spec.path} doesn't name its inputs and outputs; pass their names, e.g. {hint}")
     for name in (*spec.inputs, *spec.outputs):
         if name.partition(":")[0] not in nodes:
-            raise BadSource(f"{spec.path} has no tensor {name}; pass e.g. {hint}")
+            raise BadSource(f"the graph {spec.path} has no tensor {name}; pass tensors of the graph, e.g. {hint}")
 
 
 def _ends(graph: Any) -> tuple[list[str], list[str]]:
@@ -154,7 +155,7 @@ def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
             return _ends(graph.as_graph_def())
     except Exception as error:
         raise InvalidModel(
-            f"{spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
+            f"the file {spec.path} can't be read as a TF1 checkpoint ({one_line(error)}); save it again"
         ) from error
 
 

@@ -117,7 +117,7 @@ def _with_taken_branches(graph: Any) -> Any:
 
 
 def _chosen(node: Any, nodes: Mapping[str, Any]) -> Any:
-    """Returns the branch function that ``node`` runs if its condition is a constant, else None."""
+    """Returns the branch function that ``node`` runs, or None if the condition of ``node`` is not a constant."""
     if node.op not in _CHOICES and node.op not in _CASES:
         return None
     value = constant(node.input[0], nodes)

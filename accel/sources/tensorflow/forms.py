@@ -39,7 +39,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
         raise
     except Exception as error:
         raise InvalidModel(
-            f"{spec.path} can't be read as {_NAMES[spec.form]} ({whole_sentences(error).rstrip('.')}); save it again"
+            f"the model {spec.path} can't be read as {_NAMES[spec.form]} ({whole_sentences(error).rstrip('.')}); save "
+            "the model again"
         ) from error
 
 
@@ -65,7 +66,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
         except Exception:
             raise first from None
     if spec.placeholders:
-        raise BadSource(f"every placeholder of {spec.path} is an input; leave out {option('placeholders')}")
+        raise BadSource(f"every placeholder of the model {spec.path} is an input; leave out {option('placeholders')}")
     signatures = dict(loaded.signatures)
     if not signatures:
         raise BadSource(
@@ -78,7 +79,7 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
     if name not in signatures:
         what = f"has no signature {name!r}" if name else "has several signatures and no serving_default"
         known = ", ".join(signatures)
-        raise BadSource(f"the model {spec.path} {what}; pass {option('signature')} with one of: {known}")
+        raise BadSource(f"the model {spec.path} {what}; choose a signature with {option('signature')}: {known}")
     function = signatures[name]
     taken: Mapping[str, Any] = function.structured_input_signature[1]
     outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))
@@ -225,8 +226,8 @@ def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error: Exception) -> BadSource:
-    """Returns the error for a model that Keras can run but can't trace, such as bilinear ``UpSampling2D`` with dynamic
-    sizes."""
+    """Returns the error for a model that Keras can run but can't trace, such as a model that has a bilinear
+    ``UpSampling2D`` with dynamic sizes."""
     said = whole_sentences(error, 160).rstrip(".")
     if all(kind.shape.rank is None or all(kind.shape[1:].as_list()) for kind in kinds):
         return BadSource(f"Keras can't make a graph of {where} ({said}); take that layer out of the model")
@@ -260,12 +261,14 @@ def _python(spec: TensorFlowSpec) -> Loaded:
                 "concrete function"
             ) from error
     if not hasattr(made, "structured_input_signature"):
-        raise BadSource(f"{spec.path} returned {type(made).__name__}; return a Keras model or a tf.function")
+        raise BadSource(
+            f"the factory {spec.path} returned {type(made).__name__}; return a Keras model or a tf.function"
+        )
     function = made
     arguments, keywords = function.structured_input_signature
     if any(not isinstance(t, tf.TensorSpec) for t in (*arguments, *keywords.values())):
         raise BadSource(
-            f"the tf.function {spec.path} takes other arguments than tensors; wrap it in a tf.function that takes only "
+            f"the tf.function {spec.path} has arguments that aren't tensors; wrap it in a tf.function that takes only "
             "tensors"
         )
     parameters = [str(name) for name in getattr(function, "_arg_keywords", None) or []]

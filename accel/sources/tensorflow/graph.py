@@ -39,7 +39,7 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
-# The largest number of elements in a shape. A constant with more elements is a weight.
+# A constant with at most this many elements may be a shape. A constant with more elements is a weight.
 _FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
@@ -53,8 +53,8 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
     taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
     if len(taken) != len(inputs):
         raise BadSource(
-            f"the model keeps state that can't be frozen ({len(frozen.inputs) - len(inputs)} resources, such as a "
-            "lookup table); export the part without it"
+            f"the model holds {len(frozen.inputs) - len(inputs)} resources that can't be frozen, such as lookup "
+            "tables; export only the part of the model without these resources"
         )
     return Frozen(
         graph=_without_assignments(_with_values(frozen.graph.as_graph_def(add_shapes=True))),
@@ -74,7 +74,7 @@ def _with_constants(function: Any) -> Any:
     how = {"lower_control_flow": False, "aggressive_inlining": True}
     try:
         return convert_to_constants.convert_variables_to_constants_v2(function, **how)
-    except ValueError as error:  # the function assigns to a variable that became a constant
+    except ValueError as error:  # raised if the function assigns to a variable that became a constant
         if "VariableOp" not in str(error):
             raise
     data = convert_to_constants._FunctionConverterDataInEager(func=function, **how)
@@ -150,7 +150,7 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 def graph_sha256(frozen: Frozen) -> str:
     """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
 
-    Node names don't change the hash, because Keras numbers the nodes in the order of their creation in a process.
+    The hash leaves out the names of the nodes, because Keras numbers the nodes in the order of their creation.
     """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
@@ -200,7 +200,8 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 def refuse_windows_beyond(frozen: Frozen, feeds: Mapping[str, np.ndarray]) -> None:
     """Raises TensorFlow's ``ValueError`` if a convolution or pooling window of the graph is too large for inputs shaped
-    like ``feeds``. With such a window, oneDNN's convolutions return uninitialized memory and raise no error.
+    like ``feeds``. With a window that is too large, oneDNN's convolutions return uninitialized memory and raise no
+    error.
     """
     with tf.Graph().as_default():
         fixed = {
@@ -290,7 +291,7 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 
 
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
-    """Returns the tensor before its division by the keep probability, or "" if there is no such division.
+    """Returns the tensor that is divided by the keep probability to get ``name``, or "" if ``name`` is no quotient.
 
     TF1 divides by the keep probability, and TF2 multiplies by the inverse of the keep probability.
     """
@@ -321,8 +322,8 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
 
 
 def count_graph(frozen: Frozen) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. The float constants are the
-    weights."""
+    """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. Counts the float constants
+    as weights."""
     nodes = leading_to_outputs(frozen)
     operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
     parameters, weights = 0, Counter[str]()

@@ -1,4 +1,4 @@
-"""Removes random ops without effect from a graph, such as a dropout that keeps every element.
+"""Removes from a graph the random ops that have no effect, such as a dropout that keeps every element.
 
 Only the child process that runs TensorFlow imports this module.
 """
@@ -26,6 +26,7 @@ _ELEMENTWISE = frozenset(
         "Minimum", "GreaterEqual", "Greater", "Less", "LessEqual", "LogicalNot",
     }
 )  # fmt: skip
+
 # Maps each operator to its neutral operand. With a neutral operand, the operator returns its other operand unchanged.
 _NEUTRAL = {"Mul": 1, "Add": 0, "AddV2": 0, "Sub": 0, "RealDiv": 1, "Div": 1}
 _FROM_SECOND = frozenset({"Sub", "RealDiv", "Div"})
@@ -44,7 +45,7 @@ def without_idle_noise(graph: Any) -> Any:
     made.CopyFrom(graph)
     for node in made.node:
         order = [name for name in node.input if name[0] == "^"]
-        if node.name in idle and idle[node.name].ndim == 0:  # e.g. the predicate of a branch becomes a constant
+        if node.name in idle and idle[node.name].ndim == 0:  # e.g. the condition of a branch, which becomes a constant
             _make_constant(node, idle[node.name])
         elif kept := _without_effect(node, idle, nodes):
             kind = node.attr["T"].type

@@ -34,8 +34,8 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     ``example`` holds the arguments of a call: a tuple, a single tensor, or a dict of the inputs by name. A Keras model
     that knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. Without ``dynamic`` and
     ``example``, the axes without a fixed size in the Keras model are dynamic. With ``example`` alone, the first axis is
-    dynamic if the model runs with another batch size. The model is called once, so a model that was never called before
-    creates its variables.
+    dynamic if the model runs with another batch size. Calls the model once, because a model creates its variables in
+    its first call.
 
     Raises ``BadInputSpec`` if the inputs are unknown, and ``BadSource`` if the model fails on the example or can't be
     saved.
@@ -43,9 +43,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     known = list(getattr(model, "inputs", None) or [])
     given = _made_up(model, known) if example is None else example
     if given is None:
-        raise BadInputSpec(
-            f"the inputs of {_name(model)} are unknown; pass the arguments of a call as {option('example')}"
-        )
+        raise BadInputSpec(f"the inputs of {_name(model)} are unknown; pass example arguments with {option('example')}")
     given = (given,) if is_array(given) else given
     template, tensors = describe(given, strict=True)
     names = dict(zip(tensors, _input_names(model, known, given, list(tensors)), strict=True))
@@ -74,7 +72,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         axes = _batch_axes(call, arrays)
     if unknown := set(axes) - set(arrays):
         raise BadInputSpec(
-            f"the argument dynamic has axes of {sorted(unknown)[0]!r}, which is not an input; the inputs are "
+            f"the argument dynamic names {sorted(unknown)[0]!r}, which is not an input; the inputs are "
             f"{', '.join(arrays)}"
         )
     shapes = {
@@ -180,5 +178,5 @@ def _save(
             tensorflow.saved_model.save(model, str(folder), signatures=traced.get_concrete_function())
     except Exception as error:  # a model may raise any type of error
         raise BadSource(
-            f"TensorFlow can't save {_name(model)}: {one_line(error, 200)}; save it yourself and give the path"
+            f"TensorFlow can't save {_name(model)}: {one_line(error, 200)}; save the model yourself and give its path"
         ) from error

@@ -11,7 +11,7 @@ from accel.errors import InvalidModel
 if TYPE_CHECKING:
     import numpy as np
 
-# Name, dtype and shape of a tensor. A dynamic dim is None, and a shape of unknown rank is None.
+# Name, dtype and shape of a tensor. None stands for a dynamic dim. A shape of unknown rank is None as a whole.
 Row = tuple[str, str, list[int | None] | None]
 
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
@@ -53,7 +53,7 @@ def plain_name(name: str) -> str:
 def dtype_name(kind: Any) -> str:
     """Returns the name that a ``TensorSpec`` uses for a ``tf.DType``.
 
-    Raises ``InvalidModel`` if ONNX has no such dtype (resource, variant, complex, quantized).
+    Raises ``InvalidModel`` for a dtype that ONNX does not have (resource, variant, complex, quantized).
     """
     name = str(_DTYPES.get(kind.name, kind.name))
     if name in ("resource", "variant") or name.startswith(("complex", "q")):

@@ -25,7 +25,7 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of repeated runs on the same inputs, which find random outputs. One repeated run is not enough, because a
+# To find random outputs, the model runs this many more times on the same inputs. One more run is not enough, because a
 # random choice among a few values may repeat itself.
 _AGAIN = 4
 # Ranges to try for the dynamic dims if a model can't take the usual sizes. The largest range is tried only for models
@@ -43,8 +43,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
     change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    # The stamp includes the current folder, because a factory may have a relative path, and may read files at relative
-    # paths.
+    # The stamp of a loaded model includes the current folder, because a factory may have a relative path or read files
+    # at relative paths.
     stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
@@ -63,7 +63,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describes the model that ``spec`` names. Returns a dict with the specs of its ``inputs`` and ``outputs``, the
     ranges of its ``dims``, its ``properties``, a ``sha256`` and the ``placeholders`` that were set. If the source is a
-    factory, ``sha256`` is the hash of the graph that the factory returned, else "".
+    factory, ``sha256`` is the hash of the graph that the factory returned. For other sources, ``sha256`` is empty.
 
     Runs the model at several sizes. Repeats the run at one size to find random outputs. If the model can't take the
     usual sizes, tries larger sizes for the dims that have no range in ``dims``. ``inputs`` are the input specs that the
@@ -188,10 +188,10 @@ def _reason(error: Exception) -> str:
 def _probe(
     run_on: _Run, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
 ) -> tuple[tuple[TensorSpec, ...], bool]:
-    """Returns the specs of the outputs, and True if all outputs are sound (see ``_is_sound``) at every size.
+    """Returns the specs of the outputs, and a flag: True if all outputs are sound (see ``_is_sound``) at every size.
 
-    The dims in ``doubled`` are probed only at their usual and their largest size. A network that downsamples can't take
-    an image that is one pixel larger.
+    The dims in ``doubled`` are probed only at their usual and their largest size, because a network that downsamples
+    may not take an image that is one pixel larger.
     """
     cases = probe_cases(signature)
     for case in cases[1:]:
@@ -240,8 +240,8 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the input specs with names for their dynamic dims. In the first specs, each input has its own dim names.
-    In the second specs, all inputs share one name for each axis."""
+    """Yields the input specs with names for their dynamic dims. First yields specs in which each input has its own dim
+    names, and then yields specs in which all inputs share one name for each axis."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:

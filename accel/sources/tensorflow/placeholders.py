@@ -49,8 +49,9 @@ def _tensor(name: str) -> str:
 
 def with_placeholders(frozen: Frozen, spec: TensorFlowSpec) -> tuple[Frozen, dict[str, str]]:
     """Returns ``frozen`` with constants in place of the placeholders that the user left out of the inputs. Also returns
-    the values of these placeholders by name. A value that the user gave is always used. If ``spec.strip`` is True, the
-    other placeholders get the values that suit inference. The remaining placeholders get their defaults.
+    the values of these placeholders by name. A placeholder gets the user's value if the user gave a value. If
+    ``spec.strip`` is True, the other placeholders get the values that suit inference. The remaining placeholders get
+    their defaults.
 
     Raises ``BadInputSpec`` for a value that can't be set. Raises ``BadSource`` if a placeholder has no value.
     """
@@ -92,17 +93,17 @@ def _missing(names: list[str], needed: Mapping[str, Any], best: Mapping[str, Any
 
 
 def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
-    """Returns the value that ``text`` names, in the dtype of the placeholder ``name``."""
+    """Converts ``text`` to a value in the dtype of the placeholder ``name``."""
     nodes = {node.name: node for node in frozen.graph.node}
     if name not in nodes or nodes[name].op not in _KINDS:
         others = ", ".join(left_out(frozen)) or "none"
         raise BadInputSpec(
-            f"{spec.path} has no placeholder {name!r} that leads to the outputs; {option('placeholders')} takes: "
-            f"{others}"
+            f"the outputs of the model {spec.path} depend on no placeholder {name!r}; the placeholders for "
+            f"{option('placeholders')} are: {others}"
         )
     if _tensor(name) in map(_tensor, frozen.inputs.values()):
         raise BadInputSpec(
-            f"the placeholder {name} is an input of {spec.path}; leave {name} out of {option('placeholders')}"
+            f"the placeholder {name} is an input of the model {spec.path}; leave {name} out of {option('placeholders')}"
         )
     kind = tf.as_dtype(nodes[name].attr["dtype"].type)
     try:
@@ -115,8 +116,8 @@ def _read(name: str, text: str, frozen: Frozen, spec: TensorFlowSpec) -> Any:
         ) from error
     if _shape(nodes[name]) is None:
         raise BadInputSpec(
-            f"the placeholder {name} of {spec.path} has an open shape, so it can't be set; make it an input"
-            + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
+            f"the placeholder {name} of {spec.path} has an unknown shape, so it can't be set; make the placeholder an "
+            "input" + (f": {option('graph_inputs', [*spec.inputs, f'{name}:0'])}" if spec.inputs else "")
         )
     return value
 
@@ -129,7 +130,7 @@ def _number(text: str, kind: Any) -> Any:
 
 def _shape(node: Any) -> list[int] | None:
     """Returns the shape of the constant that replaces a placeholder. A placeholder of unknown rank becomes a single
-    number. Returns None if the size of a dim is open."""
+    number. Returns None if the size of a dim is unknown."""
     shape = tf.TensorShape(node.attr["shape"].shape)
     if shape.rank is None:
         return []
@@ -137,7 +138,7 @@ def _shape(node: Any) -> list[int] | None:
 
 
 def _with_constants(frozen: Frozen, values: Mapping[str, Any]) -> Frozen:
-    """Returns ``frozen`` after replacing each placeholder named in ``values`` by a constant of this value."""
+    """Returns ``frozen`` with each placeholder in ``values`` replaced by a constant with the placeholder's value."""
     graph = tf.compat.v1.GraphDef()
     graph.CopyFrom(frozen.graph)
     for node in graph.node:

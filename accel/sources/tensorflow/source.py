@@ -153,11 +153,13 @@ def open_tensorflow(
         graph_inputs, graph_outputs = _tensor_names(graph_inputs), _tensor_names(graph_outputs)
     elif graph_inputs or graph_outputs:
         given = options("graph_inputs", "graph_outputs")
-        raise UsageError(f"{text} has its own inputs and outputs; leave out {given}, which are for a .pb or .meta file")
+        raise UsageError(
+            f"the model {text} names its inputs and outputs; leave out {given}, which are only for .pb and .meta files"
+        )
     if placeholders and form not in ("graph", "checkpoint", "saved_model"):
-        raise UsageError(f"{text} has no placeholders; leave out {option('placeholders')}")
+        raise UsageError(f"the model {text} has no placeholders; leave out {option('placeholders')}")
     if signature and form != "saved_model":
-        raise UsageError(f"{text} has no signatures; leave out {option('signature')}")
+        raise UsageError(f"the model {text} has no signatures; leave out {option('signature')}")
     if strip_training_ops and form == "tflite":
         raise UsageError(
             f"{option('strip_training_ops', True)} can't change the TFLite file {text}; "
@@ -182,7 +184,7 @@ def open_tensorflow(
             "accel.sources.tensorflow.model:describe", spec=spec, inputs=specs, dims=ranges
         )
     except ChildCrashed as error:
-        raise InvalidModel(f"{text} ends TensorFlow's process ({error.died}); save it again") from error
+        raise InvalidModel(f"TensorFlow crashes on the model {text} ({error.died}); save the model again") from error
     bare = Signature(found["inputs"])
     if unknown := [d for d in ranges if d not in bare.dims]:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
@@ -253,7 +255,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
         parts = sorted(path.parent.glob(f"{path.stem}.*"))
         if not any(f.suffix == ".index" for f in parts):
             raise BadSource(
-                f"there is no {path.stem}.index and .data-* beside {path}; put the checkpoint's weights there"
+                f"the file {path.stem}.index and its .data-* files are missing beside {path}; put them into this folder"
             )
         return [path, *(f for f in parts if f != path and f.is_file())]
     return [path]
@@ -282,5 +284,5 @@ def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: 
         specs.append(replace(spec, shape=said.shape, values=said.values or spec.values))
     if by_name:
         names = ", ".join(spec.name for spec in found)
-        raise BadInputSpec(f"{where} has no input {next(iter(by_name))!r}; its inputs are: {names}")
+        raise BadInputSpec(f"the model {where} has no input {next(iter(by_name))!r}; its inputs are: {names}")
     return tuple(specs)

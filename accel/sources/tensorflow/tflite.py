@@ -24,11 +24,11 @@ def load(spec: TensorFlowSpec) -> Loaded:
     """Loads a ``.tflite`` file. Raises ``InvalidModel`` with the reason if the interpreter refuses the file."""
     path = Path(spec.path)
     if path.read_bytes()[4:8] != b"TFL3":
-        raise InvalidModel(f"{path} is not a TFLite file; convert it again")
+        raise InvalidModel(f"the file {path} is not a TFLite file; convert the model again")
     try:
         interpreter = _interpreter(path)
     except Exception as error:
-        raise InvalidModel(f"TFLite can't load {path} ({one_line(error)}); convert it again") from error
+        raise InvalidModel(f"TFLite can't load the file {path} ({one_line(error)}); convert the model again") from error
     inputs, outputs = names(interpreter)
     starts, ends = interpreter.get_input_details(), interpreter.get_output_details()
     specs = _rows(inputs, starts)
@@ -63,7 +63,8 @@ def _interpreter(path: Path) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides the notice that the interpreter will move to another package
+        # hides the notice that the interpreter will move to another package
+        warnings.simplefilter("ignore")
         # The interpreter's built-in kernels define the correct outputs of the file. XNNPACK's kernels may compute other
         # outputs.
         interpreter = tf.lite.Interpreter(

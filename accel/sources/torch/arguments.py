@@ -1,4 +1,4 @@
-"""Derives the arguments of a live module's call from example inputs."""
+"""Derives the arguments for a call of a module in memory from example inputs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def names_in(templates: Mapping[str, Template]) -> list[str]:
 
 def positional_parameters(module: torch.nn.Module) -> tuple[list[str], str]:
     """Returns the names of the parameters of ``forward`` that may be given by position. Also returns the name of a
-    ``*args`` parameter, or "" if there is none."""
+    ``*args`` parameter, or "" if ``forward`` has no ``*args``."""
     if isinstance(module, torch.jit.ScriptModule):
         forward: Any = module.forward
         return [argument.name for argument in forward.schema.arguments[1:]], ""
@@ -111,7 +111,9 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
     else:
         args = (example,) if is_array(example) else tuple(example)
     if why := _mismatch(module, args, kwargs):
-        raise BadInputSpec(f"the example doesn't fit {class_name(module)}.forward: {why}; give the arguments of a call")
+        raise BadInputSpec(
+            f"the example doesn't fit {class_name(module)}.forward: {why}; give arguments that forward takes"
+        )
     positional, rest = positional_parameters(module)
     given = arguments_of(positional, args, kwargs, rest)
     templates: dict[str, Template] = {}
@@ -124,7 +126,7 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
             raise BadInputSpec(f"the example can't be recorded: {error}") from error
         tensors |= found
     if not tensors:
-        raise BadInputSpec("the example holds no tensor; give the arguments of a call, such as example=(x,)")
+        raise BadInputSpec("the example holds no tensor; give the arguments of forward, such as example=(x,)")
     return templates, tensors
 
 

@@ -34,7 +34,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
     bits as the array."""
     import numpy as np
 
-    value = np.asarray(value, order="C")  # np.ascontiguousarray would give a scalar a dim
+    value = np.asarray(value, order="C")  # np.ascontiguousarray would add a dim to a scalar
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
     if not value.flags.writeable:  # torch warns about read-only arrays, but no caller writes to the tensor
@@ -100,7 +100,7 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
     ``forward`` takes ``*args``. Raises ``BadInputSpec`` if there are several inputs and ``forward`` has no parameter
-    for one of them. Inputs passed by position could be mixed up.
+    for one of them, because inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
@@ -187,17 +187,19 @@ def discover_outputs(
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
             if training := in_training(module):
-                raise BadSource(f"{where} fails in PyTorch on the inputs {shapes}: {reason}; {training}") from error
+                raise BadSource(
+                    f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
+                ) from error
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
-                f"{where} fails in PyTorch on the inputs {shapes}: {reason}"
+                f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
     with ByValue() as by_value:
         result = run_own(named, signature, signature.example_inputs(**cases[0]))
-    if by_value.seen:  # an output's size may change with the values
+    if by_value.seen:  # the size of an output may depend on the values of the inputs
         for seed in range(1, _SEEDS + 1):
             with contextlib.suppress(Exception):  # the gates report an error
                 found.append(run_named(named, signature, signature.example_inputs(seed=seed, **cases[0])))
@@ -211,10 +213,12 @@ def discover_outputs(
             )
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:
-        raise BadSource(f"{where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors")
+        raise BadSource(
+            f"the model {where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors"
+        )
     if names and len(names) != len(first):
         raise BadInputSpec(
-            f"{where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
+            f"the model {where} returns {len(first)} tensors ({', '.join(first)}), but {len(names)} names are given; "
             "give one name for each tensor"
         )
     # A model may return an input as an output, as sentence-transformers models do. The output then needs a name that

@@ -40,10 +40,11 @@ def open_factory(spec: str, weights: Path | None) -> Found:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         made, example = made
     if any(kind.__module__.startswith(("keras.", "tensorflow.")) for kind in type(made).__mro__):
-        raise MadeByTensorFlow(f"{spec} returned {type(made).__name__}, a model of TensorFlow")
+        raise MadeByTensorFlow(f"the factory {spec} returned {type(made).__name__}, which is a model of TensorFlow")
     if not isinstance(made, torch.nn.Module):
         raise BadSource(
-            f"{spec} returned {type(made).__name__}; a factory returns an nn.Module, or a module and its example inputs"
+            f"the factory {spec} returned {type(made).__name__}; return an nn.Module, or an nn.Module and its example "
+            "inputs"
         )
     path = Path(getattr(code, "__file__", "") or spec)
     files = [path] if path.is_file() else []
@@ -75,7 +76,7 @@ def _found_pipeline(
     """Opens a pipeline like a live module, because a pipeline's function may take any arguments."""
     if example is None:
         raise BadSource(
-            f"{spec} returned a pipeline without an example; return the pipeline with the arguments of a call: "
+            f"{spec} returned a pipeline without an example; return the pipeline and its example arguments: "
             "return pipeline, (x,)"
         )
     found = open_captured(capture(pipeline, example))
@@ -88,7 +89,7 @@ def _found_pipeline(
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:
     """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns the module itself.
 
-    Raises ``BadSource`` with the line of the user's code if the factory raises.
+    If the factory raises an error, raises ``BadSource`` with the line of the user's code.
     """
     if isinstance(factory, torch.nn.Module):
         return factory

@@ -62,8 +62,8 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
     """Returns the sha256 of the class, the code and the attributes of ``module`` and all its submodules.
 
     A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
-    The hash also covers the functions, classes and plain values that the hashed functions use by global names. An
-    object that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The hash doesn't use a
+    The hash also covers the functions, classes and plain values that the hashed functions use as globals. An object
+    that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The hash doesn't use a
     pickle of the whole module, because the pickle's bytes differ between two runs of the same program.
     """
     if isinstance(module, torch.jit.ScriptModule):
@@ -75,8 +75,8 @@ def code_and_attributes_sha256(module: torch.nn.Module) -> str:
         for key, value in vars(part).items():
             if key not in _OWN:
                 walk.add(key)
-                # Only the hooks are hashed, without their numbers. Torch numbers the hooks of all modules in a process
-                # together, so the numbers differ between runs.
+                # Hashes the hooks without their ids. Torch counts the ids over all modules of a process, so the id of
+                # a hook differs between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
     return walk.digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Defines ``Found``, which holds the PyTorch module that a spec names and the known facts about its inputs."""
+"""Defines ``Found``, which holds an opened PyTorch module and the known facts about its inputs."""
 
 from __future__ import annotations
 

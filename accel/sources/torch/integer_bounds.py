@@ -1,5 +1,8 @@
-"""Finds the ranges of integer inputs without a declared range. A token id has to be less than the number of rows of the
-embedding. The length of a sequence is at most the size of a dim."""
+"""Finds the ranges of integer inputs without a declared range.
+
+For example, a token id has to be less than the number of rows of the embedding, and an input that holds a sequence's
+length may be at most the size of the sequence dim.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from accel.signature import Bound, Feeds, Signature, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest batch size in the runs of the model. A larger batch would take longer and show nothing more.
+# The largest batch size in the runs of the model. A larger batch would take longer and find no other lookups.
 _LARGEST_BATCH = 3
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
@@ -27,8 +30,8 @@ class _Lookups(TorchDispatchMode):
     """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
     selection.
 
-    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows,
-    and True if every integer of the input selects a row of the table.
+    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows
+    and a flag, which is True if every integer of the input selects a row of the table.
     """
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -88,8 +91,8 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signatu
     inputs.
 
     Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
-    together. Returns ``signature`` unchanged if ``run`` raises nothing, or if no bound helps. Only inputs without
-    declared ``values`` are changed.
+    together. Returns ``signature`` unchanged if ``run`` already accepts its integers, or if no bound helps. Only inputs
+    without declared ``values`` are changed.
     """
     batch = signature.batch_dim
     dims = [dim for dim in signature.dims if dim != batch]

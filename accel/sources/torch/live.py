@@ -34,8 +34,8 @@ from .found import Found
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
-# The names of the dynamic axes of each input, given as a dict such as {0: "batch"} or as a sequence. The sequence holds
-# a name, a torch.export.Dim or None for each axis.
+# Gives names to the dynamic axes of each input, with a dict such as {0: "batch"} or with a sequence. A sequence has one
+# item for each axis: a name, a torch.export.Dim, or None for a static axis.
 Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
 Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
@@ -115,9 +115,9 @@ def open_captured(path: Path) -> Found:
     module.
     """
     if not path.is_file():
-        raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
+        raise BadSource(f"the live module {path.stem} is no longer in the cache; give the module again")
     if not StageCache().holds(path):
-        raise BadSource(f"{path} is not in the cache of this user; give the module itself or a file")
+        raise BadSource(f"the module {path} is not in the cache of this user; give the module itself or a file")
     facts = facts_about(path)
     kept = torch.load(path.parent / _EXAMPLE, weights_only=True)
     module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
@@ -126,8 +126,8 @@ def open_captured(path: Path) -> Found:
         # Models that draw random numbers are refused later, so they raise no error here.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
             raise BadSource(
-                f"{path.stem} computes other outputs than the original module; if the file of the module's class was "
-                "edited after the import, restart Python and give the module again"
+                f"the copy {path.stem} computes other outputs than the original module; if the file of the module's "
+                "class was edited after the import, restart Python and give the module again"
             )
     signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
     return Found(
@@ -168,7 +168,7 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
     for name, given in dynamic.items():
         if name not in tensors:
             raise BadInputSpec(
-                f"the argument dynamic has axes of {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
+                f"the argument dynamic names {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
             )
         rank = tensors[name].ndim
         pairs = given.items() if isinstance(given, Mapping) else enumerate(given or ())
@@ -251,7 +251,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # both copies share the class, and torch added properties to it
+            if parametrize.is_parametrized(part):  # torch changed the class, which both modules share
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
@@ -295,7 +295,7 @@ def _unpicklable(module: torch.nn.Module) -> str:
 
 @contextmanager
 def by_value(module: torch.nn.Module) -> Iterator[None]:
-    """Lets cloudpickle copy the code of modules that another process can't import, such as a loaded file."""
+    """Lets cloudpickle copy the code of Python modules that another process can't import by name."""
     names = {type(part).__module__ for part in module.modules()}
     names |= {getattr(value, "__module__", None) or "" for part in module.modules() for value in vars(part).values()}
     registered = []
@@ -312,7 +312,7 @@ def by_value(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _importable(name: str, file: str) -> bool:
-    """Tells whether a new process with the same ``sys.path`` imports ``file`` under ``name``."""
+    """Tells whether ``import name`` in a new process with the same ``sys.path`` would import ``file``."""
     path: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):

@@ -18,8 +18,8 @@ from .call import flatten
 from .found import Found
 
 # If a dim has no limit, torch writes an upper limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared by the
-# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range. So the upper
-# end is at most four times the example's size, or _DECLARED if _DECLARED is larger.
+# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range, so a very large
+# upper end would take too long. The upper end is at most four times the example's size, or _DECLARED if that is larger.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
@@ -34,7 +34,7 @@ def open_exported_program(path: Path) -> Found:
         program = torch.export.load(path)
     except Exception as error:
         raise InvalidModel(
-            f"{path} is no exported program ({_reason(error)}); write it with torch.export.save"
+            f"the file {path} is no exported program ({_reason(error)}); write it with torch.export.save"
         ) from error
     args, kwargs = program.example_inputs or ((), {})
     placeholders = [
@@ -55,7 +55,7 @@ def open_exported_program(path: Path) -> Found:
             written = str(size.node.expr)
             step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another expression already has this name
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another size already has this name
                 dim = f"{symbol}_in_steps_of_{step}"
             dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])
@@ -87,8 +87,8 @@ def _multiple_of(expression: Any) -> tuple[int, str]:
 
 
 class _Program(torch.nn.Module):
-    """An exported program as a module that takes all tensors in order. The program stays in the mode (training or
-    evaluation) of its export."""
+    """Wraps an exported program as a module that takes all tensors by position. The program stays in the mode (training
+    or evaluation) of its export."""
 
     def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def open_torchscript(path: Path) -> Found:
             warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
             module = torch.jit.load(str(path), map_location="cpu")
     except Exception as error:
-        raise InvalidModel(f"{path} is no TorchScript file ({_reason(error)}); save it again") from error
+        raise InvalidModel(f"the file {path} is no TorchScript file ({_reason(error)}); save it again") from error
     return Found(module=module, path=path, files=(path,))
 
 
@@ -133,7 +133,9 @@ def _is_torchscript(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any("/code/" in name for name in archive.namelist())
     except (zipfile.BadZipFile, OSError) as error:
-        raise InvalidModel(f"{path} is no PyTorch file or is damaged ({_reason(error)}); save it again") from error
+        raise InvalidModel(
+            f"the file {path} is no PyTorch file or is damaged ({_reason(error)}); save it again"
+        ) from error
 
 
 def _check_file(path: Path) -> None:

@@ -72,11 +72,11 @@ def open_torch(
     if not specs:
         if found.live:
             raise BadInputSpec(
-                f"the inputs of {found.name} are unknown; pass the arguments of a call as {option('example')}"
+                f"the inputs of {found.name} are unknown; pass example arguments with {option('example')}"
             )
         examples = found.example or suggested_inputs(found.module)
         raise BadInputSpec(
-            f"{found.name or spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
+            f"the model {found.name or spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
             f"{option('inputs', list(examples))}"
         )
     declared = dict(found.dims or {})
@@ -131,7 +131,7 @@ def open_torch(
 
 def module_of(artifact: Artifact) -> torch.nn.Module:
     """Returns the module behind an artifact of kind ``torch``. Opens the module once per process."""
-    if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage made this file from another source
+    if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage of accel wrote this file
         digest = artifact.digest
         if digest not in _opened:
             _opened[digest] = open_exported_program(artifact.path).module
@@ -197,7 +197,7 @@ def _precision(module: torch.nn.Module) -> str:
 
 def _find(spec: str, weights: Path | None) -> Found:
     asked = model_id(spec)
-    if asked is not None and asked.commit:  # ``Source`` has already resolved a branch or tag
+    if asked is not None and asked.commit:  # ``Source`` has already resolved the branch or tag to a commit
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)

@@ -42,14 +42,16 @@ def open_train_folder(folder: Path) -> Found:
     """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
     signature, or from recorded samples if no signature was recorded.
 
-    Raises ``InvalidModel`` if a file is missing or changed since the training, and ``BadSource`` if the factory is not
-    found.
+    Raises ``InvalidModel`` if a file is missing or was changed after the training, and ``BadSource`` if the factory is
+    not found.
     """
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     try:
         files, spec, signature = dict(config["files"]), str(config["model"]), config["signature"]
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{folder / CONFIG} was not written by accel train, or was changed; train again") from error
+        raise InvalidModel(
+            f"the file {folder / CONFIG} was changed, or accel train did not write it; train again"
+        ) from error
     for name, sha256 in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file() or file_sha256(file) != sha256:
@@ -62,7 +64,7 @@ def open_train_folder(folder: Path) -> Found:
     made = call_factory(factory, spec)
     module = made[0] if isinstance(made, tuple) else made
     if not isinstance(module, torch.nn.Module):
-        raise BadSource(f"{spec} returned {type(module).__name__}; a factory returns an nn.Module")
+        raise BadSource(f"the factory {spec} returned {type(module).__name__}; return an nn.Module")
     weights = load_weights(module, folder / INDEX).files
     if signature is not None:
         inputs, outputs = parse_inputs(signature["inputs"]), tuple(signature["outputs"])

@@ -39,8 +39,8 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
                 or value.is_complex() != own[name].is_complex()
             ):
                 raise BadSource(
-                    f"the tensor {name!r} has the dtype {value.dtype} in {path}, but the dtype {own[name].dtype} in "
-                    "the model; give the weights of this factory's model"
+                    f"the tensor {name!r} has the dtype {value.dtype} in the file {path}, but the dtype "
+                    f"{own[name].dtype} in the model; give the weights of this factory's model"
                 )
             own[name].copy_(value)
     return checkpoint

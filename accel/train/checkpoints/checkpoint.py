@@ -29,7 +29,7 @@ from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
 
 from ..config.schema import CheckpointConfig
 
-dcp: Any = torch.distributed.checkpoint  # torch doesn't declare the names of this module as exported
+dcp: Any = torch.distributed.checkpoint  # type checkers don't see the names that this module exports
 
 # DCP's CheckpointException, raised if a rank failed, is not a subclass of Exception.
 _FAILED = (Exception, dcp.CheckpointException)
@@ -68,7 +68,7 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Writes a checkpoint of ``state`` and ``run``. ``state`` is a dict of tensors. ``run`` is a dict of plain
-        values, among them ``step``. Each rank writes its shards.
+        values and includes ``step``. Each rank writes its own shards.
 
         Waits for the previous save first. If ``asynchronous`` is set, copies the tensors, writes the copies in the
         background and returns. A call of ``wait`` then finishes the save. All ranks have to call ``wait`` together. If
@@ -194,8 +194,8 @@ class Checkpoints:
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints. Only rank 0 calls
-        this method."""
+        """Adds the metrics of ``step`` to the step's checkpoint, and deletes the checkpoints that aren't kept any
+        longer. Only rank 0 calls this method."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -214,7 +214,7 @@ class Checkpoints:
         """Reads the newest undamaged checkpoint. Returns the checkpoint's ``run.json`` and tensors, or None if there is
         no checkpoint.
 
-        ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
+        ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to fill. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
         checkpoints.
 
@@ -259,8 +259,12 @@ class Checkpoints:
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):
                 continue
             kind, _, own = name.partition(".")
-            there = f"is {saved[name]} there and {list(value.shape)} now" if name in saved else "is not in it"
-            said = said or f"the {kind} has changed since {path}: {own} {there}"
+            there = (
+                f"had the shape {saved[name]}, and has the shape {list(value.shape)} now"
+                if name in saved
+                else "is not in the checkpoint"
+            )
+            said = said or f"the {kind} has changed since the checkpoint {path}: {own} {there}"
         said = next((one for one in self._together(said) if one), "")
         if said:
             raise BadCheckpoint(f"{said}; give another --out, or start with --fresh")
@@ -303,7 +307,7 @@ class Checkpoints:
 
 
 class _Unreadable(Exception):
-    """The checkpoint is damaged and has to be skipped."""
+    """Raised if a checkpoint is damaged and has to be skipped."""
 
 
 def _reason(error: BaseException) -> str:

@@ -3,8 +3,8 @@
 ``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists.
 ``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
 ``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
-the names and ranges of the inputs from ``inputs.safetensors``. ``NAME.py`` is the file of ``file.py:factory``. The
-modules that ``file.py`` imported from the same folder are copied too.
+the names and ranges of the inputs from ``inputs.safetensors``. If the factory is ``NAME.py:FACTORY``, ``NAME.py``
+and the modules that ``NAME.py`` imported from the same folder are copied too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_run(
         stacked = torch.utils.data.default_collate(samples)[0]
     except RuntimeError:  # samples of different lengths can't be stacked, so the example is a single sample
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # keeps only the tokens, because inference passes no positions and documents
+    if config.pack:  # keeps only the tokens, because at inference the model gets no positions or documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:

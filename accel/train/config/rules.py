@@ -28,12 +28,12 @@ def runnable(config: TrainConfig) -> None:
     """Raises ``BadConfig`` if ``config`` lacks keys that a run needs. ``accel plan`` doesn't need these keys."""
     if not config.model or not config.data:
         raise BadConfig(
-            "the config needs model and data; write model = 'package.module:factory', and data the same way "
+            "the config needs the keys model and data; write model = 'package.module:factory', and data the same way "
             "(docs/how-to/training.md)"
         )
     if config.parallel.tp > 1 and not config.tensor_parallel:
         raise BadConfig(
-            "tensor parallel needs a plan of the modules to split; write [tensor_parallel] with e.g. "
+            "tensor parallelism needs a plan of the modules to split; write a table [tensor_parallel] with e.g. "
             '"blocks.*.attention.query" = "column"'
         )
 

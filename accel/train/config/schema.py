@@ -49,7 +49,7 @@ class PrecisionConfig:
 class ParallelConfig:
     """The layout of the ranks: a mesh ``(pp, dp_replicate, dp_shard, tp)``.
 
-    ``dp_shard`` follows from the world size and the other axes.
+    ``dp_shard`` is computed from the world size and the other axes.
 
     ``zero`` is the ZeRO stage. Stage 0 replicates everything. Stage 1 shards the optimizer states over the
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
@@ -58,14 +58,14 @@ class ParallelConfig:
     ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
     tensor-parallel ranks, between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline stages,
     which run in the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks over which each
-    sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute`` sets activation
-    checkpointing.
+    sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute`` is the mode of
+    activation checkpointing.
 
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
 
     ``compression`` selects DDP's format for sending gradients: bf16, fp16 or PowerSGD. PowerSGD has the rank
-    ``compression_rank`` and begins after ``compression_start`` exact steps.
+    ``compression_rank`` and begins after ``compression_start`` uncompressed steps.
     """
 
     zero: int = 0
@@ -151,7 +151,7 @@ class TrainConfig:
 
     ``model`` names a factory of an ``nn.Module``. ``data`` names a factory of a map-style dataset of training samples
     ``(inputs, targets)``. ``loss`` names a function ``(outputs, targets) -> (sum of losses, count)``. The default loss
-    is the sum of the cross entropy over all tokens whose target isn't -100. accel also has the loss
+    is the sum of the cross entropy over all tokens whose target isn't -100. Another built-in loss is
     ``accel.train.loss:squared_error``. ``evaluate`` names a function ``module -> {metric: value}``. Rank 0 calls
     ``evaluate`` every ``evaluate_every`` steps and at the end.
 

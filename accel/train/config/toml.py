@@ -74,7 +74,7 @@ def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
     hints = typing.get_type_hints(kind)
     unknown = [key for key in body if key not in hints]
     if unknown:
-        raise BadConfig(f"the config has no {where}{unknown[0]}; the keys are: {', '.join(hints)}")
+        raise BadConfig(f"the config has no key {where}{unknown[0]}; the keys are: {', '.join(hints)}")
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in body.items()})
 
 

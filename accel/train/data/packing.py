@@ -5,9 +5,9 @@ tokens and ``int64[n]`` targets, and n may differ between samples. The longest d
 goes into the fullest sequence with enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without
 Cross-contamination", section 3).
 
-Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
-In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
-sequence has targets of -100, which aren't counted.
+Positions restart at 0 in every document. A model that uses positions takes ``positions`` or ``position_ids`` in
+``forward``. In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at
+the end of a sequence has targets of -100, which aren't counted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # Maps each number of free positions to a list of sequences.
+    spare: dict[int, list[int]] = {}  # Maps a number of free positions to the sequences with this many free positions.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
@@ -114,7 +114,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class OwnDocument(AroundAttention):
     """A context in which a position attends only to positions of the same document.
 
-    ``documents`` are int64[batch, positions].
+    ``documents`` holds the document number of each position, as int64[batch, positions].
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,9 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
         same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
         far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
         if not far < (1e-4 if dtype == torch.float32 else 3e-2):
-            raise BadConfig(f"the model's output for a document changes if other documents are in its sequence; {_FIX}")
+            raise BadConfig(
+                f"the model's output for a document changes if other documents are in the same sequence; {_FIX}"
+            )
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:

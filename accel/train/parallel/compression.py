@@ -38,10 +38,10 @@ class PowerSGD:
 
     A parameter's state has ``error`` (the gradient minus its approximation) and ``q`` (the matrix that the next
     approximation starts with). Torch keeps the state by bucket, and DDP changes the buckets after the first step of a
-    process. So this class saves the state by parameter whenever the buckets change.
+    process. Therefore, this class saves the state by parameter whenever the buckets change.
 
-    Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
-    saves a single copy of the state, and any number of ranks can load this copy.
+    Only the mean error over the ranks matters, because the approximation is linear in the gradients. Therefore, a
+    checkpoint saves a single copy of the state, and any number of ranks can load this copy.
     """
 
     def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:

@@ -59,9 +59,9 @@ class Ulysses(AroundAttention):
         for tensor in (query, key, value):
             if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
                 raise BadConfig(
-                    f"attention gets a tensor of shape {list(tensor.shape)}, but the shape has to be [batch, heads, "
-                    f"positions, width] with a multiple of cp {self.mesh.size()} as heads; use a cp that divides the "
-                    "number of heads"
+                    f"attention gets a tensor of shape {list(tensor.shape)}, but takes only the shape [batch, heads, "
+                    f"positions, width], in which heads is a multiple of cp {self.mesh.size()}; use a cp that divides "
+                    "the number of heads"
                 )
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
         found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)

@@ -63,7 +63,7 @@ class Stage(nn.Module):
         with autocast(self._mode, inputs[0].device.type):
             for name in self._order:
                 x = call(self.get_submodule(name), x)
-        # The tensor is sent to the next stage, and gloo and NCCL can't send a transposed view.
+        # Makes the tensor contiguous for the next stage, because gloo and NCCL can't send a transposed view.
         found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
 
@@ -71,8 +71,9 @@ class Stage(nn.Module):
 class _Place(PipelineStage):
     """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Before the first step, torch runs the module once to learn the shapes. In every stage except the first, the input of
-    this run is uninitialized memory. After the run, the module's buffers get their previous values back.
+    Before the first step, torch runs the module once to learn the shapes. In this run, the
+    input of every stage except the first is uninitialized memory. After the run, the module's buffers get their
+    previous values back.
     """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
@@ -86,7 +87,8 @@ class _Place(PipelineStage):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Stage ``index`` of ``count``, on this rank. FSDP2 gathers the parameters of each block in ``blocks`` together."""
+    """A stage of the pipeline on this rank. ``index`` is the number of the stage, and ``count`` is the number of all
+    stages. FSDP2 gathers the parameters of each block in ``blocks`` together."""
 
     module: Stage
     index: int

@@ -4,10 +4,10 @@ The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in b
 outlier affects only one block. Each parameter begins a new block, so that large weights of one parameter don't affect
 the scale of another parameter.
 
-A gradient is quantized once, exchanged all to all, and summed in float32. A parameter is quantized once: with hpZ, the
-backward pass gathers the values that the forward pass rounded. All blocks are int8, but in the paper the reduction
-between nodes is int4. The error of a value is at most half a quantization step, so at most 1/254 of the block's largest
-value.
+A gradient is quantized once, exchanged all to all, and summed in float32. A parameter is quantized only once. With hpZ,
+the backward pass gathers the values that the forward pass has already rounded. Here, all blocks are int8. In the paper,
+the reduction between nodes is int4. The error of a value is at most half a quantization step, which is at most 1/254 of
+the block's largest value.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks.
 
-Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
+Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallelism is from Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
 sequence, hidden]. Between the modules of the plan, each rank holds only its part of the sequence. ``column`` gathers
 the sequence, and ``row`` reduce-scatters the sequence.
 
@@ -58,7 +58,10 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             )
         for name in names:
             if found.setdefault(name, style) != style:
-                raise BadConfig(f"tensor_parallel gives {name} the styles {found[name]} and {style}; keep one of them")
+                raise BadConfig(
+                    f"[tensor_parallel] gives the module {name} both the styles {found[name]} and {style}; keep one of "
+                    "these styles"
+                )
             wanted = {"column": (nn.Linear,), "row": (nn.Linear,), "vocabulary": (nn.Linear, nn.Embedding)}
             if not isinstance(modules[name], wanted.get(style, nn.Module)):
                 kinds = " or an ".join(kind.__name__ for kind in wanted[style])
@@ -78,23 +81,23 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
     column = next((name for name, style in styles.items() if style == "column"), None)
     if column is not None and not splits:
         raise BadConfig(
-            f"{column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the sequence; "
-            'give the embedding the style "split" or "vocabulary" and the norms the style "sequence", or pass '
-            "--parallel.sequence_parallel=false"
+            f"the layer {column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the "
+            'sequence; give the embedding the style "split" or "vocabulary" and the norms the style "sequence", or '
+            "pass --parallel.sequence_parallel=false"
         )
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tells whether ``pattern`` matches a module's ``name``, component by component between the dots."""
+    """Tells whether ``pattern`` matches a module's ``name``. Compares the components between the dots one by one."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Shards each module that ``styles`` names over the only axis of ``mesh``, in place. Names don't change.
+    """Shards each module of ``styles`` in place over the only axis of ``mesh``. The names of modules don't change.
 
-    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if the size of a column or row isn't a multiple of the
-    number of ranks.
+    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if a column or row layer can't be split evenly over the
+    ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -107,8 +110,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
                 raise BadConfig(
-                    f"the layer {name} has {size} {style}s, which is not a multiple of tp {mesh.size()}; use a tp that "
-                    f"divides {size}"
+                    f"the layer {name} has {size} {style}s, but this number has to be a multiple of tp {mesh.size()}; "
+                    f"use a tp that divides {size}"
                 )
         for made in _styles(part, style, gathered, sequence=sequence):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
@@ -138,8 +141,8 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
 
 
 class _Gathered:
-    """Caches the last gathered tensor, so that columns with the same input (query, key, value) share a single
-    gather."""
+    """Caches the last gathered tensor, so that column layers with the same input (query, key, value) share a
+    single gather."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None

@@ -98,5 +98,5 @@ def test_routes() -> None:
     assert [stage.name for stage in route("onnx", "tflite")] == ["saved_model_from_onnx", "tflite_from_saved_model"]
     assert [stage.name for stage in route("onnx", "torch")] == ["torch_from_onnx"]
     assert route("onnx", "onnx") == ()
-    with pytest.raises(UnknownName, match="no stages convert engine to onnx; engine converts to nothing"):
+    with pytest.raises(UnknownName, match="no stages convert engine to onnx; engine can be converted to nothing"):
         route("engine", "onnx")

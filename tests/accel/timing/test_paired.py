@@ -139,7 +139,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ({"output": "z"}, "not comparable: the outputs are z, but the outputs of the baseline are y"),
+        ({"output": "z"}, "not comparable: the outputs of this model are z, but the outputs of the baseline are y"),
         ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
         ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
         ({"fail_to_open": True}, "no such kernel"),
@@ -168,7 +168,7 @@ def test_other_input_names_are_not_comparable() -> None:
     """Fails if the benchmark compares a candidate although its inputs have other names than the baseline's inputs."""
     signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
     row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
-    assert row.error.startswith("not comparable: the inputs are pixels, but the inputs of the baseline are x")
+    assert row.error.startswith("not comparable: the inputs of this model are pixels, but the inputs of the baseline")
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:

@@ -143,17 +143,17 @@ def bare(module):
 @pytest.mark.parametrize(
     ("key", "name", "says"),
     [
-        ("model", "number", "made a int; a model factory makes an nn.Module"),
-        ("data", "iterated", "made a list_iterator; a data factory makes a list or another map-style dataset"),
+        ("model", "number", "made a int; make an nn.Module"),
+        ("data", "iterated", "made a list_iterator; make a list or another map-style dataset"),
         ("data", "Streamed", "made a Streamed; .* a run can't resume an iterable dataset at a step"),
-        ("data", "loaded", "made a DataLoader; a data factory makes a list"),
-        ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take numbers from 0 to 2"),
+        ("data", "loaded", "made a DataLoader; make a list"),
+        ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take indices from 0 to 2"),
         ("data", "nothing", "made a list without samples; add samples"),
-        ("data", "named", "made a dict; a data factory makes a list"),
+        ("data", "named", "made a dict; make a list"),
         ("data", "inputs_alone", r"is a Tensor; let each sample be a tuple \(inputs, targets\)"),
         ("loss", "mean", r"the loss returned a tensor \[\]; return two tensors"),
         ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); return two tensors"),
-        ("evaluate", "bare", "returned a float; return metrics by name"),
+        ("evaluate", "bare", "returned a float; return a dict of metrics"),
     ],
 )
 def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:

@@ -188,7 +188,7 @@ def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:
         assert session.run({"x": np.float32([[1, 2, 3]])})["squared"].tolist() == [[2, 8, 18]]
-    with pytest.raises(BadSource, match="pass signature= with one of: double, square"):
+    with pytest.raises(BadSource, match="choose a signature with signature=: double, square"):
         accel.export(source, out=tmp_path / "m.onnx")
 
 
@@ -203,7 +203,7 @@ def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int
 ENDS = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 BAD = {
     "noise.pb": (BadSource, "random_normal", {**ENDS, "graph_outputs": ["noise"], "strip_training_ops": True}),
-    "frozen.pb": (BadSource, r"pass e.g. graph_inputs=\['x:0'\], graph_outputs=\['logits:0'\]", {}),
+    "frozen.pb": (BadSource, r"pass their names, e.g. graph_inputs=\['x:0'\], graph_outputs=\['logits:0'\]", {}),
     "strings": (ExportFailed, "StringLength", {}),
     "no_signatures": (BadSource, "has no signatures", {}),
     "only.weights.h5": (InvalidModel, "only weights", {}),

@@ -27,7 +27,9 @@ def open_folder(folder: Path, name: str = "") -> Found:
 
         return open_sentence_encoder(folder, name)
     if not (folder / _CONFIG).is_file():
-        raise BadSource(f"{name} has no config.json; give a folder written by save_pretrained or by accel train")
+        raise BadSource(
+            f"the model {name} has no config.json; give a folder written by save_pretrained or by accel train"
+        )
     config = read_json(folder / _CONFIG, dict)
     if "architecture" in config and "model_type" not in config:
         from .timm_folder import open_timm
@@ -44,9 +46,9 @@ def read_json(path: Path, kind: type) -> Any:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path} is no JSON object; save the model again") from error
+        raise InvalidModel(f"the file {path} holds no valid JSON config; save the model again") from error
     if not isinstance(body, kind):
-        raise InvalidModel(f"{path} is no JSON object; save the model again")
+        raise InvalidModel(f"the file {path} holds no valid JSON config; save the model again")
     return body
 
 
@@ -61,4 +63,4 @@ def weight_files(folder: Path, name: str) -> Sequence[Path]:
         found = [folder / main] if (folder / main).is_file() else sorted(folder.glob(others))
         if found:
             return [*found, *([index] if index.is_file() else [])]
-    raise BadSource(f"{name} has no .safetensors file; save the model with save_pretrained (safetensors)")
+    raise BadSource(f"the model {name} has no .safetensors file; save it with save_pretrained (safetensors)")

@@ -18,7 +18,7 @@ from .transformers_inputs import forms
 def open_sentence_encoder(folder: Path, name: str) -> Found:
     """Opens the model in ``folder`` with all modules that modules.json lists, such as pooling and normalization.
 
-    Raises ``BadSource`` if the model needs its own code or takes other inputs than text. Raises ``InvalidModel`` if
+    Raises ``BadSource`` if the model needs its own code or takes inputs that are not text. Raises ``InvalidModel`` if
     sentence-transformers can't load the folder. Raises ``MissingExtra`` if sentence-transformers is not installed.
     """
     modules = read_json(folder / MODULES, list)
@@ -26,12 +26,14 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
         kinds = [str(one["type"]) for one in modules]
         places = [folder / str(one["path"]) for one in modules]
     except (KeyError, TypeError) as error:
-        raise InvalidModel(f"{folder / MODULES} lists no modules; save the model again") from error
+        raise InvalidModel(f"the file {folder / MODULES} lists no modules; save the model again") from error
     # sentence-transformers would import any class that modules.json names, even from another library.
     if not all(kind.startswith("sentence_transformers.") for kind in kinds):
         raise own_code(name)
     if any(not place.resolve().is_relative_to(folder.resolve()) for place in places):
-        raise InvalidModel(f"{folder / MODULES} lists folders outside the model's folder; save the model again")
+        raise InvalidModel(
+            f"the file {folder / MODULES} lists folders outside the model's folder; save the model again"
+        )
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

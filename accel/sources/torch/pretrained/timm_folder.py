@@ -20,7 +20,7 @@ def open_timm(folder: Path, name: str) -> Found:
     try:
         import timm
     except ImportError as error:
-        raise UnsupportedHere(f"{name} is a model of timm, which is not installed; run: pip install timm") from error
+        raise UnsupportedHere(f"the model {name} needs timm, which is not installed; run: pip install timm") from error
     except Exception as error:  # torchvision fails if it was built for another torch
         raise UnsupportedHere(
             f"timm can't be imported here ({one_line(error, 120)}); install the torchvision that belongs to torch "

@@ -138,7 +138,7 @@ def test_values_that_can_not_be_set(cli: Any, graphs: Path, tmp_path: Path) -> N
     for given, words in (
         ({"keep_prob": "much"}, r"float32 and can't take the value 'much'; pass e.g. placeholders={'keep_prob': 1.0}"),
         ({"is_training": 2}, "the dtype bool and can't take the value '2'"),
-        ({"keep": 1.0}, "no placeholder 'keep' that leads to the outputs; .* takes: is_training, keep_prob"),
+        ({"keep": 1.0}, "no placeholder 'keep'; the placeholders for .* are: is_training, keep_prob"),
         ({"x": 1.0}, "x is an input of .*; leave x out of placeholders="),
     ):
         with pytest.raises(BadInputSpec, match=words):

@@ -265,7 +265,8 @@ def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> 
     source.write_text(SMALL.read_text().replace("hidden=32", "hidden=64"))
     with pytest.raises(
         BadCheckpoint,
-        match=r"the model has changed since .*step-00000001: embed.* is \[61, 32\] there and \[61, 64\] now; .*"
+        match=r"the model has changed since .*step-00000001: embed.* had the shape \[61, 32\], and has the shape "
+        r"\[61, 64\] now; .*"
         "give another --out, or start with --fresh",
     ):
         train(config_of(model=f"{source}:model"), tmp_path)
@@ -316,6 +317,6 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
         losses.append([one.one_step(batches)["loss"] for _ in range(3)])
     assert losses[0] == losses[1]
     with pytest.raises(
-        BadCheckpoint, match=r"the optimizer has changed since .* is not in it; give another"
-    ):  # the checkpoint holds AdamW's moments, not SGD's
+        BadCheckpoint, match=r"the optimizer has changed since .* is not in the checkpoint; give another"
+    ):  # the checkpoint has no moments of SGD
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

@@ -44,8 +44,8 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "override", "says"),
     [
-        ("stepz = 3", "", "has no stepz"),
-        ("[optimizer]\nlearning = 3", "", "has no optimizer.learning"),
+        ("stepz = 3", "", "has no key stepz"),
+        ("[optimizer]\nlearning = 3", "", "has no key optimizer.learning"),
         ("steps = 'many'", "", "steps is 'many', but has to be a whole number"),
         ("steps = [", "", "is not a TOML file"),
         ("optimizer = 3", "", "optimizer has to be a table"),

@@ -144,7 +144,7 @@ class _Whole(nn.Module):
 def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> None:
     """Fails if a run starts although its model would mix documents or use wrong positions."""
     with pytest.raises(
-        BadConfig, match="output for a document changes if other documents are in its sequence; let forward take"
+        BadConfig, match="output for a document changes if other documents are in the same sequence; let forward take"
     ):
         keep_apart(_Whole(mixes), Packed(_documents(5, 6), 16), torch.device("cpu"), torch.float32)
 

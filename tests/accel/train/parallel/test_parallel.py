@@ -41,7 +41,7 @@ def test_a_plan_names_modules_by_pattern() -> None:
     ("plan", "says"),
     [
         ({"layers.*.query": "column"}, "matches no module of the model; the modules are embed, "),
-        ({"head": "column", "he*": "row"}, "gives head the styles column and row; keep one"),
+        ({"head": "column", "he*": "row"}, "gives the module head both the styles column and row; keep one"),
         ({"norm": "row"}, "norm is a LayerNorm, but the style row needs a Linear"),
         ({"norm": "vocabulary"}, "the style vocabulary needs a Linear or an Embedding"),
     ],

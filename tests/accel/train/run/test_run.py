@@ -364,9 +364,9 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if ``accel train`` accepts a config without a model. If a user gives only the sizes of a model, such as
-    ``--layers``, ``accel plan`` writes a config without a model."""
-    with pytest.raises(BadConfig, match="needs model and data"):
+    """Fails if ``accel train`` accepts a config without a model. ``accel plan`` writes a config without a model if its
+    options give only the model's sizes, such as ``--layers``."""
+    with pytest.raises(BadConfig, match="needs the keys model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
 
