@@ -42,7 +42,7 @@ class PipelineFile:
             raise InvalidModel(f"{path} is not a pipeline that accel wrote; export the pipeline again") from error
         outside = any(PurePosixPath(file).is_absolute() or ".." in Path(file).parts for file in parts.values())
         if outside or not parts:
-            raise InvalidModel(f"{path} names parts outside its folder, which accel refuses; export it again")
+            raise InvalidModel(f"{path} names parts outside its folder, which accel refuses; export the pipeline again")
         return found
 
 

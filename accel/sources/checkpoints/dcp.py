@@ -165,7 +165,8 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
             file = path / str(info.get("relative_path"))
             if file.parent != path:
                 raise InvalidModel(
-                    f"{path / METADATA} points to the file {file} outside the checkpoint's folder, which accel refuses"
+                    f"{path / METADATA} points to the file {file} outside the checkpoint's folder; save the "
+                    "checkpoint again"
                 )
             start, length = int(info.get("offset")), int(info.get("length"))
             if file not in lengths:

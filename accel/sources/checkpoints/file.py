@@ -75,7 +75,7 @@ def _sharded(index: Path) -> Checkpoint:
     files = [index]
     for name in names:
         if Path(name).name != name:
-            raise InvalidModel(f"{index} points to the file {name!r} outside its folder, which accel refuses")
+            raise InvalidModel(f"{index} points to the file {name!r} outside its folder; save the weights again")
         shard = index.with_name(name)
         if not shard.is_file():
             raise BadSource(f"{index} names the shard {name}, which is missing; put the shard into the same folder")

@@ -66,8 +66,8 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
             location = next((e.value for e in tensor.external_data if e.key == "location"), "")
             if not location or Path(location).name != location:
                 raise InvalidModel(
-                    f"tensor {tensor.name!r} points to the file {location!r} outside the model's folder, which accel "
-                    "refuses"
+                    f"tensor {tensor.name!r} points to the file {location!r} outside the model's folder; move that "
+                    "file into the folder, and save the model again"
                 )
             names[location] = None
     return tuple(names)
@@ -139,7 +139,8 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         raise InvalidModel(
-            f"the value {value.name!r} is a {value.type.WhichOneof('value')}, but inputs and outputs must be tensors"
+            f"the value {value.name!r} is a {value.type.WhichOneof('value')}, but inputs and outputs have "
+            "to be tensors; export the model with tensors"
         )
     try:
         name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()

@@ -167,7 +167,7 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
     other = save(tmp_path / "other.onnx", output="logits")
     ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
     assert ran.code == 1
-    assert "the outputs are logits" in json.loads(ran.stdout)["results"][1]["error"]
+    assert "the outputs of this model are logits" in json.loads(ran.stdout)["results"][1]["error"]
     assert cli("bench", *two, other, *QUICK, "-q").code == 0
 
 

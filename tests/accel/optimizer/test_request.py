@@ -56,7 +56,7 @@ def test_defaults_are_those_of_the_function() -> None:
     ("wrong", "error", "says"),
     [
         ({"max_drop": 1.0}, UsageError, "the drop 1.0 has to be at least 0 and below 1"),
-        ({"label_metric": "top1"}, UsageError, "pass labels="),
+        ({"label_metric": "top1"}, UsageError, "pass the labels with labels="),
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),
         ({"budget_seconds": 0.0}, UsageError, "a budget of 0 s is too short"),
         ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),

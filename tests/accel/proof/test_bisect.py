@@ -272,7 +272,7 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
 
 def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_path: Path) -> None:
     """Fails if bisect compares two different models, or refuses them with a traceback."""
-    with pytest.raises(UsageError, match="the inputs differ"):
+    with pytest.raises(UsageError, match="the two models have different inputs"):
         bisect(encoder, digits)
     model = onnx.load(str(digits.path))
     model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = 1

@@ -199,7 +199,7 @@ def test_a_baseline_that_fails_is_an_error() -> None:
         (lambda: quick([scripted("a")], feeds=[]), UsageError, "nothing to time"),
         (lambda: quick([scripted("a")], rounds=4), UsageError, "at least 5"),
         (lambda: quick([scripted("a")], block_seconds=0), UsageError, "block"),
-        (lambda: quick([scripted("a")], baseline="b"), UnknownName, "one of a"),
+        (lambda: quick([scripted("a")], baseline="b"), UnknownName, "choose the baseline from a"),
     ],
 )
 def test_wrong_arguments_say_what_to_change(

@@ -135,8 +135,8 @@ def test_a_range_that_a_source_has_from_an_artifact(
     ("shape", "words", "says"),
     [
         ((2, "length"), ("--batch", "1"), "fixed batch"),
-        (("batch", 4), ("--length", "8"), "has none; use --sizes"),
-        (("batch", "height", "width"), ("--length", "8"), "has height, width; use --sizes"),
+        (("batch", 4), ("--length", "8"), "has no dynamic dim besides the batch"),
+        (("batch", "height", "width"), ("--length", "8"), "has the dynamic dims height, width besides the batch"),
         (("batch", "length"), ("--batch", "1,,2"), "write numbers from 1 up"),
         (("batch", "length"), ("--batch", "0"), "write numbers from 1 up"),
         (("batch", "length"), ("--length", "-8"), "write numbers from 1 up"),

@@ -24,7 +24,7 @@ SAVED, LITE = "saved_model_from_onnx", "tflite_from_saved_model"
     [
         (SAVED, "dropout", "x:float32[batch,6]", "logits:float32[batch,2]", ""),
         (SAVED, "dropout", "x:float32[batch,6]", "scores:float32[batch,2]", "lost the output 'scores'"),
-        (SAVED, "dropout", "x:float32[batch,6]", "logits:float16[batch,2]", "made the output 'logits'"),
+        (SAVED, "dropout", "x:float32[batch,6]", "logits:float16[batch,2]", "changed the dtype of the output 'logits'"),
         (SAVED, "gelu", "x:float32[batch,6,4]", "y:float32[batch,6,4]", "'batch' of the input 'x' into 1"),
         (SAVED, "gelu", "z:float32[1,6,4]", "y:float32[1,6,4]", "lost the input 'z'"),
         (LITE, "noise.tflite", "x:float32[2,64]", "place:int32[2]", ""),

@@ -149,7 +149,7 @@ def test_engine_options_that_are_none(text: str) -> None:
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
     """Fails if accel accepts version_compatible or a hardware compatibility level for TensorRT-RTX. The option
     version_compatible breaks the build, and TensorRT-RTX ignores a hardware compatibility level."""
-    with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
+    with pytest.raises(UnsupportedHere, match="list the GPUs with compute_capabilities="):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 

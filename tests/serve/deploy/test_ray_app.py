@@ -152,7 +152,7 @@ def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         ({}, "give repository=FOLDER"),
-        ({"repository": "m", "mode": "explicit"}, "needs commands"),
+        ({"repository": "m", "mode": "explicit"}, "gets no commands"),
         ({"repository": "m", "replicas": "many"}, "is not a number"),
         ({"repository": "m", "port": "1"}, "no argument 'port'"),
     ],

@@ -32,7 +32,7 @@ def reason(root: Path) -> str:
     ("group", "said"),
     [
         ("kind: KIND_GPU gpus: [1]", "start a server with CUDA_VISIBLE_DEVICES=1"),
-        ("kind: KIND_CPU gpus: [0]", "instances of KIND_CPU can't have gpus"),
+        ("kind: KIND_CPU gpus: [0]", "instances of KIND_CPU can't have the field gpus"),
         ('kind: KIND_GPU profile: ["0"]', "remove profile"),
         ("kind: KIND_CPU passive: true", "passive instances"),
         ("kind: KIND_CPU }, { kind: KIND_GPU", "of different kinds"),

@@ -382,7 +382,7 @@ def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -
     np.savez(tmp_path / "wrong.npz", z=x)
     ran = cli("infer", "linear", "--url", url, "--input", tmp_path / "wrong.npz", "-q")
     assert ran.code == 2
-    assert "the model takes the inputs x, but got" in ran.stderr
+    assert "the model takes the inputs x, but the data has z" in ran.stderr
     ran = cli("infer", "linear", "--url", "127.0.0.1:1", "--input", tmp_path / "inputs.npz", "-q", "--timeout", "5")
     assert ran.code == 1
     assert "start one with accel serve" in ran.stderr

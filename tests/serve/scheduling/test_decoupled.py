@@ -152,6 +152,6 @@ def test_an_expired_stream_never_runs(times: list[float]) -> None:
 def test_a_session_that_cannot_stream() -> None:
     """Checks that a decoupled model isn't loaded if its session can't stream, and that the session is closed."""
     session = FakeSession()
-    with pytest.raises(BadConfig, match="no stream"):
+    with pytest.raises(BadConfig, match="has no method stream"):
         make_executor(SIGNATURE, Scheduling(decoupled=True), lambda: session, name="m", version="1")
     assert session.closed == 1

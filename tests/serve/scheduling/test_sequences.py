@@ -171,7 +171,7 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
         (
             "data_type: TYPE_FP32 dims: [2]\n            initial",
             "data_type: TYPE_INT32 dims: [2]\n  initial",
-            "is INT32",
+            "has dtype INT32 in the config",
         ),
         (
             "TYPE_FP32 dims: [2]\n            initial",

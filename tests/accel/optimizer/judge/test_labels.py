@@ -180,7 +180,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
     places = np.zeros((2, 3, 3), np.int64)
     places[1, 2, 0], places[0, 0, 0] = 5, -1  # the label -1 excludes its pixel
     segmented = read_labels(save(tmp_path / "s.npz", label=places))
-    with pytest.raises(BadData, match=r"sample 1 at \[2, 0\] is 5, and the output 'masks' has 5 classes, 0 to 4;"):
+    with pytest.raises(BadData, match=r"sample 1 at \[2, 0\] is 5, but the output 'masks' has the 5 classes 0 to 4;"):
         segmented({"masks": np.zeros((2, 5, 3, 3), np.float32)}, {})
 
 
@@ -221,7 +221,7 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
         (["--labels", tmp_path / "none.npz"], "does not exist; check --labels"),
         (["--labels", short, "--metric", "accel.examples.digits:top1"], "either --metric or --labels"),
         (["--labels", short, "--label-metric", "f1"], "unknown label metric"),
-        (["--label-metric", "top1"], "pass --labels"),
+        (["--label-metric", "top1"], "pass the labels with --labels"),
     ):
         ran = cli(*words, *extra)
         assert (ran.code, "Traceback" in ran.stderr) == (2, False), ran.stderr

@@ -337,7 +337,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
         ("8,x", BadData, "neither numbers nor a file"),
         (str(tmp_path / "binary"), BadData, "whole numbers, one per line"),
         ("0", BadInputSpec, "from 1 on"),
-        ("data", UsageError, "pass data="),
+        ("data", UsageError, "pass samples with data="),
         (",", BadInputSpec, "from 1 on"),
     ):
         with pytest.raises(error, match=words):

@@ -51,7 +51,7 @@ for name, (model, example, args) in cases.items():
 try:
     accel.load(Subclassed())
 except accel.AccelError as error:
-    assert "pass example=" in str(error), error
+    assert "pass example arguments with example=" in str(error), error
 else:
     raise AssertionError("a model without known inputs was opened")
 """

@@ -211,7 +211,7 @@ def test_data_shorter_than_a_batch() -> None:
     """Fails if data with too few samples for a batch causes an endless loop instead of BadData."""
     with pytest.raises(BadData, match="the data has only 7 samples, but global_batch is 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
-    with pytest.raises(BadData, match="the data has 0 samples"):
+    with pytest.raises(BadData, match="the data has only 0 samples"):
         Order(0, global_batch=8, rank=0, ranks=1, seed=0, drop_last=False)
 
 

@@ -336,7 +336,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     """Checks that a wrong option causes an error of one line that names the fix."""
     for words, says in (
         (["nothing.toml"], "does not exist"),
-        (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
+        (["examples/digits.toml", "--learning-rate=3"], "has no key learning_rate"),
         (["examples/digits.toml", "--nproc", "3"], "use --global-batch="),
         (["examples/digits.toml", "stray"], "write --key=value"),
         (["examples/digits.toml", "--nnodes", "2"], "pass the same --rendezvous HOST:PORT on each"),
