@@ -204,7 +204,8 @@ def _advice_on_random_inputs(candidate: Artifact) -> str:
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
     """Tells whether an output holds floats and has one entry on axis 0 for each sample."""
     samples = next((value.shape[:1] for value in feeds.values() if value.ndim), None)
-    own = output.ndim > (BATCH not in artifact.signature.dims)  # without a batch dim, axis 0 of a vector need not count samples
+    # If the model has no batch dim, an output with a single axis may hold one sample.
+    own = output.ndim > (BATCH not in artifact.signature.dims)
     return own and output.shape[:1] == samples and holds_floats(output)
 
 
