@@ -141,8 +141,8 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers only the values. The comparison below also detects changes of white space and of escape
-        # sequences.
+        # The digest covers only the values. To detect changes of white space and escape sequences, the code also
+        # compares the whole text.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, but this version of accel reads format {FORMAT}; "
@@ -169,9 +169,9 @@ class Artifact:
 
     ``path`` is the main file. For a source, ``path`` is the path or name that the source was opened with.
     ``properties`` holds facts about the file, such as its opset, ir, precision or compute capability. ``notes`` holds
-    facts for the record of the stage that made the model, such as the exporter or the kernels. ``companions`` lists the
-    paths of the model's other files, such as ``.bin``, external data and variables, relative to the model's folder. The
-    class ``Manifest`` explains ``source``.
+    facts about the stage that made the model, such as the exporter or the kernels. The manifest records these facts
+    with the stage. ``companions`` lists the paths of the model's other files, such as ``.bin``, external data and
+    variables, relative to the model's folder. The class ``Manifest`` explains ``source``.
     """
 
     path: Path
@@ -291,6 +291,6 @@ def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
     names, the main file first."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:
-        # The runtime looks for the weights under the name of the main file.
+        # The runtime expects that the weights file has the name of the main file, with another suffix.
         names = [path.with_suffix(Path(name).suffix).name for name in names]
     return [path.name, *names[1:]][: len(names)]

@@ -113,7 +113,7 @@ class StageCache:
     @contextmanager
     def resuming(self, key: str) -> Iterator[None]:
         """Makes the stage's ``unfinished()`` folder, and removes the folder after the block has succeeded. If the block
-        fails, a folder with files is kept."""
+        fails, keeps the folder, unless the folder is empty."""
         folder = self.root / "unfinished" / key
         folder.mkdir(parents=True, exist_ok=True)
         token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")
@@ -123,7 +123,7 @@ class StageCache:
             _unfinished.reset(token)
             _kept.reset(kept)
             with contextlib.suppress(OSError):
-                folder.rmdir()  # fails if the folder contains files, and then keeps the folder
+                folder.rmdir()  # removes only an empty folder
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:

@@ -103,7 +103,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
             watch.join()
             _raise_inside(caller, None)  # cancels an interrupt that was not raised yet
     except (Exception, Interrupted):
-        check_cancelled()  # prefers the error of the check, because it says more than the caught error
+        check_cancelled()  # raises the error of the check, which says more than the caught error
         raise
     check_cancelled()
     return result

@@ -44,8 +44,8 @@ def own_temporary(folder: str) -> dict[str, str]:
     """Returns environment variables that make a process write its temporary files to ``folder``.
 
     The caller removes ``folder`` after the process has ended, because libraries leave files behind, such as
-    TensorFlow's generated code, torchrun's logs and multiprocessing's sockets. Code that torch compiles is kept in the
-    usual folder for later processes.
+    TensorFlow's generated code, torchrun's logs and multiprocessing's sockets. torch still writes compiled code to its
+    usual folder, so that later processes can use the code.
     """
     try:
         user = getpass.getuser()
@@ -139,7 +139,7 @@ class Child:
             raise
 
     def _give_up_in_time(self, deadline: float | None, late: str) -> None:
-        """If the call was canceled or ``deadline`` has passed, kills the child and raises the error."""
+        """Kills the child and raises an error if the call was canceled or ``deadline`` has passed."""
         try:
             _check_time(deadline, late)
         except BaseException:

@@ -97,7 +97,7 @@ class InvalidModel(BadSource):
 
 
 class FailsOnInputs(BadSource):
-    """A source that its framework can't run on inputs of the given shapes. ``reason`` is the error message without the
+    """A source fails in its own framework on inputs of the given shapes. ``reason`` is the error message without the
     advice."""
 
     reason: str = ""
@@ -120,7 +120,7 @@ class BadFeeds(UsageError):
 
 
 class BadConfig(UsageError):
-    """A training or planning config that can't be read, or can't run as it is."""
+    """A config for training or planning that can't be read or has invalid settings."""
 
 
 class BadRepository(UsageError):

@@ -50,8 +50,9 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     """Opens ``source``, and exports it to ONNX if it isn't an ONNX model. Before the export, checks the integers in
     ``data`` against the ranges that the source declares.
 
-    Raises the errors of ``accel.export``, and ``UsageError`` if ``source`` can't be exported to ONNX, such as an
-    engine. Raises ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
+    Raises the errors of ``accel.export``. Raises ``UsageError`` for an engine, or for any other source that can't be
+    exported to ONNX. Raises ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature
+    allows.
     """
     src = source.open()
     # Data isn't checked against ranges that accel only guessed from a TensorFlow or ONNX graph.

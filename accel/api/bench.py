@@ -186,11 +186,10 @@ def _shapes(
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:
     """Raises ``BadInputSpec`` if a size is outside the range that the user declared for a dim, or outside the range
-    that an engine was built for. If the user declared no range, accel assumes a default range, which doesn't limit the
-    sizes.
+    that an engine was built for. A dim without a declared range takes any size, unless the model is an engine.
 
-    If a source got its range from an artifact among the candidates, the error names the artifact. A wider range for the
-    source would not help, because the artifact would keep its own range.
+    A source may get its range from an artifact among the candidates. In this case, the error names the artifact,
+    because the user has to export the artifact again with a wider range.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():
@@ -284,8 +283,8 @@ def _open(source: Source, like: Callable[[], Signature] | None) -> Artifact:
 
 
 def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:
-    """Returns a unique name, which is ``eager`` or ``torch.compile`` for the first source and ``file (runtime)`` for an
-    artifact."""
+    """Returns a unique name for a candidate. The first source is named ``eager`` or ``torch.compile``. An artifact is
+    named ``file (runtime)``."""
     if artifact.kind == "torch":
         short = _NAMES.get(runtime, runtime)
         names = [short, f"{artifact.source.get('spec', artifact.path)} ({short})"]
@@ -324,7 +323,8 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
 
 
 def _in_one(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Flattens the batches of each input and concatenates the results, because the shapes of the batches may differ."""
+    """Flattens the batches of each input and concatenates them. Batches of different shapes can only be concatenated if
+    they are flat."""
     import numpy as np
 
     return {name: np.concatenate([one[name].ravel() for one in feeds]) for name in feeds[0]}

@@ -90,9 +90,9 @@ def bisect(
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
     dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
     ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0
-    requires bitwise equality. Takes O(log n) runs. A cut divides the graph into two halves, and only the tensors that
-    cross one cut are in memory at a time. With ``scan``, also compares every tensor before the first difference. The
-    other arguments set the fields of ``accel.Source``.
+    requires bitwise equality. Takes O(log n) runs. The search cuts the graph in two, and compares the tensors that
+    cross the cut. Only the tensors of one cut are in memory at a time. With ``scan``, also compares every tensor before
+    the first difference. The other arguments set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if the ONNX file of an engine or an OpenVINO model is unknown, gone or changed. Raises
     ``UsageError`` if the inputs or outputs differ, and ``BadData`` if the data doesn't fit.

@@ -60,8 +60,8 @@ def export(
     ``preprocess`` describes the preprocessing and postprocessing that are added to the graph. ``channels`` is the
     position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow model. The inputs keep
     TensorFlow's layout. ``auto`` chooses the position that needs fewer transposes. ``limit`` is the largest allowed
-    relative error of an output after each stage. A model whose float32 rounding exceeds the usual 1e-4 needs a larger
-    limit.
+    relative error of an output after each stage. Pass a larger limit for a model whose rounding errors in float32 are
+    above the default limit of 1e-4.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened. Raises ``ExportFailed`` if no exporter makes
     a correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -125,7 +125,7 @@ def export(
 
 
 def _check_arguments(to: str, opset: int | None, channels: str, limit: float | None) -> None:
-    """Raises an error if an argument of ``export`` is wrong for every source."""
+    """Checks the arguments of ``export`` that don't depend on the source."""
     if to not in export_formats():
         raise UnknownName(f"unknown format {to!r}; {option('to')} takes {', '.join(export_formats())}")
     if limit is not None and not 0 < limit < 1:
@@ -152,7 +152,7 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
 
 
 def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConfig | None) -> Path:
-    """Returns the folder to export a pipeline to. Raises ``UsageError`` if an argument is wrong for every pipeline."""
+    """Returns the folder to export a pipeline to. Raises ``UsageError`` if an argument is invalid for pipelines."""
     if to != "onnx" or preprocess is not None:
         asked = option("to", to) if to != "onnx" else option("preprocess")
         raise UsageError(
@@ -257,7 +257,8 @@ def to_onnx(
     out: Path | None = None,
     gates: Sequence[Gate] = (),
 ) -> Artifact:
-    """Converts the source ``src`` to an ONNX artifact. ``gates`` are checked after the usual gate."""
+    """Converts the source ``src`` to an ONNX artifact. ``gates`` are further checks of the artifact, after the
+    comparison of its outputs with the outputs of ``src``."""
     from accel.converters.graph.simplify import SimplifyConfig
     from accel.proof.gates import OutputGate
 
@@ -329,7 +330,7 @@ def check_writable(out: Path) -> None:
     check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    # A missing folder can't be created later if its name belongs to a broken symlink.
+    # A folder can't be created at the path of a broken symlink.
     for folder in out.absolute().parents:
         if folder.is_symlink() and not folder.exists():
             raise FileExistsError(17, "a link that leads nowhere", str(folder))

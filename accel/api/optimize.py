@@ -74,8 +74,9 @@ def optimize(
 
     - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes. A source is exported first.
     - an ``accel.Pipeline``, or the folder of an exported pipeline. Each part is optimized on the inputs that the part
-      gets when the pipeline's function runs on ``data``. The metric, the sizes and the speed apply to a call of the
-      whole pipeline. If the pipeline's outputs aren't correct with an optimized part, the original part is kept.
+      gets when the pipeline's function runs on ``data``. The metric, the sizes and the measured speed are those of the
+      whole pipeline, not of a part. If the pipeline's outputs aren't correct with an optimized part, the original part
+      is kept.
     - the fields of ``accel.Source``, such as ``example``, ``inputs``, ``weights`` and ``dims``.
 
     The candidates:
@@ -98,7 +99,7 @@ def optimize(
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
     - ``label_metric``: the metric that compares outputs with labels (see ``read_labels``).
     - ``max_drop``: the largest allowed relative loss of the metric. Without a metric, ``max_drop`` is the largest
-      allowed distance between the outputs (``accel.proof.concordance.discordance``).
+      allowed distance between a candidate's outputs and the source's outputs (``accel.proof.concordance.discordance``).
 
     Speed:
 

@@ -21,8 +21,8 @@ from accel.sources.source import Source
 from .as_onnx import as_onnx
 from .optimize import optimize
 
-# The largest allowed relative error of a part on the inputs of its first call. The gates of the export, which have
-# lower limits, catch small errors. This limit catches gross errors.
+# The largest allowed relative error of a part on the inputs of its first call. The limit is high, because the export's
+# gates already catch small errors.
 _LIMIT = 1e-2
 # A part is compiled again if its weights or sizes change. After ``_MOST_COMPILED`` compilations, the part stays in
 # eager mode.
@@ -124,9 +124,10 @@ class _Part:
         if any(one.untyped_storage().data_ptr() in held for one in wanted):
             return "it returns a view of an input or a weight"
         reason = ""
-        # torch.compile makes an axis dynamic if the size of the axis differed between models with the same code. The
-        # exported part may fail if a dynamic axis gets another size than in the example. The export is tried with all
-        # dynamic axes, then with only axis 0 dynamic, and then with fixed sizes.
+        # torch.compile may make an axis dynamic although its size is constant in this model, for example if two models
+        # with the same code have different sizes. With such a dynamic axis, the exported part may fail at other sizes
+        # than the example's. The export is tried with all dynamic axes, then with only axis 0 dynamic, and then with
+        # fixed sizes.
         for dynamic in dict.fromkeys(
             (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
         ):

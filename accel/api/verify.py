@@ -179,8 +179,8 @@ def verify(
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
-    """Checks whether one model is a PyTorch source without weights, while the other model was made from a source with
-    weights. In this case, returns advice to pass the weights. Otherwise returns ""."""
+    """Returns advice to pass the weights if one model is a PyTorch source without weights, and the other model was made
+    from a source with weights. Otherwise returns ""."""
     for bare, other in ((first, second), (second, first)):
         weights = other.source.get("weights")
         if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
@@ -204,7 +204,8 @@ def _advice_on_random_inputs(candidate: Artifact) -> str:
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
     """Tells whether an output holds floats and has one entry on axis 0 for each sample."""
     samples = next((value.shape[:1] for value in feeds.values() if value.ndim), None)
-    own = output.ndim > (BATCH not in artifact.signature.dims)  # without a batch dim, a vector may be one sample
+    # If the model has no batch dim, an output with a single axis may hold one sample.
+    own = output.ndim > (BATCH not in artifact.signature.dims)
     return own and output.shape[:1] == samples and holds_floats(output)
 
 

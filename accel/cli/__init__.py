@@ -159,8 +159,8 @@ class Output:
 
     def result(self, body: Any, human: Callable[[], Any], *, columns: int = 140) -> None:
         """With ``--json``, prints ``body`` as one JSON object. Without ``--json``, prints the text or the rich object
-        that ``human`` returns. A rich object is as wide as the terminal. In a pipe, or if ``columns`` is ``ANY_WIDTH``,
-        a rich object is ``columns`` wide."""
+        that ``human`` returns. On a terminal, a rich object is as wide as the terminal. In a pipe, or if ``columns`` is
+        ``ANY_WIDTH``, a rich object has a width of ``columns`` characters."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)

@@ -76,7 +76,7 @@ def _nodes(count: int) -> str:
     return f"{count} node" if count == 1 else f"{count} nodes"
 
 
-# Maps the name of each count in the stage's notes to its singular.
+# Maps each plural in the stage's notes to its singular.
 _COUNTED = {"biases": "bias", "weights": "weight", "activations": "activation"}
 
 

@@ -78,7 +78,8 @@ class GraphCost:
 
     @property
     def quantized_share(self) -> float:
-        """Returns the share of quantized nodes in the FLOPs of matrix products, convolutions and recurrent layers."""
+        """Returns the share of FLOPs that are quantized, among all matrix products, convolutions and recurrent
+        layers."""
         products = [node for node in self.nodes if node.product and node.flops]
         total = sum(node.flops or 0 for node in products)
         return sum(node.flops or 0 for node in products if node.quantized) / total if total else 0.0

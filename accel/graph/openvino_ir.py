@@ -23,8 +23,8 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# Maps an operation to the number of leading kernel axes, such as the axis of the output channels, that ``_flops``
-# skips. A skipped axis is also an axis of the operation's output or input, so ``_flops`` must not count the axis twice.
+# Maps an operation to a number of leading axes of its kernel, such as the axis of the output channels. ``_flops`` skips
+# these axes, because it already counts them as axes of the operation's output or input.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
@@ -88,8 +88,8 @@ def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Forei
 
 
 def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Returns each operation that OpenVINO reads from the file, if the inputs have the shapes ``shapes``. Runs in a
-    child process."""
+    """Reads the file with OpenVINO, sets the inputs to ``shapes``, and returns each operation. Runs in a child
+    process."""
     try:
         import openvino
     except ImportError as error:

@@ -39,8 +39,8 @@ def attempt(
 ) -> CandidateResult:
     """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
-    Raises ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error. After a
-    Ctrl-C, raises ``KeyboardInterrupt`` if no candidate is built yet.
+    Doesn't catch ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error.
+    After a Ctrl-C, raises ``KeyboardInterrupt`` if no candidate is built yet.
     """
     row = CandidateResult(
         name=recipe.name,

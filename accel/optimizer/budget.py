@@ -21,7 +21,7 @@ SOURCES = 2
 
 
 class OutOfTime(AccelError):
-    """Work that was still running was stopped, to leave time for measuring."""
+    """The work inside a ``with`` block was stopped, to leave time for measuring the candidates."""
 
 
 class Budget:

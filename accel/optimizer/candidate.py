@@ -31,9 +31,9 @@ class CandidateResult:
     of the same candidate with the default session options. ``base`` is empty if ``options`` are the default options.
     ``trajectory`` is the record of the search for the layers that stay float, or None without a search.
     ``missed_final`` is set if the candidate was eliminated after a short measurement. ``hidden_by_noise`` is set if the
-    candidate may be faster than the chosen candidate. ``unsupported`` is set if the attempt raised ``UnsupportedHere``.
-    ``over_budget`` is set if the candidate's outputs differ too much from the source's outputs. ``out_of_time`` is set
-    if there was too little time to try or measure the candidate.
+    candidate seems faster than the chosen candidate, but the noise is too large to tell. ``unsupported`` is set if the
+    attempt raised ``UnsupportedHere``. ``over_budget`` is set if the candidate's outputs differ too much from the
+    source's outputs. ``out_of_time`` is set if there was too little time to try or measure the candidate.
     """
 
     name: str

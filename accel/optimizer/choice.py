@@ -34,8 +34,8 @@ def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> Candida
 
 
 def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]) -> CandidateResult:
-    """Returns the fastest passed candidate, or the source if no candidate passed. The user requested fusion, so the
-    candidate need not be faster than the source."""
+    """Returns the fastest passed candidate, or the source if no candidate passed. The function is used if the user
+    requests fusion. In this case, even a candidate that is slower than the source is chosen."""
     passed = [row for row in rows if row.passed and row.measured is not None]
     best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
     if best is source:

@@ -18,7 +18,7 @@ class Optimization:
     ``artifact`` is the published file. ``chosen`` is the name of the chosen candidate. ``candidates`` lists all rows,
     the source first. ``max_drop`` is the largest allowed drop in quality. ``environment`` describes the machine of the
     measurement, and is empty if nothing was measured. ``command`` is the command line that repeats the request.
-    ``warnings`` holds those notes that advise how to get a better result.
+    ``warnings`` holds the notes with advice on how to get a better result.
     """
 
     artifact: Artifact

@@ -136,7 +136,7 @@ def _check_source(
     Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
     # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file that the user gives
-    # has no source to compare with. For every model, ``judge.check`` below also runs the source on ``eval_data``.
+    # has no source to compare with. In addition, ``judge.check`` runs every source on the samples for judging.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

@@ -31,7 +31,7 @@ _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
 # The time in seconds for extra measurement rounds, which run while a confidence interval is too wide. On a noisy
-# machine, no candidate would be measurably faster without extra rounds.
+# machine, extra rounds are needed to prove that a candidate is faster.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
 # A process holds the runtime and two copies of the model in memory: the model from the file, and the runtime's packed
@@ -109,9 +109,9 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A copy with other session options is compared with the original candidate (its base) if the base is faster
-            # than the source model, or is the source model itself. The function ``fastest`` compares every candidate
-            # with the source model.
+            # ``row`` is a copy of the candidate ``base`` with other session options. If ``base`` is faster than the
+            # source, or is the source itself, ``row`` has to be faster than ``base``. In any case, ``fastest`` compares
+            # ``row`` with the source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
@@ -188,8 +188,8 @@ class Search:
         return (count + SOURCES) * SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
-        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement. If there are no earlier
-        figures, measures briefly."""
+        """Measures ``rows``. If Ctrl-C interrupts the measurement, keeps the figures of an earlier measurement. If a
+        row has no earlier figures, measures all rows briefly."""
         with self.budget.spending("measuring"):
             try:
                 self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)

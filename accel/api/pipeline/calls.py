@@ -28,9 +28,10 @@ _MOST_KEPT = 128
 
 @dataclass(kw_only=True)
 class Calls:
-    """Holds the calls of one part. ``sizes`` holds the size of each axis of each input in every call. Each call was
-    made in a run of the pipeline. For every call, ``runs`` holds the sizes of the pipeline's own dims in that run.
-    ``largest`` holds the arguments of the part in the largest call of the first run."""
+    """Holds the calls of one part. ``sizes`` holds the size of each axis of each input in every call. A run of the
+    pipeline may call the part several times. For each call, ``runs`` holds the sizes of the pipeline's own dims in the
+    run that made the call. Of the calls in the first run, ``largest`` holds the arguments of the call with the largest
+    inputs."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
     sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -51,8 +52,8 @@ class Calls:
     def dynamic(self) -> dict[str, dict[int, str]]:
         """Returns the name of each axis whose size differs between calls. Axes with equal sizes in every call share one
         name. If a dim of the pipeline has the same size as the axes in every call, the axes get the name of this dim.
-        If no dim has the same sizes, the axes are named after the first of them. For example, ``x_1`` is axis 1 of the
-        input ``x``."""
+        If no such dim exists, the first of the axes gives the name. For example, the name ``x_1`` comes from axis 1 of
+        the input ``x``."""
         names: dict[tuple[int, ...], str] = {}
         for dim in self.runs[0]:
             names.setdefault(tuple(sizes.get(dim, 0) for sizes in self.runs), dim)

@@ -121,7 +121,7 @@ def _example(src: Artifact) -> dict[str, Any]:
 
 
 def _spread(calls: Calls) -> list[dict[str, Any]]:
-    """Returns recorded calls at equal distances, starting with the first call."""
+    """Returns a sample of the recorded calls: the first call and every n-th call after it."""
     step = max(1, (len(calls.kept) - 1) // 7)
     return calls.kept[::step]
 

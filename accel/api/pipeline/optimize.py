@@ -39,7 +39,7 @@ from .calls import Calls, named
 from .export import check_folders, joined
 
 _BATCH = 8
-# The name of the table row in which all parts are optimized.
+# The name of the table row for the pipeline whose parts are all optimized.
 _ALL = "all parts"
 
 

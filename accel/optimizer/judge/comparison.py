@@ -67,11 +67,12 @@ class Judgement:
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric`` is a function ``f(outputs, data) -> float`` whose value is higher for better outputs. ``outputs`` maps
-    names to the outputs of all samples (axis 0). ``data`` holds every array of the data, such as inputs and labels. If
-    ``data`` is None, outputs are compared on random inputs. The candidates were calibrated on the first ``skip``
-    samples of the data. Without a metric, the judge only uses the samples after the calibration samples. If all samples
-    are calibration samples, the judge uses the calibration samples and ``saw_all`` is set.
+    ``metric`` is a function ``f(outputs, data) -> float`` whose value is higher for better outputs. The argument
+    ``outputs`` of a metric maps each output's name to an array, with all samples on axis 0. The argument ``data`` of a
+    metric holds every array of the data, such as inputs and labels. If the path ``data`` is None, the judge compares
+    outputs on random inputs. The candidates were calibrated on the first ``skip`` samples of the data. Without a
+    metric, the judge only uses the samples after the calibration samples. If all samples are calibration samples, the
+    judge uses the calibration samples and ``saw_all`` is set.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:

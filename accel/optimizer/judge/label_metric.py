@@ -83,8 +83,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The choice of the output ignores the largest label, because one wrong label could select an output that
-            # holds features instead of classes.
+            # Outputs are chosen by their shape, not by the largest label. With the largest label as the criterion, a
+            # single wrong label could select an output that holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -110,8 +110,8 @@ class LabelMetric:
         }
         # If the shape of an output fits both [samples, classes, ...] and [samples, ..., classes], the classes are
         # assumed to be on axis 1. If an output fits only [samples, ..., classes], its last axis may hold features of
-        # each pixel instead of classes. Outputs that fit only [samples, ..., classes] are left out if another output
-        # fits only [samples, classes, ...].
+        # each pixel instead of classes. If one output fits only [samples, classes, ...], the outputs that fit only
+        # [samples, ..., classes] are ignored.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 

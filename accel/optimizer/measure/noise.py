@@ -16,8 +16,8 @@ _UNDECIDED: tuple[Verdict, ...] = ("no measurable difference", "too noisy")
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    Returns True if the verdict on the candidate is undecided, and its measured speedup is above the smallest noise
-    floor.
+    Returns True if the candidate's verdict is undecided, and its measured speedup is above 1 + ``MIN_FLOOR``. A noise
+    floor is never below ``MIN_FLOOR``.
     """
     return bool(measured.get("verdict") in _UNDECIDED and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 

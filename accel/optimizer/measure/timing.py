@@ -26,7 +26,7 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 class Effort:
     """The length of a measurement, which has at least ``rounds`` rounds. Each block takes ``block_seconds``.
 
-    ``seconds`` is the time limit for further rounds, which run while a confidence interval is too wide. ``limit`` is
+    If a confidence interval is still too wide after these rounds, further rounds take up to ``seconds``. ``limit`` is
     the maximum number of seconds for the whole measurement, including loading. A short limit reduces the number of
     rounds. A ``limit`` of None means no limit.
     """
@@ -52,10 +52,11 @@ def measured(
 
     Sets ``measured`` of each row to a dict with all fields of a row of ``accel bench``. Times in ``measured`` are in ms
     per request, and energies are in J per request. ``samples_per_second`` is the number of samples in all requests,
-    divided by the time of all blocks. ``measured`` also holds ``percentiles_ms`` (at ``PERCENTILES``) and
-    ``noise_floor``. If a pass has several requests, only whole passes are timed, and the percentiles are taken over
-    passes. A candidate that fails is rejected with the error as the reason. The environment describes the machine. The
-    environment also holds ``sizes``, ``noise_floor`` and ``cached`` (True if the figures come from the cache).
+    divided by the time of all blocks. ``measured`` also holds ``noise_floor``, and the percentiles ``PERCENTILES`` of
+    the times as ``percentiles_ms``. If a pass has several requests, single requests aren't timed, so the percentiles
+    are computed from the times of whole passes. A candidate that fails is rejected with the error as the reason. The
+    environment describes the machine. The environment also holds ``sizes``, ``noise_floor`` and ``cached`` (True if the
+    figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure

@@ -3,7 +3,8 @@
 A step raises a layer from int8 to a wider precision. The gain of a step is the squared error that the step removes, and
 its cost is the additional time. The errors of different layers are unrelated, so their squares add up. Finding the
 fastest assignment of precisions to layers is a knapsack problem. Sorting the steps by gain per cost gives the greedy
-solution (Dantzig 1957). The search finds how many steps from the front of the sorted list are enough.
+solution (Dantzig 1957). The search finds how many steps from the front of the sorted list bring the accuracy drop
+within the limit.
 """
 
 from __future__ import annotations

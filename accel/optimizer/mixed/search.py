@@ -124,7 +124,7 @@ class _Search:
     def _in_fp32(self, chosen: Assignment) -> tuple[str, ...]:
         """Returns the layers that the cast has to leave in float32 although the base precision has 16 bits.
 
-        Returns no layers if every layer is float, because the cast itself then finds the nodes that need float32.
+        If every layer is float, returns no layers. In this case, the cast stage finds the nodes that need float32.
         """
         if len(chosen) == len(self.trajectory.layers):
             return ()

@@ -99,8 +99,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the recipe of a mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a
-    search is impossible, or if the user lists the precisions to try. A user who lists precisions gets the search by
-    listing ``mixed``.
+    search is impossible. If the user lists the precisions to try, only the entry ``mixed`` starts a search, so the
+    function returns None.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None

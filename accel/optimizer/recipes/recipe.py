@@ -27,8 +27,8 @@ class Recipe:
     ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` is a suffix of
     the name, such as `` static`` or ``+bf16``, that distinguishes recipes with the same target and precision. If
     ``search`` is True, ``stages`` quantize all layers, and ``mixed.search`` has to find the layers that stay float.
-    ``gate_advice`` maps a stage to advice for the user if the stage's gate fails. A larger ``max_drop`` does not help
-    if the gate of a stage in ``gate_advice`` fails.
+    ``gate_advice`` maps a stage to the advice that the user gets if the stage's gate fails. Raising ``max_drop`` does
+    not help after a failed gate.
     """
 
     name: str
@@ -92,7 +92,7 @@ class NotTried:
 
     @property
     def name(self) -> str:
-        """Returns the name that the candidate would have."""
+        """Returns the name of the candidate that was not tried."""
         return f"{self.target} {self.precision}{self.variant}"
 
 

@@ -260,7 +260,7 @@ def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping
     the stages in ``history`` kept in float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # a session variant shares the search of its base candidate
+        if row.trajectory is not None and not row.base:  # rows with other session options repeat a trajectory
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):
