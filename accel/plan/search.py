@@ -128,7 +128,7 @@ def layouts(
 
     The tp and cp sizes are at most the size of a node, and the pp size is at most the number of layers. The sizes of
     micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
-    shards on the device or on the host. Each layout is tried without and with hpZ, which keeps a second copy of the
+    shards on the device or on the host. Layouts are tried without and with hpZ, which keeps a second copy of the
     parameters, sharded within each node. Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the
     parameters for every micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both
     options round values. ``fixed`` maps names of ``Layout`` fields to required values.
