@@ -257,9 +257,9 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names. If the manifest names no runtime, this machine's first runtime that
-    can run the artifact is returned. If this machine can't run the artifact at all, returns the first runtime for
-    artifacts of this kind."""
+    """Returns the runtime that the manifest names. If the manifest names no runtime, returns the first runtime that
+    takes artifacts of this kind and can run on this machine. If none can run on this machine, returns the first runtime
+    that takes artifacts of this kind."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
