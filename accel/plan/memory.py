@@ -71,8 +71,8 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
     In mixed precision with Adam, parameters take 2 Psi bytes, gradients take 2 Psi bytes, and optimizer states take K
-    Psi bytes with K = 12. ZeRO divides these terms by the data-parallel size N (Rajbhandari et al. 2020, "ZeRO",
-    section 3.1, section 5 and figure 1):
+    Psi bytes with K = 12. Each ZeRO stage divides more of the parameters, gradients and optimizer states by the
+    data-parallel size N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1):
 
     - Stage 1 divides the optimizer states: 2 Psi + 2 Psi + K Psi / N.
     - Stage 2 also divides the gradients: 2 Psi + (2 + K) Psi / N.
@@ -91,8 +91,9 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns three byte counts under CPU offload: parameters on the device, gradients on the device, and everything on
     the host.
 
-    The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
-    the gathered parameters at ZeRO stages 1 and 2, and the accumulated gradients at ZeRO stage 1.
+    The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. At ZeRO stage 1,
+    the device holds the gathered parameters and the accumulated gradients. At ZeRO stage 2, the device holds the
+    gathered parameters.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -105,7 +106,8 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    With 2-byte elements, the tensors take these multiples of s b h bytes:
+    The list gives the sizes of the saved tensors in units of s b h bytes, for elements of 2 bytes. Two numbers, such as
+    2 + 2, stand for two tensors:
 
     - 2 + 2 for the inputs of both LayerNorms, divided by t only under sequence parallel.
     - 2 + 2 for the inputs of the QKV product and the first MLP product, not divided by t.
@@ -113,8 +115,8 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     - 2 for the attention's output, divided by t.
     - 8 + 8 for the input and the output of the MLP's GELU, divided by t.
 
-    The inputs of matrix products are not divided by t, because a column-parallel product saves the whole gathered
-    sequence. Without tensor parallel, the total is 32 s b h bytes. Korthikanti et al. 2022 ("Reducing Activation
+    A column-parallel product saves its whole gathered input on every rank, so tensor parallel doesn't reduce the bytes
+    of this input. Without tensor parallel, the total is 32 s b h bytes. Korthikanti et al. 2022 ("Reducing Activation
     Recomputation in Large Transformer Models", equations 1 to 4) count 34 s b h bytes, because they include two dropout
     masks. Korthikanti et al. also divide the inputs of matrix products by t, and gather these inputs again in the
     backward pass (section 4.2.2).
@@ -124,14 +126,15 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     LayerNorms save 16 s b bytes. Under autocast the residual stream and both LayerNorm inputs are float32. Under
     autocast, the products of Q, K and V save three copies of their input instead of one, which adds 4 s b h bytes.
 
-    ``full`` recomputation keeps only the layer's input. ``selective`` recomputation keeps the layer's input and the
-    results of matrix products and of attention, which is 2 + 6 + 2 + 2 + 8 + 2 = 22 times s b h bytes. The layer's
-    input is divided by t only under sequence parallel. The results of row-parallel products are saved before the
-    scatter, so they are not divided by t. All other saved tensors are divided by t.
+    ``full`` recomputation keeps only the layer's input. ``selective`` recomputation keeps the layer's input, the result
+    of each matrix product, and the attention's output. With ``selective`` recomputation, the saved tensors take 2 + 6 +
+    2 + 2 + 8 + 2 = 22 times s b h bytes. The layer's input is divided by t only under sequence parallel. The result of
+    a row-parallel product is saved whole on every rank, because it is saved before the scatter. Q, K, V, the
+    attention's output and the GELU's input are divided by t.
 
-    Under context parallel, s is the length of a rank's share of the sequence. Context parallel saves the attention's
-    output twice, sharded by heads and sharded by positions. The second copy of the attention's output adds 2 s b h
-    bytes.
+    Under context parallel, s is the length of a rank's share of the sequence. Context parallel saves two copies of the
+    attention's output: one copy is sharded by heads, and the other by positions. The second copy of the attention's
+    output adds 2 s b h bytes.
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -180,20 +183,21 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns two counts of the micro-batches that have activations in memory at the peak.
+    """Returns how many micro-batches have their activations in memory at the peak, as two counts.
 
     The first count is the maximum over all ranks, and the second count is for the rank of the last stage. The rank of
     the first stage usually has the most micro-batches in memory, but in a zero-bubble schedule the last rank has the
-    most. Neither count is larger than m, the number of micro-batches. The counts depend on the schedule:
+    most. Neither count is larger than m, the number of micro-batches. The list gives both counts for each schedule:
 
-    - GPipe: m and m.
-    - 1F1B: p and 1 (Narayanan et al. 2021, section 2.2).
-    - Interleaved with v chunks and rounds of r micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. If r =
-      p, the first count of the interleaved schedule is p + (p - 1) / v (Korthikanti et al. 2022, section 4.2.3).
-    - Zero-bubble: p and (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6). In a zero-bubble schedule, the stages
-      run down the ranks and back up in a V, so the first rank has both the first and the last stage. Before its first
-      backward pass, the first rank runs 2 p - 1 forward passes of the first stage and one forward pass of the last
-      stage.
+    - GPipe: both counts are m.
+    - 1F1B: the first count is p, and the second count is 1 (Narayanan et al. 2021, section 2.2).
+    - Interleaved with v chunks and rounds of r micro-batches: the first count is ((v - 1) r + 2 p - 1) / v, and the
+      second count is ((v - 1) r + 1) / v. If r = p, the first count of the interleaved schedule is p + (p - 1) / v
+      (Korthikanti et al. 2022, section 4.2.3).
+    - Zero-bubble: the first count is p, and the second count is (min(2 p - 1, m) + 1) / 2 (Qi et al. 2024, section 6).
+      In a zero-bubble schedule, the stages run down the ranks and back up in a V, so the first rank has both the first
+      and the last stage. Before its first backward pass, the first rank runs 2 p - 1 forward passes of the first stage
+      and one forward pass of the last stage.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -210,11 +214,12 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 def temporary(spec: ModelSpec, layout: Layout) -> float:
     """Returns an estimate of the bytes of temporary buffers. The estimate does not count every tensor.
 
-    ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
-    one block of gradients. ZeRO 2 takes one block of gradients that are not reduced yet. Autocast keeps a 2-byte copy
-    of every weight that the backward pass needs. The loss takes 8 s b V / t bytes for the float32 gradients of
-    log-probabilities and logits. The gradient of a sharded embedding takes V h elements until the gradient is sharded.
-    Under gradient accumulation, the embedding's gradient is sharded after the last micro-batch.
+    In ZeRO 3, a rank holds the gathered parameters of two blocks, because one block is prefetched while another is in
+    use. A rank also holds the parameters outside the blocks, and the gradients of one block. In ZeRO 2, a rank holds
+    the gradients of one block until they are reduced. Autocast keeps a 2-byte copy of every weight that the backward
+    pass needs. The loss takes 8 s b V / t bytes for the float32 gradients of log-probabilities and logits. The gradient
+    of a sharded embedding takes V h elements until the gradient is sharded. Under gradient accumulation, the
+    embedding's gradient is sharded after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp

@@ -128,10 +128,10 @@ def layouts(
 
     The tp and cp sizes are at most the size of a node, and the pp size is at most the number of layers. The sizes of
     micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
-    shards on the device or on the host. Layouts are tried with and without a second copy of the parameters sharded
-    within each node (hpZ). Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the parameters for every
-    micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both options round values.
-    ``fixed`` maps names of ``Layout`` fields to required values.
+    shards on the device or on the host. Layouts are tried without and with hpZ, which keeps a second copy of the
+    parameters, sharded within each node. Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the
+    parameters for every micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both
+    options round values. ``fixed`` maps names of ``Layout`` fields to required values.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -277,15 +277,15 @@ def search(
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """Returns the sort key for layouts of the same estimated time. The layout with the smaller key comes first. The
-    criteria are, in this order:
+    """Returns the sort key for layouts of the same estimated time. The layout with the smaller key comes first. The key
+    consists of these criteria, the most important first:
 
     - No recomputation, because the estimate leaves out the time of recomputed elementwise work.
     - The fewest bytes sent.
     - The fewest pipeline stages.
     - The fewest tensor- and context-parallel ranks.
     - The largest micro-batch, which keeps a device busiest.
-    - The simplest layout, without offload, second shards and replicas, and with the lowest ZeRO stage.
+    - The simplest layout: no CPU offload, no hpZ, no replicas, and the lowest ZeRO stage.
     """
     layout = plan.layout
     # Rounding removes the last digits, which depend on the order of summation.

@@ -44,8 +44,8 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     in the ZeRO paper (section 7). In hybrid sharding, the replicas also all-reduce their shards of the gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers parameters and qgZ reduces gradients in int8 blocks. Each int8
-    block has a float32 scale. The ZeRO++ paper reduces gradients in int4. With hpZ, the gather for the backward pass
-    stays in a group of ``hpz`` ranks.
+    block has a float32 scale. The ZeRO++ paper reduces gradients in int4 instead of int8. With hpZ, the gather for the
+    backward pass stays in a group of ``hpz`` ranks.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -207,14 +207,14 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
-    is added to the time of computing. The pipeline bubble lengthens the sum of computing time and tensor- and
-    context-parallel time. Data-parallel traffic overlaps with computing, so only the longer of these two times is
-    counted. The estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the time of the copies
-    to and from the host. CPU offload also adds the time to read and write all tensors on the host once, at
-    ``machine.host_bandwidth``.
+    is added to the time of computing. The pipeline bubble adds the time in which a rank waits for other stages.
+    Data-parallel traffic overlaps with computing, so the estimate includes only the longer of the data-parallel time
+    and the computing time. The estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the
+    time of the copies to and from the host. CPU offload also adds the time to read and write all tensors on the host
+    once, at ``machine.host_bandwidth``.
 
-    Ranks are numbered so that tensor- and context-parallel ranks are neighbors, then the ranks of a shard group, and
-    then the replicas. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
+    When ranks are numbered, the tensor- and context-parallel indices vary fastest, and the index of the replica varies
+    slowest. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth

@@ -1,9 +1,10 @@
 """Finds the first node at which two ONNX models differ, with O(log n) runs of the models.
 
 Tensors with a counterpart in the other model are sorted in the topological order of the reference. If the graph is cut
-after a tensor, later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after
-the cut. If a crossing tensor differs, the error is before the cut. A binary search over the cuts ends at a tensor that
-differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
+after a tensor, later nodes only see the tensors that cross the cut. If all tensors that cross the cut agree between the
+models, the error is after the cut. If a tensor that crosses the cut differs, the error is before the cut. A binary
+search over the cuts ends at a tensor that differs although all its inputs agree. Only the tensors that cross one cut
+are in memory at a time.
 
 A mask, a ReLU or rounding may remove a difference, so that later tensors agree. The search skips harmless tensors,
 which differ although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan``
@@ -60,9 +61,9 @@ class Divergence:
 
     ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
     ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
-    in the reference and in the candidate. ``inputs`` holds the nearest matched tensors before this tensor, and the
-    difference of each of them. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to
-    this tensor. A list that would have only one node is left empty.
+    in the reference and in the candidate. ``inputs`` maps the names of the nearest matched tensors before ``tensor`` to
+    their differences. ``between`` and ``candidate_between`` list the nodes from the tensors of ``inputs`` to
+    ``tensor``. A list with a single node is replaced by an empty list.
     """
 
     tensor: str

@@ -33,8 +33,8 @@ class Link:
 def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Link]:
     """Returns a ``Link`` with a newly computed hash for every file from the artifact back to the weights. The links
     cover the files of the artifact and the source, each stage's output (in the cache), and the files that the user gave
-    to stages. Further links tell whether each stage's input is the output of the previous stage. A pipeline also has
-    the links of its parts.
+    to stages. Further links tell whether each stage's input is the output of the previous stage. For a pipeline, also
+    returns the links of all parts.
 
     Raises ``ChainBroken`` if the artifact has no manifest.
     """
@@ -67,7 +67,7 @@ def _file(what: str, path: Path, recorded: str) -> Link:
 
 
 def _sidecar(what: str, main: Path) -> Link:
-    """Returns the link of a manifest. A manifest file contains its own digest."""
+    """Compares the manifest of ``main`` with the digest that is recorded in the manifest, and returns the ``Link``."""
     path = manifest_path(main)
     if not path.is_file():
         return Link(what=what, path=str(path), recorded="its own digest", found=None, status="absent")

@@ -23,8 +23,9 @@ def batch_plan(
     signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
     """Yields the tuple (index of the file, first sample, number of samples) for each batch. ``counts`` has the number
-    of samples of each file. A batch has at most ``size`` samples, or the model's fixed batch size. All batches together
-    have at most ``limit`` samples. The count of a file is read only when a batch needs the file.
+    of samples of each file. A batch has at most ``size`` samples. If the model has a fixed batch size, all batches have
+    this size. All batches together have at most ``limit`` samples. Reads the number of samples in a file only when a
+    batch needs the file.
     """
     unit = signature.batch_unit
     step = signature.fixed_batch or max(size // unit, 1) * unit
@@ -74,8 +75,8 @@ class Dataset:
         return sum(len(part[first]) for part in self.parts)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples each (or of the model's fixed batch size), with at most ``limit``
-        samples in total. Drops the last samples if they don't fill a fixed batch.
+        """Yields feeds of at most ``size`` samples each, with at most ``limit`` samples in total. If the model has a
+        fixed batch size, all feeds have this size. Drops the last samples if they don't fill a fixed batch.
         """
         counts = [len(part[self.signature.inputs[0].name]) for part in self.parts]
         for at, start, take in batch_plan(self.signature, counts, size, limit):
@@ -137,8 +138,8 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Keeps the ranges of the
-    dims in ``declared``. If the artifact has a manifest or is not an ONNX file, the ranges stay unchanged. Skips
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. The ranges of the dims in
+    ``declared`` aren't changed. If the artifact has a manifest or is not an ONNX file, the ranges stay unchanged. Skips
     unreadable files, which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
@@ -197,7 +198,7 @@ def check_values(data: Path, signature: Signature) -> None:
 
 
 def single_array(file: Path) -> BadData:
-    """Returns the error for a .npy file."""
+    """Returns the error to raise if ``file`` is a .npy file instead of an .npz file."""
     return BadData(f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)")
 
 
@@ -249,8 +250,8 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
     """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
 
-    In error messages, the number of the first sample is ``start``. Raises ``BadData`` if the model doesn't take the
-    shape, the dtype or the numbers.
+    In error messages, sample numbers begin at ``start``. Raises ``BadData`` if the model doesn't take the shape, the
+    dtype or the numbers.
     """
     import numpy as np
 

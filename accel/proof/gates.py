@@ -58,9 +58,9 @@ class OutputGate:
         return self._compared(src, out, lambda: self._feeds(src, out))
 
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
-        """Returns the additional results that ``check`` would return with ``seeds`` seeds.
+        """Returns the results for ``seeds - self.seeds`` further inputs, which ``check`` doesn't run.
 
-        Returns no results if the gate already has ``seeds`` seeds or more.
+        If ``self.seeds`` is at least ``seeds``, returns no results.
         """
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []

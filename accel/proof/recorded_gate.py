@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGate(OutputGate):
-    """Limits the relative error as ``OutputGate`` does, on the inputs in each ``.npz`` file of the folder ``data``.
+    """Runs the inputs of each ``.npz`` file in the folder ``data``, and limits the relative error like ``OutputGate``.
 
     Unlike the samples of a data set, recorded inputs are used unchanged. An input may be a scalar or have an axis 0 of
     any size.

@@ -33,8 +33,8 @@ class Remade:
     ``status`` has one of these values:
 
     - ``identical`` if the new bytes equal the recorded bytes.
-    - ``equivalent`` if the bytes changed but the new artifact passes the recorded gate, or if a new engine from the
-      same ONNX file has the same kernels.
+    - ``equivalent`` if the bytes changed but the new artifact passes the recorded gate. A new engine is also
+      ``equivalent`` if it is built from the same ONNX file and has the same kernels.
     - ``different`` if the new artifact fails the gate or could not be compared.
 
     ``versions`` lists the libraries whose version changed, each as ``name old -> new``.
@@ -77,7 +77,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
 
 
 def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConfig:
-    """Returns the stage's config from its record. Finds files in ``given`` by their sha256."""
+    """Reads the config of a stage from the stage's record. Finds files in ``given`` by their sha256."""
     kind: type[StageConfig] = resolve(get_stage(record["name"]).config)  # type: ignore[assignment]
     known = {f.name for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -121,7 +121,8 @@ def _source(manifest: Manifest) -> Artifact:
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims
-    # If a dim takes only multiples of a step, the source may fail to open at any other size of the dim.
+    # The source may open only at dim sizes that are multiples of a step, so the recorded dims, which hold the step, are
+    # passed.
     if any(found.step != 1 for found in dims.values()):
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])

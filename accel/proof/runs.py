@@ -43,8 +43,8 @@ _AT_ONCE = 8
 def check_runs(src: Artifact) -> None:
     """Run ``src`` once at every case of its signature.
 
-    A file that declares no ranges gets accel's defaults, which may be wrong for the model. Checking early gives a
-    single error instead of one error for each candidate.
+    A file that declares no ranges gets accel's defaults, which may be wrong for the model. Wrong ranges cause a single
+    error here, instead of a later error for each candidate.
 
     Raises ``BadInputSpec`` with the case that failed.
     """
@@ -173,8 +173,8 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
     """Returns an error that tells the user why a model raised ``error`` on ``feeds`` from ``data``.
 
     If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. An integer
-    outside its range is an error only if the run fails. A range derived from a graph is a guess, because a negative
-    index may count from the end.
+    outside its range is an error only if the run fails. A range that is derived from a graph may be too narrow, because
+    the model may also take negative indices, which count from the end.
     """
     for signature in signatures:
         found = IntegerRanges(signature.inputs).first_outside(feeds)
@@ -212,7 +212,7 @@ def _bad_sample(
 ) -> BadData:
     """Returns the error for the first failing sample of a batch.
 
-    The error names the whole batch if the model can't run single samples or no sample fails alone.
+    If the model can't run single samples, or if no single sample fails, the error names the whole batch.
     """
     count = _count(session.artifact, feeds)
     where = f"samples {before} to {before + count - 1}" if count > 1 else f"sample {before}"

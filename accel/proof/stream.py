@@ -45,9 +45,9 @@ class SampleStream:
         return sum(self._count(file) for file in data_files(self.path))
 
     def batches(self, size: int, limit: int | None = None, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples each (or of the model's fixed batch size), with at most ``limit``
-        samples in total. Leaves out the first ``skip`` batches. Raises ``BadData`` for samples that don't fit the
-        signature or hold NaN.
+        """Yields feeds of at most ``size`` samples each, with at most ``limit`` samples in total. If the model has a
+        fixed batch size, all feeds have this size. Leaves out the first ``skip`` batches. Raises ``BadData`` for
+        samples that don't fit the signature or hold NaN.
         """
         number = 0
         for file, group in itertools.groupby(self._plan(size, limit), key=lambda entry: entry[0]):

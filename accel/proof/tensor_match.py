@@ -102,7 +102,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # pairs the tensors of equally large groups in order
+        if len(others) == len(names):  # if both groups have equally many tensors, pairs the tensors in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -125,7 +125,7 @@ def module_path(node: onnx.NodeProto) -> str:
             scopes = [str(s) for s in ast.literal_eval(text)]
         except (ValueError, SyntaxError):
             scopes = []
-        scopes = [s for s in scopes[:-1] if s]  # the last scope is the operator itself
+        scopes = [s for s in scopes[:-1] if s]  # the last scope names the operator, not a module
         path = scopes[-1] if scopes else ""
         # accel exports models inside a wrapper whose only child is called `module`.
         return path.removeprefix("module").removeprefix(".") if scopes and scopes[0] == "module" else path

@@ -257,8 +257,9 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names. If the manifest names no runtime, returns the first runtime of the
-    artifact's kind that this machine can run, or else the kind's first runtime."""
+    """Returns the runtime that the manifest names. If the manifest names no runtime, returns the first runtime that
+    takes artifacts of this kind and can run on this machine. If none can run on this machine, returns the first runtime
+    that takes artifacts of this kind."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)

@@ -22,9 +22,10 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Runs the model with the arguments that the source model takes, and returns the result.
 
     If the arguments are PyTorch tensors, the result has PyTorch tensors on the device of the first tensor. If the
-    arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. If the manifest records no
-    structure, the model takes its inputs in order or by name, and the result is the only output or a dict of outputs.
-    Raises ``BadFeeds`` if the arguments don't fit.
+    arguments are TensorFlow tensors or arrays, the result has TensorFlow tensors or arrays. If the manifest doesn't
+    record the arguments of the source model, the model's inputs are passed by position or by name. If the manifest
+    doesn't record the structure of the result, a single output is returned as a tensor, and several outputs are
+    returned as a dict. Raises ``BadFeeds`` if the arguments don't fit.
     """
     tensors = tensors_given(session.artifact, args, kwargs)
     outputs = session.run({name: as_array(value) for name, value in tensors.items()})

@@ -44,7 +44,7 @@ class CudaGraph:
         return True
 
     def close(self) -> None:
-        """Destroy the graph. The next run calls ``enqueue``, whatever its key is."""
+        """Destroy the graph. After that, no key has a graph, so the next call of ``run`` calls ``enqueue``."""
         if self._graph is not None:
             self._cuda.destroy_graph(self._graph)
         self._key = self._graph = None

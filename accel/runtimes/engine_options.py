@@ -9,8 +9,9 @@ from typing import Any
 from accel.key_values import read_key_values, yes_or_no
 from accel.spelling import option
 
-# The GPUs that a TensorRT engine can run on: Ampere and later GPUs, or only GPUs with the compute capability of the GPU
-# that built the engine.
+# The values of the option that selects the GPUs for a TensorRT engine. With ``ampere-plus``, the engine runs on Ampere
+# and later GPUs. With ``same-capability``, the engine runs on GPUs with the compute capability of the GPU that built
+# the engine.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")

@@ -238,8 +238,8 @@ def _elements(tensor: TensorProto) -> int:
 
 
 def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
-    """Returns ``model`` rewritten to float32, the larger constants as ONNX Runtime values, and the dtypes that
-    ``model`` declares."""
+    """Rewrites ``model`` to float32. Returns the rewritten model, a dict of its larger constants (as ONNX Runtime
+    values), and a dict of the dtypes that ``model`` declares."""
     typed = tensor_types(model)
     types = elem_types(typed.graph)
     twin = onnx.ModelProto()

@@ -151,8 +151,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # ONNX Runtime's number of threads includes one thread that calls ``run``. Each further stream adds one more calling
-    # thread, which takes the place of a pool thread.
+    # ONNX Runtime counts the thread that calls ``run`` as one of its threads. With several streams, several threads
+    # call ``run``, so the thread pool gets one thread fewer for each further stream.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -183,8 +183,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
         # ONNX Runtime fuses float8 QDQ nodes into an int8 matrix multiplication and then rejects the fused node. The
-        # file itself is valid and can be loaded without optimizations. If the second load fails too, the first error is
-        # reported.
+        # file itself is valid and can be loaded without optimizations. If the model can't be loaded without
+        # optimizations either, the error of the load with optimizations is raised.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
@@ -196,8 +196,9 @@ def _register_operators(settings: Any, path: Path) -> None:
     """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if this variable is
     set.
 
-    Without a library, the function bodies in the model file run instead. The operator names of accel's convolutions
-    contain sizes, so this function passes the names in the model to the library.
+    Without the library, ONNX Runtime runs the function bodies that the model file contains for accel's operators. The
+    names of accel's convolution operators contain sizes and differ between models, so this function reads the names
+    from the model file and passes them to the library.
     """
     given = os.environ.get(OPERATORS)
     if not given:

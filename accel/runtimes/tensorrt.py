@@ -364,7 +364,8 @@ def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
 
 
 def rebuild(artifact: Artifact, capability: str | None = None) -> str:
-    """Returns the command that builds this engine again, for ``capability`` if given."""
+    """Returns the command that builds this engine again. If ``capability`` is given, the command builds the engine for
+    GPUs of this compute capability."""
     properties = artifact.properties
     words = ["accel", "optimize", str(artifact.source.get("spec", "MODEL.onnx"))]
     words += ["--target", str(properties.get("toolkit", "tensorrt-rtx"))]

@@ -33,8 +33,9 @@ class TorchCompileSession(TorchSession):
 
     The first run compiles the module, which takes seconds to minutes. The first run at a new shape compiles the module
     again, unless torch already treats the changed dim as dynamic. A session never falls back to eager mode. Raises
-    ``BuildFailed`` with torch's reason, or ``UnsupportedHere`` if there is no C++ compiler or nothing to compile.
-    ``graph_breaks`` counts the places where the compiled code returns to Python.
+    ``BuildFailed`` with torch's reason if compiling fails. Raises ``UnsupportedHere`` if there is no C++ compiler, or
+    if torch finds nothing to compile in the module. ``graph_breaks`` counts the places where the compiled code returns
+    to Python.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:

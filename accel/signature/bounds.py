@@ -37,7 +37,7 @@ def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
 
 
 def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
-    """Returns the bound after replacing the name of each dim by its size or new name in ``dims``."""
+    """Replaces each dim in the bound by the dim's size or new name in ``dims``, and returns the new bound."""
     if isinstance(bound, int):
         return bound
     terms, number = _terms(bound)
@@ -53,7 +53,7 @@ def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
 
 @lru_cache(maxsize=256)  # a server evaluates the bounds of every request
 def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Splits a sum into the factors of its dims and its constant."""
+    """Splits a sum of dims and numbers. Returns each dim with its factor, and the total of the numbers."""
     compact = text.replace(" ", "")
     terms = list(_TERM.finditer(compact))
     if not terms or "".join(term[0] for term in terms) != compact or not all(term[1] for term in terms[1:]):
@@ -71,7 +71,8 @@ def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
 
 
 def _bound(dims: tuple[tuple[str, int], ...], number: int) -> Bound:
-    """Returns the text of a sum, or its constant if the sum has no dims."""
+    """Returns a sum of dims and a number as a text, such as ``length-1``. Returns only ``number`` if there are no
+    dims."""
     terms = [("+" if count > 0 else "-") + dim for dim, count in dims for _ in range(abs(count))]
     if not terms:
         return number

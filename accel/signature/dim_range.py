@@ -67,7 +67,8 @@ class DimRange:
     @classmethod
     def within(cls, low: int, opt: int, high: int, step: int) -> DimRange | None:
         """Returns the range of the multiples of ``step`` from ``low`` to ``high``, or None if there is no multiple. The
-        usual size is the largest multiple up to ``opt``, or else the smallest multiple in the range.
+        usual size is the largest multiple of ``step`` in the range that is at most ``opt``. If all multiples in the
+        range are larger than ``opt``, the usual size is the smallest multiple.
         """
         low, high = -(-low // step) * step, high // step * step
         return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
@@ -90,8 +91,8 @@ class DimRange:
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as a replacement for ``known``. If this range has no step and all its sizes are multiples
-        of the step of ``known``, the result has the step of ``known``.
+        """Returns this range, which replaces ``known``. If this range has no step, and if the step of ``known`` divides
+        its min, opt and max, the result keeps the step of ``known``.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self

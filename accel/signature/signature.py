@@ -112,9 +112,9 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """Returns the combinations of dim sizes at which every gate runs. The batch is 1, 2 or the largest batch, and
-        other dims are at min, opt or max. ``largest_batch`` is an upper limit for the batch, and is first rounded up to
-        a multiple of the batch dim's step.
+        """Returns the combinations of dim sizes at which every gate runs. The batch dim has its smallest size, size 2,
+        or its largest size. The other dims have their min, opt or max size. ``largest_batch`` is an upper limit for the
+        batch, and is first rounded up to a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]

@@ -27,8 +27,8 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's input checks
-# would spend most of their time on computing dtype names.
+# Caches the name of each dtype, because numpy computes the name again on every call. Without the cache, a server's
+# input checks would spend most of their time on computing dtype names.
 dtype_name = lru_cache(maxsize=64)(str)
 
 

@@ -1,6 +1,6 @@
 """Opens the user's models. ``source.py`` defines ``Source``, and the subfolders have the code for torch, tensorflow,
 onnx, checkpoints and the Hugging Face Hub.
 
-Takes a model's spec (a path, ``file.py:factory``, ``package.module:factory`` or an artifact) with inputs, weights, dims
-and TensorFlow options. Returns an ``Artifact`` with the model's inputs and outputs.
+Takes the spec of a model, and options such as inputs, weights and dims. The spec is a path, ``file.py:factory``,
+``package.module:factory`` or an artifact. Returns an ``Artifact`` with the model's inputs and outputs.
 """

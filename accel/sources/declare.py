@@ -12,8 +12,8 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# An input is "x:float32[batch,3]" or a TensorSpec. In a dict from names to inputs, a value may also be ("float32",
-# ("batch", 3)).
+# Inputs are a list or a dict. A list holds texts such as "x:float32[batch,3]", or TensorSpecs. A dict maps names to
+# texts such as "float32[batch,3]", to tuples such as ("float32", ("batch", 3)), or to TensorSpecs.
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 

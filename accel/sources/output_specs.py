@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# ``step_advice`` tries these divisors of a dim's size. Nets with downsampling or windows often run only at multiples of
-# a number in this list.
+# The numbers that ``step_advice`` tries as the step of a dim. Nets with downsampling or windows often run only at
+# multiples of a number in this list.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
@@ -35,9 +35,9 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
 def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
-    """Runs a model at further sizes, and returns these sizes and the outputs. Each dynamic dim except the batch gets a
-    size far from its usual size. Strides and pooling may map neighboring input sizes to the same output size. Leaves
-    out sizes at which ``run`` raises an error, because the export will report the error.
+    """Runs a model at sizes other than its usual sizes, and returns the sizes and the outputs. Each dynamic dim except
+    the batch gets a size far from its usual size. Strides and pooling may map neighboring input sizes to the same
+    output size. Leaves out sizes at which ``run`` raises an error, because the export will report the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -74,9 +74,9 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """Returns advice for a model that fails at some sizes of its ``signature``. The advice restricts dims to multiples
-    of a step, which is the smallest number in ``_STEPS`` at whose multiples the model runs. Returns "" if the model
-    fails with every step in ``_STEPS``.
+    """Returns advice for a model that fails at some sizes of its ``signature``. The advice is to restrict dims to
+    multiples of a step. Tries the numbers in ``_STEPS`` in order, and takes the first step with which the model runs.
+    Returns "" if the model fails with every step in ``_STEPS``.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -111,7 +111,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # narrower ranges without a step are enough
+        if not any(stepped.dims[d].step == step for d in found):  # no dim needs the step, only a narrower range
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"

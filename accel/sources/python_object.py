@@ -23,7 +23,7 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
     """Loads an object from ``package.module:name`` or ``file.py:name``. Returns the object's module and the object
     itself. ``role`` is the word for this kind of object in error messages.
 
-    Raises ``BadSource`` if the object does not exist or importing its module raises.
+    Raises ``BadSource`` if the object does not exist, or if the import of its module fails.
     """
     where, _, name = spec.rpartition(":")
     if not where:

@@ -49,14 +49,14 @@ class SourceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Source:
-    """The user's model, in any format. ``spec`` names the model. A PyTorch model is ``package.module:factory``,
-    ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, or a folder of transformers'
-    ``save_pretrained`` or of ``accel train``. A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
-    ``.meta``, a ``.tflite`` file or a factory. A model of the Hugging Face Hub is ``org/name``, ``org/name@revision``
-    or ``org/name:onnx/model.onnx``. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
-    artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of tensors, an
-    exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy. ``spec``
-    becomes the path of the copy.
+    """The user's model, in any format. ``spec`` names the model. A PyTorch model is a factory
+    (``package.module:factory`` or ``file.py:factory``), an exported program (``.pt2``), a TorchScript file, or a folder
+    that transformers' ``save_pretrained`` or ``accel train`` wrote. A TensorFlow model is a SavedModel, a Keras file, a
+    frozen ``.pb``, a TF1 ``.meta``, a ``.tflite`` file or a factory. A model of the Hugging Face Hub is ``org/name``,
+    ``org/name@revision`` or ``org/name:onnx/model.onnx``. A ``spec`` may also be an ONNX file, an artifact, or the
+    folder of an artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of
+    tensors, an exported program or an ONNX ``ModelProto``. accel writes a live model to the cache, and sets ``spec`` to
+    the path of the cached copy.
 
     ``example`` holds example arguments for a call of a live model: a tuple, a dict by name, or a single tensor.
     ``dynamic`` names the dynamic axes of the example arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default
@@ -235,8 +235,8 @@ def declared_dims(model: Model, about: SourceOptions) -> Dims:
 
 
 def with_declared(source: Source, about: SourceOptions) -> Source:
-    """Returns ``source`` with the inputs and dims that ``about`` declares. The function ``shared`` doesn't pass inputs
-    and dims to files."""
+    """Returns ``source`` with the inputs and dims that ``about`` declares. For an artifact or an ONNX file, the
+    function ``shared`` leaves out inputs and dims, so this function adds both."""
     return Source.of(source, inputs=about.get("inputs"), dims=about.get("dims"))
 
 

@@ -38,9 +38,9 @@ def describe(
 
     A tensor is named after its key in a dict, or after its field in a dataclass or a named tuple. The only tensor of a
     result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... If
-    ``name`` is given, ``name`` replaces ``output`` and becomes a prefix of the tensor names that come from keys and
-    fields. An object that has no template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the
-    names of tensors to new names.
+    ``name`` is given, ``name`` replaces ``output``, and tensors named after keys or fields are called ``<name>_<key>``.
+    An object that has no template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names
+    of tensors to new names.
     """
     if is_array(value):
         name = name or "output"

@@ -17,8 +17,8 @@ _MANIFEST = manifest_path(Path("x")).name.removeprefix("x")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFile:
-    """``function`` is the name of the function in messages, and ``sha256`` identifies the function. ``parts`` holds the
-    path of each part's main file, relative to the folder of the pipeline's file."""
+    """``function`` is the function's name, which is shown in messages, and ``sha256`` identifies the function.
+    ``parts`` holds the path of each part's main file, relative to the folder of the pipeline's file."""
 
     function: str
     sha256: str

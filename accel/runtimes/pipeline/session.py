@@ -93,9 +93,9 @@ class PipelineSession(BaseSession):
         return pipeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of the pipeline's function. Unlike an exported module, a pipeline takes any numbers and
-        strings, because numbers and strings don't become part of a graph. If the arguments hold NumPy arrays, the
-        result holds arrays, too."""
+        """Returns the result of the pipeline's function. A pipeline takes any numbers and strings as arguments. An
+        exported module doesn't, because its graph contains the numbers and strings of the export. If the arguments hold
+        NumPy arrays, the result holds arrays, too."""
         template, found = describe([list(args), kwargs])
         arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
         if arrays:

@@ -48,7 +48,8 @@ def _tags(path: Path) -> list[Path]:
 
 
 def _tag(path: Path) -> Path:
-    """Returns the folder of the tag, which is ``path`` itself, the tag that ``latest`` names, or the only tag."""
+    """Returns the folder of the tag to read. If ``path`` itself isn't the folder of a tag, the file ``latest`` names
+    the tag. Without the file ``latest``, ``path`` must hold only one tag."""
     if _is_tag(path):
         return path
     names = ", ".join(f.name for f in _tags(path)) or "none"

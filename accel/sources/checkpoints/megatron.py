@@ -39,8 +39,8 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# The two possible prefixes of each norm before a linear layer. Transformer Engine fuses the norm with the layer and
-# uses the first prefix.
+# The two possible prefixes of each norm before a linear layer. In each pair, Transformer Engine uses the first prefix,
+# because it fuses the norm with the linear layer.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -308,5 +308,5 @@ class _Joining:
 def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
     if not gated:
         return torch.cat(list(parts), dim=axis)
-    halves = [part.chunk(2) for part in parts]  # the first half of a part is the gate's shard
+    halves = [part.chunk(2) for part in parts]  # each rank's part begins with its shard of the gate
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -168,7 +168,7 @@ def refuse_bomb(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # reading the weights raises an error later
+        return  # a damaged archive raises an error later, when the weights are read
     if size > _MOST_UNPACKED * path.stat().st_size:
         raise InvalidModel(
             f"{path} unpacks to {size / 1e6:.0f} MB, but torch never compresses its files; save the file again"

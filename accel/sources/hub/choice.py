@@ -81,7 +81,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _unreadable(names: Sequence[str]) -> str:
-    """Returns the end of an error message. The text tells why accel can't read the repository, and how to fix the
+    """Returns the part of an error message that tells why accel can't read the repository, and how to fix the
     problem."""
     if "model_index.json" in names:
         return (

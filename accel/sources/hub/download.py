@@ -28,7 +28,7 @@ _SECONDS = 10.0
 class Located:
     """Describes a model of the Hugging Face Hub that is stored on this machine. ``path`` is a folder or an ONNX file.
     ``spec`` is the id with the commit, so it always refers to the same files. ``name`` is the id that the user gave.
-    ``facts`` is recorded in the manifest."""
+    ``facts`` holds the id, the revision and the commit for the manifest."""
 
     path: Path
     spec: str
@@ -141,7 +141,8 @@ def _missing(folder: Path | None, names: Sequence[str]) -> list[str]:
 
 
 def _names_in(asked: ModelId, folder: Path) -> list[str]:
-    """Returns the names of all files of a cached revision, or of its downloaded files if the cache has no list."""
+    """Returns the names of all files of a cached revision. If the cache has no list of the revision's files, returns
+    the names of the downloaded files."""
     listed = _listing(ModelId(asked.repo, folder.name))
     return listed or [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 

@@ -103,8 +103,8 @@ def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarr
 
 
 def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
-    """Copies a detached float32 tensor, and gives the copy the name ``name``. Reading the copy rounds its values to
-    16-bit floats."""
+    """Copies a detached float32 tensor under the name ``name``. The values aren't rounded to 16-bit floats until the
+    copy is read."""
     import onnx
 
     made = onnx.TensorProto()

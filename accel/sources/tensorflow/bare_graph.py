@@ -72,8 +72,8 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def load_signature(spec: TensorFlowSpec) -> Loaded:
-    """Loads a signature of a TF1 SavedModel that lists only some of the placeholders as inputs.
-    ``tf.saved_model.load`` refuses a signature with missing placeholders.
+    """Loads one signature of a TF1 SavedModel. The inputs of the signature may be only some of the graph's
+    placeholders. ``tf.saved_model.load`` refuses a signature with missing placeholders.
 
     Raises ``KeyError`` if the SavedModel has no signature of this name.
     """
@@ -91,7 +91,7 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
     said: dict[str, str] = {}
     whole = converted = frozen
     if spec.placeholders or left_out(frozen):
-        # ``whole`` is the user's graph before folding. It computes the reference outputs for the conversion.
+        # ``whole`` is the user's graph before folding, and computes the reference outputs for the conversion.
         whole, said = with_placeholders(replace(frozen, graph=as_imported(frozen.graph)), spec)
         converted = folded(whole)
     if spec.strip and training_ops(converted):

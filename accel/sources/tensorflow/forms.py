@@ -45,8 +45,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
 
 
 def _stripped(loaded: Loaded) -> Loaded:
-    """Freezes the model and removes its dropout. Calling the result runs the stripped graph, so that conversions are
-    compared with the stripped graph."""
+    """Freezes the model and removes its dropout. A call of the returned model runs the graph without dropout, so that
+    this graph is the reference for conversions."""
     frozen = loaded.freeze()
     if not training_ops(frozen):
         return loaded

@@ -291,7 +291,7 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 
 
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
-    """Returns the tensor that is divided by the keep probability to get ``name``, or "" if ``name`` is no quotient.
+    """If ``name`` is the result of dividing a tensor by the keep probability, returns the divided tensor, else "".
 
     TF1 divides by the keep probability, and TF2 multiplies by the inverse of the keep probability.
     """

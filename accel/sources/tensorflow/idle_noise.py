@@ -45,7 +45,7 @@ def without_idle_noise(graph: Any) -> Any:
     made.CopyFrom(graph)
     for node in made.node:
         order = [name for name in node.input if name[0] == "^"]
-        if node.name in idle and idle[node.name].ndim == 0:  # e.g. the condition of a branch, which becomes a constant
+        if node.name in idle and idle[node.name].ndim == 0:  # for example, the condition of a branch
             _make_constant(node, idle[node.name])
         elif kept := _without_effect(node, idle, nodes):
             kind = node.attr["T"].type
@@ -67,8 +67,8 @@ def _make_constant(node: Any, value: np.ndarray) -> None:
 
 def _idle(noise: Any, graph: Any, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Finds the tensors that depend on ``noise`` but always have the same value, and maps their names to this value.
-    Only tensors that are computed from ``noise`` and constant numbers are considered. The value has rank 0 if the noise
-    is a single number, else rank 1.
+    Only tensors that are computed from ``noise`` and constant numbers are considered. A value in the returned dict has
+    rank 0 if ``noise`` is a single number, else rank 1.
 
     Computes the tensors from 1001 values that span the range of the noise.
     """

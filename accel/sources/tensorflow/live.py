@@ -130,8 +130,8 @@ def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[s
 
 
 def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    """Runs the model with a batch that is one row larger. Returns the first axis of each input that has a batch axis,
-    or an empty dict if the model fails on the larger batch."""
+    """Runs the model with a batch that is one row larger. Returns a dict that maps each input with a batch axis to the
+    list ``[0]``, or an empty dict if the model fails on the larger batch."""
     size = next((value.shape[0] for value in arrays.values() if value.ndim), 0)
     batched = [name for name, value in arrays.items() if value.ndim and value.shape[0] == size]
     rows = np.arange(size + 1) % max(size, 1)

@@ -67,9 +67,9 @@ def describe(
 
     Runs the model at several sizes. Repeats the run at one size to find random outputs. If the model can't take the
     usual sizes, tries larger sizes for the dims that have no range in ``dims``. ``inputs`` are the input specs that the
-    user gave (see ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
+    user gave (see ``with_given``). Raises ``BadSource`` if the model fails at every size, or if its outputs are random.
     """
-    if spec.form == "python":  # a factory may use files that ``load`` doesn't watch
+    if spec.form == "python":  # forgets the model, because a factory may read files that ``load`` doesn't watch
         _loaded.pop(spec, None)
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
@@ -220,8 +220,8 @@ def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
 
 
 def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSource:
-    """Returns ``error``, with advice if the model runs only at sizes that are multiples of a step. The advice is to
-    pass ranges with this step."""
+    """Returns ``error``. If the model runs only at sizes that are multiples of a step, adds advice to the error's text.
+    The advice is to pass ranges with this step."""
     if not isinstance(error, FailsOnInputs) or not (fix := step_advice(signature, run_on)):
         return error
     return BadSource(error.reason + fix)

@@ -31,8 +31,8 @@ class TensorFlowSpec:
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
     ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
     ``x:0``. ``strip`` removes dropout that training left in the model. ``declared`` holds the inputs that the user
-    declares, because a Keras model may not know its inputs. ``placeholders`` has a pair of name and value for each
-    placeholder of a graph that is not an input.
+    declares, because a Keras model may not know its inputs. ``placeholders`` has a (name, value) pair for each
+    placeholder that is set to a value instead of being an input.
     """
 
     form: str
@@ -262,7 +262,8 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 
 
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """Returns the specs ``found``, but takes dims and value ranges from the spec of the same name in ``given``.
+    """Copies the dims and value ranges of the specs ``given`` to the specs ``found`` of the same names, and returns the
+    new specs.
 
     Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. ``where`` names the model in messages.
     """
