@@ -28,10 +28,10 @@ FLAGS: Mapping[str, str] = {
     "page": "--graph",
     "preprocess": "--normalize",
 }
-# Maps a command-line option to the Python argument and the field that the option sets.
+# Maps an option that sets a field of a Python argument to its spelling in Python.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
-# Maps boolean arguments and their values to command-line switches if the names differ. An argument ``like_this`` that
-# isn't listed has the switch --like-this, which means True.
+# Maps boolean arguments and their values to command-line switches if the names differ. For an argument ``like_this``
+# that isn't listed, the switch --like-this sets the argument to True.
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",
@@ -99,8 +99,8 @@ def options(*names: str) -> str:
 
 
 def arguments(**values: Any) -> str:
-    """Returns the text of several options and their values in the caller's spelling. The text can be copied into one
-    call."""
+    """Returns the text of several options and their values in the caller's spelling. A user can copy this text into a
+    call or a command."""
     return (" " if _command_line else ", ").join(option(name, value) for name, value in values.items())
 
 

@@ -75,7 +75,7 @@ class GateResult:
 
     @property
     def finding(self) -> str:
-        """Returns the value and the limit in words, or the note if there is no finite value."""
+        """Returns the value and the limit as text, or the note if the comparison gave no finite value."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
             return self.note or "the reference is all zeros, and this is not"
         return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
@@ -94,9 +94,8 @@ class Proof:
     """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
-    marks the stages that try several files. ``run_stage`` also checks the returned file. If the returned file is the
-    last file that the stage checked, ``run_stage`` reuses the results of the gates, so that the model runs only once
-    at each shape.
+    marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage returns the file
+    that it checked last, ``run_stage`` reuses the gate results instead of running the model again.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:

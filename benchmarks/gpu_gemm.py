@@ -46,8 +46,8 @@ LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # (N, K) of each layer of 
 
 
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
-    """Yields the problems, the most important first. With each problem, also yields True if torch.compile is measured
-    on the problem."""
+    """Yields the problems, the most important first. Each problem comes with a bool, which tells whether torch.compile
+    is measured on the problem."""
     for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
         for size in (4096, 8192):
             yield spec_of(size, size, size, dtype, "gelu_tanh"), dtype == "bf16"
@@ -129,8 +129,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns a function that runs the operation of ``spec``, compiled by torch.compile with max-autotune."""
-    # torch.compile compiles a function at most eight times. The reset lets every call of ``compiled`` compile its
-    # lambda.
+    # torch.compile compiles the same function at most eight times, and the reset sets this count back to 0.
     torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
@@ -212,7 +211,8 @@ def timed(row: dict[str, Any], name: str, run: Run) -> None:
 
 
 def warm(part: int, of: int) -> None:
-    """Runs the candidate kernels of every ``of``-th problem once, to fill Triton's cache of compiled kernels."""
+    """Fills Triton's cache of compiled kernels. Divides the problems into ``of`` parts, and runs each candidate kernel
+    of one part once."""
     capability = torch.cuda.get_device_capability()
     names = dispatch.native_names(capability)
     for spec, _ in list(problems())[part::of]:
@@ -325,7 +325,8 @@ def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = supervised_rows.STALLED, go_on: bool = False
 ) -> int:
     """Runs ``command`` with ``supervised_rows.supervise``. If a row kills the process or exceeds ``stalled`` seconds,
-    the row is recorded as failed. Once all rows are measured, a crash is recorded as an error of torch.compile."""
+    the row is recorded as failed. torch.compile is measured after all rows, so a crash after the last row is recorded
+    as an error of torch.compile."""
 
     def blame(why: str) -> bool:
         body = read(folder)

@@ -36,7 +36,8 @@ RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # Shows warnings without failing the tests, because a GPU machine may have other package versions than constraints.txt.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# -v prints each test's name as the test runs. The summary with the names is missing if pytest crashes or is stopped.
+# -v prints each test's name as the test runs. pytest's summary also names the failed tests, but the summary is missing
+# if pytest crashes or is stopped.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")
@@ -44,8 +45,8 @@ PASSED = re.compile(r"\b\d+ passed\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of the run. ``commands`` gets the seconds left for the step and returns the commands to run in parallel.
-    All commands are killed after ``limit`` seconds."""
+    """A step of the run. ``commands`` is a function that takes the seconds left for the step, and returns the commands
+    to run in parallel. All commands are killed after ``limit`` seconds."""
 
     name: str
     limit: float
@@ -72,7 +73,7 @@ def run_steps(
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
                 row["result"] = _result(row["commands"])
-            except Exception as error:  # the step's function ``commands`` may also raise
+            except Exception as error:  # the call of ``step.commands`` may raise any error
                 row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
@@ -204,8 +205,8 @@ def environment() -> dict[str, str]:
 
 def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     """Returns the steps, the most informative first. The compilers need every core, and the benchmark needs the GPU to
-    itself. The benchmark runs last and gets all the remaining time, because a later run can continue the benchmark. The
-    compute-sanitizer tests can't be continued."""
+    itself. The benchmark runs last and gets all the remaining time, because a later run can continue the benchmark. A
+    later run can't continue the compute-sanitizer tests."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))

@@ -40,7 +40,7 @@ from accel.examples import minilm
 from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both models in ms: the longest wait of a request for other requests
+BOUND_MS = 100  # the longest time in ms that a request waits until its batch is full (max_queue_delay)
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}

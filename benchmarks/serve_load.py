@@ -1,5 +1,7 @@
 """Compares the requests per second and the latency of `accel serve`, MLServer, LitServe and bare gRPC servers.
 
+Usage:
+
     python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]     # measures all servers in one run.
 
 VENV is a virtual environment with mlserver, litserve, onnxruntime and uvloop<0.22, because MLServer 1.7.1 can't start
@@ -7,9 +9,7 @@ workers with a later uvloop. The requests are sent by h2load (Debian package ngh
 than a Python client. Every round measures each server once. Needs a quiet machine. All requests go to 127.0.0.1.
 
 After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
-h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals
-are met.
-"""
+h2load can't see an error in a gRPC call's trailers. The module serve_goals.py tells whether the goals are met."""
 
 from __future__ import annotations
 
@@ -175,10 +175,10 @@ def measure(
 def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     """Compares the number of requests that are sent inside this context with the server's own counts.
 
-    The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
-    requests when h2load stopped. At its end, the context appends the number of lost requests and the number of requests
-    with several answers. A request counts as lost if h2load counted an answer and the server counted no success. Raises
-    RuntimeError if a request was lost or answered more than once.
+    The caller appends a tuple to the list. The tuple has the number of answers that h2load counted, and the largest
+    number of requests that may have been open when h2load stopped. At its end, the context appends the number of lost
+    requests and the number of requests with several answers. A request counts as lost if h2load counted an answer and
+    the server counted no success. Raises RuntimeError if a request was lost or answered more than once.
     """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent
@@ -209,7 +209,7 @@ def settled(port: int, model: str) -> tuple[int, int]:
 
 def exactly(port: int, body: Path, count: int, concurrency: int) -> int:
     """Sends ``count`` requests, waits for all, and returns the number of answers. Raises RuntimeError if an answer is
-    missing, because the server can't count requests that never arrived."""
+    missing. The server's own counts don't include a request that never arrived."""
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-n", str(count), "-d", str(body)]
     words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     answered = answers(subprocess.run(words, capture_output=True, text=True, check=True).stdout)

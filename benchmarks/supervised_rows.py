@@ -18,10 +18,10 @@ def supervise(
     command: Sequence[str], seconds: float, file: Path, blame: Callable[[str], bool], stalled: float, go_on: bool
 ) -> int:
     """Starts ``command`` again and again until ``command`` succeeds or the time is over, and returns the exit status.
-    Passes the remaining time to ``command`` as ``--seconds``. Adds ``--go-on`` from the second start on, or from the
-    first start if ``go_on`` is true. ``command`` writes ``file`` after each row. Calls ``blame(why)`` if ``command``
-    dies or writes nothing for ``stalled`` seconds. ``blame`` records the cause in the failed row, and returns False if
-    no row was left."""
+    Passes the remaining time to ``command`` as ``--seconds``. Adds ``--go-on`` to every start except the first. If
+    ``go_on`` is true, also adds ``--go-on`` to the first start. ``command`` writes ``file`` after each row. Calls
+    ``blame(why)`` if ``command`` dies or writes nothing for ``stalled`` seconds. ``blame`` records the cause in the
+    failed row, or returns False if all rows already have results."""
     end = time.monotonic() + seconds
     if not go_on:
         file.unlink(missing_ok=True)  # from an earlier run

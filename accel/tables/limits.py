@@ -33,8 +33,8 @@ TABLE: tuple[Limit, ...] = (
         value=5e-2,
         reason="TFLite's int8 kernels round activations, with dynamic scales even if only the weights are int8",
     ),
-    # optimize: limits for the stages that make a candidate. Afterwards, the judge compares the candidate with the
-    # accuracy budget of the user.
+    # optimize: limits for the stages that make a candidate. After these stages, the judge compares the candidate's
+    # accuracy with the user's accuracy budget.
     Limit(step="optimize", form="simplify", value=1e-4, reason="the graph is rewritten, the precision stays"),
     Limit(step="optimize", form="fp32", value=1e-3, reason="a runtime fuses and reorders float32 sums"),
     Limit(step="optimize", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
@@ -53,7 +53,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(step="optimize", form="fp8", value=1.0, reason="as int8: the judge decides"),
     Limit(step="optimize", form="int4", value=1.0, reason="as int8: the judge decides"),
-    # verify: limits for two versions of one model on real data.
+    # verify: limits for the difference between two versions of one model on real data.
     Limit(step="verify", form="fp32", value=1e-3, reason="two runtimes order their float32 sums differently"),
     Limit(step="verify", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
     Limit(step="verify", form="bf16", value=1e-1, reason="7 bits of mantissa at every node"),

@@ -32,7 +32,7 @@ class Stage:
     proves: bool = False
 
 
-# All stages, ordered so that a run could pass through them from first to last.
+# All stages, in the order in which a run uses them. A run uses only some of the stages.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",

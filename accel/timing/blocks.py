@@ -38,8 +38,8 @@ class Candidate:
     the same as in ``open_session``. By default, the runtime and the options come from the manifest. ``opener`` is the
     import string of a function that opens the session of a candidate, for models without a runtime in accel. The
     artifact of a candidate with an ``opener`` needs only a signature. ``streams`` is the number of concurrent runs. If
-    ``streams`` is 0, the number comes from the options. If a session doesn't support concurrent runs, each stream gets
-    its own session with a share of the threads.
+    ``streams`` is 0, the number of concurrent runs comes from ``options``. If a session doesn't support concurrent
+    runs, each stream gets its own session with a share of the threads.
     """
 
     name: str
@@ -64,8 +64,9 @@ class Opened:
 class FirstRun:
     """The results of the first run on each feed.
 
-    ``outputs`` holds the outputs for each feed by name. ``ms`` is the time of the very first run in milliseconds.
-    ``sizes`` holds the sizes of the dynamic dims of each feed. ``batch`` is the number of samples in a feed.
+    ``outputs`` has one dict per feed, which maps names to outputs. ``ms`` is the time of the very first run in
+    milliseconds. ``sizes`` holds the sizes of the dynamic dims of each feed. ``batch`` is the number of samples in a
+    feed.
     """
 
     outputs: list[dict[str, np.ndarray]]
@@ -227,8 +228,8 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields all of ``feeds`` up to ``passes`` times. A new pass begins only before the time ``ends``, in nanoseconds
-    of ``clock``.
+    """Yields all of ``feeds`` up to ``passes`` times. After the time ``ends`` (in nanoseconds of ``clock``), no new
+    pass begins.
 
     Yields at least one pass. Every pass is completed, so that each set of inputs runs equally often.
     """

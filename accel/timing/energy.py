@@ -31,8 +31,8 @@ class EnergyCounter:
     def find(cls, root: Path = POWERCAP) -> EnergyCounter | None:
         """Returns the energy counter of this machine, or None if there is no counter that this user may read."""
         zones = []
-        # Only CPU packages are counted, because the counter of a package, such as intel-rapl:0, includes its subzones,
-        # such as intel-rapl:0:0.
+        # Only CPU packages are counted, because a package's counter (intel-rapl:0) includes its subzones
+        # (intel-rapl:0:0).
         for folder in sorted(root.glob("intel-rapl:*")):
             if folder.name.count(":") > 1:
                 continue

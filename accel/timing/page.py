@@ -42,7 +42,7 @@ def write(path: Path, body: Body) -> None:
 
 
 def points_of(body: Body) -> Sequence[Body]:
-    """Returns the reports of a sweep, or the single report ``body`` itself."""
+    """Returns a sequence of reports for ``body``, which is a sweep or a single report."""
     points: Sequence[Body] = body.get("points", [body])
     return points
 

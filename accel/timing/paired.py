@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung if a block and its warm-up exceed two limits: ``_PATIENCE_SECONDS``, and ``_PATIENCE`` times
-# the block's planned time.
+# A process counts as hung if a block with its warm-up takes longer than ``_PATIENCE_SECONDS`` and also longer than
+# ``_PATIENCE`` times the planned time.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
 # A block ends early after ``_OVERRUN`` times its planned time. ``_OVERRUN`` is above 1, so that even a block with a
@@ -79,7 +79,7 @@ class Lane:
         """Times a block of runs and adds the block to ``rounds``.
 
         The number of passes is calculated from the fastest block so far. If the machine or the session has become
-        slower, the block ends early. The time limit is the same multiple of the planned time for every candidate.
+        slower, the block ends early. The block of every candidate may take the same multiple of its planned time.
         """
         runs = self.feeds * self.candidate.streams  # runs in a pass
         passes = passes_for(block_seconds, self.pass_seconds, runs)
@@ -94,8 +94,8 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # If other work slowed down the calibration, ``pass_seconds`` is too long, and the planned blocks would have too
-        # few runs.
+        # Other work may have slowed down the calibration. A fast block then corrects ``pass_seconds``, so that later
+        # blocks have enough runs.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -152,11 +152,11 @@ def measure(
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
     baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
-    compared with the times of both processes of the baseline. After ``rounds`` rounds, further rounds run until the
-    confidence interval of every speedup is at most ``target_width`` wide on a logarithmic scale. In all, there are at
-    most four times ``rounds`` rounds. No further round begins later than ``budget_seconds`` after the first round
-    began. ``limit_seconds`` limits the time of the whole call, including loading. After the first 5 rounds, a round
-    begins only if it is likely to end within ``limit_seconds``.
+    compared with the times of both processes of the baseline. Further rounds run until the confidence interval of every
+    speedup is at most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four times
+    ``rounds``. No further round begins later than ``budget_seconds`` after the first round began. ``limit_seconds``
+    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
+    to end within ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
@@ -179,8 +179,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first to get the reference outputs. The twin, a second process of the baseline, is
-        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because of the twin, the times of
-        # the baseline and the noise floor include the speedup of the last process.
+        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because the twin is loaded last, the
+        # baseline's times and the noise floor include the advantage of the last process.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None

@@ -166,7 +166,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval is at most as wide as ``target`` or as a quarter of the effect, whichever is larger.
-    Ignores the verdict, because a benchmark that stops at the first verdict reports false verdicts.
+    """Tells whether the width of the interval is at most ``target``, or at most a quarter of the effect. Ignores the
+    verdict, because a benchmark that stops at the first verdict reports false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

@@ -28,7 +28,7 @@ class AroundAttention(TorchFunctionMode, ABC):
     ) -> torch.Tensor:
         """Computes attention from the arguments that the model's code passes.
 
-        Within this method, ``F.scaled_dot_product_attention`` is torch's own.
+        Inside this method, ``F.scaled_dot_product_attention`` is not replaced.
         """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,7 +42,7 @@ class StepLog:
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Counts ``step``, and writes the step's figures if a log entry is due."""
+        """Counts the targets of ``step``, and writes the step's figures if a log entry is due."""
         self.targets += values["targets"]
         if step % self.config.log_every and step != self.config.steps:
             return

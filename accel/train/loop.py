@@ -72,13 +72,14 @@ class Trainer:
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
         self.reordered: list[str] = []  # The changed config keys that reordered the samples.
-        self.log: StepLog | None = None  # The log is open only on rank 0 and during run().
+        self.log: StepLog | None = None  # The log is open only during run(), and only on rank 0.
         self.written = True  # True if no rank was writing a checkpoint when the last losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
 
-        Returns the number of steps, the last loss, the metrics, and the record ``best`` if an earlier step was better.
+        Returns a dict with the number of steps, the last loss and the metrics. If an earlier step was better than the
+        last step, the dict also has the record of the best step.
         """
         self.resume()
         batches = self.batches()
@@ -346,8 +347,8 @@ class Trainer:
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
-            # A checkpoint of another optimizer may lack the moment because the other optimizer doesn't use this moment.
+            # A checkpoint of the same optimizer lacks a moment only if the moment was never updated. A checkpoint of
+            # another optimizer also lacks the moments that the other optimizer doesn't use.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

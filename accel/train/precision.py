@@ -199,8 +199,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
     """Returns the 2-norm of all gradients together. The result is a float32 scalar, which is the same on every rank.
 
     The norm is not finite if any gradient is not finite. PyTorch can't compute one norm over plain tensors and DTensors
-    of different meshes (pytorch#180346). Therefore, the squares are summed separately for each layout, over the ranks
-    that hold the layout's shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
+    of different meshes (pytorch#180346). Therefore, this function groups the gradients by the ranks that hold their
+    shards, and sums the squares of each group over these ranks. ``stages`` is the group of the ranks that hold the
+    other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)
@@ -224,8 +225,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
     """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank`` as a float32 scalar.
-    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``, and each rank
-    reads only its part of the gradients.
+    Each rank reads only its part of the gradients. If all ranks hold the same gradients, the sum over all ranks is the
+    square of ``gradient_norm``.
     """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]

@@ -14,8 +14,8 @@ class Ranks:
     """The rank of this process, the world size, the device, and the mesh of each technique (None if unused).
 
     ``data`` is the mesh that ZeRO works over. The mesh ``data`` has one axis, or two axes (replicas and shards), and
-    includes the ranks that share sequences (``cp``). This rank trains on part ``data_rank`` of the samples, out of
-    ``data_ranks`` parts. ``saving`` is a gloo group of all ranks.
+    includes the ranks that share sequences (``cp``). The samples are divided into ``data_ranks`` parts, and this rank
+    trains on part ``data_rank``. ``saving`` is a gloo group of all ranks.
     """
 
     rank: int

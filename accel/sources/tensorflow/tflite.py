@@ -105,8 +105,8 @@ def operators(path: Path) -> set[str]:
 
 
 def count_file(path: Path) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file for ``model.count``. The weights are the
-    float tensors and the quantized tensors that have a buffer."""
+    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file for ``model.count``. A weight is a float or
+    quantized tensor with stored values."""
     from tensorflow.lite.python import schema_py_generated as schema
 
     kinds = {value: name.lower() for name, value in vars(schema.TensorType).items() if not name.startswith("_")}

@@ -32,7 +32,8 @@ class Function(torch.nn.Module):
 
 
 class Called(torch.nn.Module):
-    """A module that takes tensors in the order of ``names`` and passes the arguments of ``templates`` to ``module``."""
+    """A module that takes tensors in the order of ``names``, builds the arguments of ``module`` from the tensors, and
+    calls ``module``."""
 
     def __init__(self, module: torch.nn.Module, templates: Mapping[str, Template], names: Sequence[str]) -> None:
         super().__init__()
@@ -94,11 +95,12 @@ def _signature(module: torch.nn.Module) -> inspect.Signature:
 
 
 def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:
-    """Returns a template for each argument by parameter name, and the tensors in the arguments by name.
+    """Returns two dicts: one maps each parameter to a template of its argument, the other maps names to the tensors in
+    the arguments.
 
-    ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
-    single tensor. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` can't be called
-    with ``example``.
+    ``example`` is a tuple of positional arguments, a dict of keyword arguments, or a single argument, which is a tensor
+    or a dict. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if ``forward`` can't be called with
+    ``example``.
     """
     if example is None:
         return {}, {}

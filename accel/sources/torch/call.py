@@ -30,8 +30,8 @@ _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dr
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor. The tensor shares the memory of a contiguous array. A bfloat16 tensor has the same
-    bits as the array."""
+    """Returns the array as a tensor. If the array is contiguous, the tensor shares the array's memory. A bfloat16
+    tensor has the same bits as the array."""
     import numpy as np
 
     value = np.asarray(value, order="C")  # np.ascontiguousarray would add a dim to a scalar
@@ -99,8 +99,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
-    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if there are several inputs and ``forward`` has no parameter
-    for one of them, because inputs passed by position could be mixed up.
+    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if one of several inputs matches no parameter of ``forward``,
+    because inputs in an unknown order could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
@@ -128,7 +128,7 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
 def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> Any:
     """Runs one forward pass without gradients and returns the module's result unchanged. A model that writes to its
     inputs (``x -= mean``) gets copies, so ``feeds`` never change."""
-    with torch.inference_mode(False):  # an inference tensor has no ``_version``, which counts writes
+    with torch.inference_mode(False):  # an inference tensor has no ``_version`` (the number of writes)
         tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
         if module.writes_inputs is not False:
             tensors = [tensor.clone() for tensor in tensors]

@@ -73,7 +73,8 @@ def open_factory(spec: str, weights: Path | None) -> Found:
 def _found_pipeline(
     pipeline: Pipeline, example: Any, spec: str, files: tuple[Path, ...], declaration: Declaration | None
 ) -> Found:
-    """Opens a pipeline like a live module, because a pipeline's function may take any arguments."""
+    """Opens the pipeline that a factory returned. The factory also has to return example arguments, because a
+    pipeline's function may take any arguments."""
     if example is None:
         raise BadSource(
             f"{spec} returned a pipeline without an example; return the pipeline and its example arguments: "

@@ -100,7 +100,8 @@ def script_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 
 class _Walk:
-    """Adds objects to one digest. If an object is added a second time, only a number for the object is added."""
+    """Adds objects to one digest. Adds the content of an object only once, and later only a number that stands for the
+    object."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()

@@ -20,7 +20,7 @@ from accel.signature import Bound, Feeds, Signature, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-# The largest batch size in the runs of the model. A larger batch would take longer and find no other lookups.
+# The largest batch size in the runs of the model. A larger batch would take longer and use the same embedding tables.
 _LARGEST_BATCH = 3
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
@@ -30,8 +30,8 @@ class _Lookups(TorchDispatchMode):
     """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
     selection.
 
-    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the table's number of rows
-    and a flag, which is True if every integer of the input selects a row of the table.
+    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the number of rows of a
+    table, and tells whether all integers of the input are indices into this table.
     """
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -57,11 +57,13 @@ class _Lookups(TorchDispatchMode):
 
 
 def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """Returns ``signature`` with a range for each integer input that selects rows of an embedding: 0 to the last row.
+    """Returns ``signature`` with a range for each integer input that selects rows of an embedding. The range is 0 to
+    the index of the last row.
 
-    Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. For an
-    input with a table for each column, sets ``seen`` to the range of the smallest table, and leaves ``values`` unset.
-    Keeps declared ``values``. Returns ``signature`` unchanged if ``run`` fails because of the new integers.
+    Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. If the
+    columns have separate tables, sets ``seen`` to the range of the smallest table, and leaves ``values`` unset. Keeps
+    declared ``values``. Returns ``signature`` unchanged if ``run`` works with the old ranges but fails with the new
+    ranges.
     """
     free = {spec.name for spec in signature.inputs if _is_free(spec)}
     if not free:
@@ -87,8 +89,8 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """Finds out which integers ``run`` accepts, and returns ``signature`` with dims as the bounds of its integer
-    inputs.
+    """Finds a dim, such as the sequence length, that limits the integers that ``run`` accepts. Returns ``signature``
+    with this limit.
 
     Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
     together. Returns ``signature`` unchanged if ``run`` already accepts its integers, or if no bound helps. Only inputs
@@ -131,8 +133,7 @@ def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
 
 
 def _runs(signature: Signature, run: Callable[[Feeds], object]) -> bool:
-    """Tells whether ``run`` raises no error for the smallest, the largest and random integers at the sizes of every
-    case."""
+    """Tells whether ``run`` works at all tested sizes with the smallest, the largest and random integers."""
     return all(_takes(signature, case, run) for case in signature.cases(_LARGEST_BATCH))
 
 

@@ -111,8 +111,8 @@ def open_captured(path: Path) -> Found:
     """Opens a module that ``capture`` wrote.
 
     Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
-    ``BadSource`` if the module's code was changed, so that the opened module computes other outputs than the live
-    module.
+    ``BadSource`` if the opened module computes other outputs than the live module, for example because the file of the
+    module's class was edited.
     """
     if not path.is_file():
         raise BadSource(f"the live module {path.stem} is no longer in the cache; give the module again")
@@ -251,7 +251,7 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
-            if parametrize.is_parametrized(part):  # torch changed the class, which both modules share
+            if parametrize.is_parametrized(part):  # the original has the same class, so the copy gets its own class
                 own = type(part)
                 part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():

@@ -17,9 +17,10 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# If a dim has no limit, torch writes an upper limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared by the
-# user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range, so a very large
-# upper end would take too long. The upper end is at most four times the example's size, or _DECLARED if that is larger.
+# For a dim without a declared limit, torch writes a limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared
+# by the user, and becomes the upper end of the dim's range. Gates run the model at the upper end of the range, so a
+# very large upper end would take too long. The upper end is therefore at most the larger of _DECLARED and four times
+# the example's size.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 

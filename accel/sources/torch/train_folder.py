@@ -85,8 +85,8 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """Returns the spec of a factory with the code that training used. Returns ``spec`` if the factory's file and the
-    recorded files beside it are unchanged, else the spec of the copy in ``folder``."""
+    """Returns the spec of the factory in the version that the training used. Returns ``spec`` if the factory's file and
+    the recorded files beside it are unchanged. Otherwise, returns the spec of the factory's copy in ``folder``."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:
         return spec

@@ -155,7 +155,7 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Records ``step`` and returns True if ``step`` is the best step so far. Only rank 0 calls this method.
+        """If ``step`` is the best step so far, records ``step`` and returns True. Only rank 0 calls this method.
 
         The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
         ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
@@ -194,8 +194,8 @@ class Checkpoints:
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of ``step`` to the step's checkpoint, and deletes the checkpoints that aren't kept any
-        longer. Only rank 0 calls this method."""
+        """Adds the metrics of ``step`` to the step's checkpoint. Deletes all old checkpoints except the best
+        checkpoint. Only rank 0 calls this method."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()

@@ -17,7 +17,7 @@ APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 RECOMPUTE = ("none", "selective", "full")
-# The styles that ``[tensor_parallel]`` can give a module. See ``accel.train.parallel.tensor``.
+# The styles that the config's table ``[tensor_parallel]`` may assign to a module. See ``accel.train.parallel.tensor``.
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -55,11 +55,11 @@ class ParallelConfig:
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
     the shards on the host. ``replicate`` is the number of replicas of the sharded group (hybrid sharding).
 
-    ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
-    tensor-parallel ranks, between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline stages,
-    which run in the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks over which each
-    sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute`` is the mode of
-    activation checkpointing.
+    ``tp`` is the number of ranks that share each tensor. With ``sequence_parallel``, each tensor-parallel rank holds
+    only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline
+    stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. ``cp`` is the number of data-parallel ranks
+    over which each sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute``
+    is the mode of activation checkpointing.
 
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.

@@ -26,7 +26,7 @@ from ..attention import AroundAttention
 from ..batch import call, input_names, to_device
 from ..loss import IGNORED
 
-# If ``forward`` has a parameter of one of these names, the parameter gets each token's position in its document.
+# A parameter of ``forward`` called ``positions`` or ``position_ids`` gets each token's position in its document.
 POSITIONS = ("positions", "position_ids")
 _FIX = (
     "let forward take positions (or position_ids), and let only F.scaled_dot_product_attention look at other "

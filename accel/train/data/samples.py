@@ -20,8 +20,8 @@ class Order(torch.utils.data.Sampler[int]):
     Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and divides each batch among
     the ranks. The global batch of a step is therefore the same for any number of ranks.
 
-    ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
-    With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer
+    ``first`` is the number of the first step. The samples that don't fill the last global batch are left out of the
+    epoch. With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer
     samples than others, or none.
     """
 

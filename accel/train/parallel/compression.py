@@ -62,7 +62,8 @@ class PowerSGD:
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Compresses and reduces a bucket. DDP calls this method as a communication hook."""
         names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
-        if self._buckets.get(index, names) != names:  # earlier buckets are unchanged and already being reduced
+        if self._buckets.get(index, names) != names:
+            # Drops this bucket and all later buckets. The earlier buckets are unchanged, and DDP already reduces them.
             for old in [old for old in self._buckets if old >= index]:
                 self._memory |= self._by_parameter(old)
                 for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
@@ -99,7 +100,7 @@ class PowerSGD:
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """Returns the compressed parameters in ``names``, each with the shape of its ``q``.
+        """Returns those of the parameters ``names`` that PowerSGD compresses, each with the shape of its ``q``.
 
         The order is the same as in torch's hook, which groups parameters of equal shape.
         """

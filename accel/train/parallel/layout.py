@@ -21,8 +21,8 @@ _FOREVER = timedelta(days=365)
 def patience(config: TrainConfig) -> timedelta:
     """Returns the timeout of collectives, which is at least the time that the watchdog allows for the first step.
 
-    With a shorter timeout, collectives would fail before the watchdog names a hanging rank, or while a rank evaluates
-    or writes.
+    A shorter timeout would end a collective before the watchdog names the hanging rank. Other ranks also wait in a
+    collective while a rank evaluates or writes.
     """
     return timedelta(seconds=max(1800.0, FIRST_STEP_FACTOR * config.hang_seconds)) if config.hang_seconds else _FOREVER
 
@@ -52,7 +52,8 @@ def join(config: TrainConfig) -> Ranks:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES[1:3] if two else AXES[2:3])
         cp = init_device_mesh(device.type, (samples, p.cp), mesh_dim_names=("dp", "cp"))["cp"] if p.cp > 1 else None
         return Ranks(**common, data=mesh, cp=cp, data_rank=rank // p.cp)
-    # With tp or pp, ZeRO stage 0 uses FSDP2 too, with shards over one rank, so that all parameters are DTensors.
+    # With tp or pp, ZeRO stage 0 uses FSDP2 too, so that all parameters are DTensors. The axis dp_shard then has one
+    # rank.
     replicate = samples if p.zero == 0 else p.replicate
     mesh = init_device_mesh(device.type, (p.pp, replicate, samples // replicate, p.tp), mesh_dim_names=AXES)
     place = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))

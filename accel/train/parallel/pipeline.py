@@ -280,6 +280,6 @@ class Pipelined:
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Only the last ``count`` pairs are losses of this step. Before the first step, torch also calls the loss on
-        # uninitialized memory to learn the shapes.
+        # The last ``count`` entries of ``pairs`` are the losses of this step. Before the first step, torch also calls
+        # the loss on uninitialized memory to learn the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -5,9 +5,9 @@ outlier affects only one block. Each parameter begins a new block, so that large
 the scale of another parameter.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. A parameter is quantized only once. With hpZ,
-the backward pass gathers the values that the forward pass has already rounded. Here, all blocks are int8. In the paper,
-the reduction between nodes is int4. The error of a value is at most half a quantization step, which is at most 1/254 of
-the block's largest value.
+the backward pass gathers the values that the forward pass has already rounded. This module quantizes all blocks to
+int8, but the paper uses int4 for the reduction between nodes. The error of a value is at most half a quantization step,
+which is at most 1/254 of the block's largest value.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Comm:
     def sizes(self, count: int) -> list[int]:
         """Returns how many of a rank's ``count`` values belong to each parameter.
 
-        Returns ``[count]`` if a parameter has no gradient, because FSDP2 leaves out this parameter.
+        If FSDP2 leaves out a parameter without a gradient, the sizes are unknown, and the result is ``[count]``.
         """
         groups = self.module._get_fsdp_state()._fsdp_param_groups
         found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]

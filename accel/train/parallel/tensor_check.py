@@ -1,8 +1,9 @@
 """Runs a sample before training to check that tensor parallelism hasn't changed the model's output.
 
-The model's own code processes a rank's shard of a linear layer's output. The model's code may split a head, use a fixed
-number of heads, or take query, key and value from one product. If the model's code doesn't work on a shard, torch
-raises an error about shapes, or silently trains a different model with wrong weights.
+The model's own code processes a rank's shard of a linear layer's output. A shard may end in the middle of an attention
+head. The model's code may also use a fixed number of heads, or cut query, key and value out of one matrix product. If
+the model's code doesn't work on a shard, torch raises an error about shapes, or silently trains a different model with
+wrong weights.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def shard(
     over the data-parallel ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). For a single
     process, ``mesh`` is None and ``module`` stays unchanged.
 
-    Tensor and pipeline parallelism need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, with shards over one
-    rank. Each module in ``parts`` gathers its parameters together. By default, ``parts`` are the model's blocks. If
+    Tensor and pipeline parallelism need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, but doesn't shard
+    anything. Each module in ``parts`` gathers its parameters together. By default, ``parts`` are the model's blocks. If
     ``hpz`` is set (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward.
     The ``hpz`` shards cost memory, but the backward pass then needs no gather over all ranks.
     """

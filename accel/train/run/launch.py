@@ -105,7 +105,8 @@ def train(
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
-    """Raises ``BadConfig`` if ``nnodes`` contains no number of machines on which ``config`` can run."""
+    """Raises ``BadConfig`` if ``config`` can't run on ``nnodes`` machines. If ``nnodes`` is a range, one number in the
+    range has to work."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or a range MIN:MAX")
@@ -117,7 +118,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Returns a clause for a message: the step after which the same command continues."""
+    """Returns words for a message, which tell whether the same command continues after a checkpoint or starts over."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"

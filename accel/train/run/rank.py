@@ -75,8 +75,8 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
 
 
 def _of_the_loader(error: BaseException) -> str:
-    """Returns the error of a DataLoader worker process, or "" if ``error`` comes from this process. The text of a
-    worker's error is the worker's whole traceback.
+    """Returns the error of a DataLoader worker process, or "" if ``error`` comes from this process. Takes only the last
+    line of a worker's error, because the whole error is a traceback.
     """
     text = str(error).strip()
     if not re.match(r"Caught \w+ in DataLoader worker", text):

@@ -107,7 +107,8 @@ def end(out: Path) -> None:
 
 
 def _runs(pid: int, out: Path) -> bool:
-    """Tells whether ``pid`` is a running rank of the run in ``out``. An ended process has no command line."""
+    """Tells whether ``pid`` is a running rank of the run in ``out``. If a process has ended, its file /proc/PID/cmdline
+    is empty or missing."""
     try:
         return str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:

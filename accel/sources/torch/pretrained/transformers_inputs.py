@@ -15,8 +15,8 @@ from ...declare import input_example
 from ...output_specs import farthest, probe_cases
 from ..call import NamedModule, run_named
 
-# The largest text length in a range that accel chooses. Gates run the model at both ends of a range, and a longer text
-# would take too long.
+# The largest text length in a range that accel chooses. Gates run the model with texts up to this length, and longer
+# texts would take too long.
 _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
@@ -63,8 +63,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
     """Returns the first signature in ``found`` that lets the module run. Narrows the ranges of the dims to sizes that
-    the module can take, because the config may lack the size of a position table. Leaves the ranges in
-    ``given`` unchanged. If the module fails with every signature in ``found``, returns the first signature unchanged.
+    the module can take, because the config may not tell the largest size. Leaves the ranges in ``given`` unchanged. If
+    the module fails with every signature in ``found``, returns the first signature unchanged.
     """
     module.eval()
     for form in found:
