@@ -271,8 +271,8 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written with many combinations of nodes, so the function compares computed values and not nodes.
-    Computes the nodes after ``x`` until no remaining node reads an intermediate result. Compares this result with one
-    activation, such as GELU if the nodes include an Erf.
+    Computes the nodes after ``x`` until no remaining node reads an intermediate result. Compares the final result with
+    one activation, such as GELU if the nodes include an Erf.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []
