@@ -23,7 +23,7 @@ def small_bert(folder: Path) -> Path:
 
 if __name__ == "__main__":
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else small_bert(Path("bert"))
-    # accel reads the inputs of the model, and its dynamic dims batch and sequence, from the folder.
+    # accel reads the model's inputs, and the dynamic dims batch and sequence, from the folder.
     model = accel.export(source, out="text.onnx", dims={"batch": (1, 1, 8), "sequence": (8, 64, 128)})
     print("inputs:", ", ".join(map(str, model.signature.inputs)))
 

@@ -69,8 +69,8 @@ def product(config: Config, dtype: str, arch: int) -> str:
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
 TMA_ARCHS = (90, 100, 120)
-# A small tile has eight warps, because it may spill registers with four warps. The spills occur if no size is a
-# multiple of 16, because Triton then loads single elements.
+# A small tile has eight warps, because it may spill registers with four warps. Registers are spilled if none of the
+# operand's sizes is a multiple of 16, because Triton then loads one element at a time.
 CONFIGS: tuple[Config, ...] = (
     Config(name="gemm_128x128", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
            block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),

@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a torch dtype in a spec, such as ``fp16``. Raises ``BadFeeds`` if no kernel takes the
+    """Returns the name that specs use for a torch dtype, such as ``fp16``. Raises ``BadFeeds`` if no kernel takes the
     dtype."""
     if dtype not in NAMES:
         raise BadFeeds(f"no kernel takes {dtype} operands; cast them to one of {', '.join(IN_DTYPES)}")

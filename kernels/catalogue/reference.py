@@ -38,7 +38,7 @@ SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 
 
 
 def act_numpy(name: str, x: Float64) -> Float64:
-    """Returns the activation ``name`` of ``x`` in float64. GELU follows Hendrycks and Gimpel (2016), by erf or tanh.
+    """Applies the activation ``name`` to ``x`` in float64. GELU follows Hendrycks and Gimpel (2016), by erf or tanh.
     SiLU is x * sigmoid(x)."""
     if name == "relu":
         return np.maximum(x, 0.0)
@@ -64,8 +64,8 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """Computes ``spec`` in float64, as a sum of one matrix product for each position in the kernel. ``x`` is NHWC, and
-    ``weight`` is (O, kh, kw, C).
+    """Computes the convolution ``spec`` in float64. Each position in the convolution's kernel gives one matrix product,
+    and the products are added. ``x`` is NHWC, and ``weight`` is (O, kh, kw, C).
 
     Returns (images, out height, out width, O).
     """
@@ -92,7 +92,7 @@ def _epilogue_numpy(spec: EpilogueSpec, x: Float64, operands: Mapping[str, npt.N
 
 
 def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns the activation ``name`` of ``x``, in the dtype of ``x``."""
+    """Applies the activation ``name`` to ``x``, in the dtype of ``x``."""
     if name == "relu":
         return torch.relu(x)
     if name == "silu":
@@ -150,8 +150,8 @@ def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, t
 
     Returns the values q and the scales, so that ``x`` is about q * scale[:, None]. The scale of a row is max|row| / 127
     (int8) or max|row| / 448 (fp8), but at least 2**-126. A row of zeros has scale 1. The values q are x / scale,
-    rounded to nearest even and clamped to the range of ``dtype``. A NaN in a row makes the row's scale NaN, because an
-    int8 value can't be NaN.
+    rounded to nearest even and clamped to the range of ``dtype``. Int8 has no NaN, so a NaN in a row makes the row's
+    scale NaN.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)
@@ -173,8 +173,8 @@ def gemm_bound(
     section 3.1). ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate sums. On a CPU, half of the
     default of ``unit`` is enough, because a CPU rounds to nearest. The scales and the bias add four roundings. The
     activation multiplies the error by its slope. The exp or erf in the activation adds an error of 2**-20 times the
-    input, which is the error of the fast exp of a GPU. Adding the residual and rounding to the output dtype add further
-    errors.
+    input, because the fast exp of a GPU has this error. Adding the residual and rounding to the output dtype add
+    further errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -121,7 +121,8 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the two dtypes as part of a configuration's name, such as ``fp16`` or ``int8_bf16``."""
+        """Returns the part of a configuration's name that gives the input and output dtypes, such as ``fp16`` or
+        ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property

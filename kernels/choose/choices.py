@@ -134,11 +134,11 @@ def choose(
     """Chooses the implementation of ``spec`` on a device of this compute capability (None for the CPU).
 
     ``dense`` is True if ``a`` (M, K) and the transpose (N, K) of ``b`` are dense. ``tma_layout`` is True if both
-    operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
-    kernels of the compiled library, which are CUTLASS kernels and kernels of ``HAND_WRITTEN``. ``residual_dtype`` is
-    None if the residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is
-    True if Triton can load both operands in vectors (see ``in_vectors``). For vector loads, each operand must have one
-    stride of 1, and its address and its other strides must be multiples of 16.
+    operands are dense and their addresses are multiples of 16. For a convolution, only the weights count. ``native``
+    names the kernels of the compiled library, which are CUTLASS kernels and kernels of ``HAND_WRITTEN``.
+    ``residual_dtype`` is None if the residual has the output's dtype. ``tuned_name`` is the tuner's choice for this
+    problem. ``vectors`` is True if Triton can load both operands in vectors (see ``in_vectors``). Triton loads an
+    operand in vectors if one stride of the operand is 1, and the address and the other stride are multiples of 16.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")

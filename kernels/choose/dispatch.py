@@ -149,7 +149,8 @@ def _product_of_patches(
 ) -> torch.Tensor:
     """Multiplies the patches of some images by the convolution's weights, with a kernel of the compiled library.
 
-    Each call chooses a kernel, because the last group of images may be smaller than the other groups.
+    Chooses the kernel again in each call, because the last group of images may be smaller, and another kernel may suit
+    its size.
     """
     capability = capability_of(columns)
     assert capability is not None

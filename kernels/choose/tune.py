@@ -324,13 +324,14 @@ def microseconds(run: Run) -> float:
 
 
 def recorded(run: Run, calls: int) -> Run | None:
-    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if the calls can't be recorded."""
+    """Records a CUDA graph that calls ``run`` as often as ``calls`` says, and returns the graph's replay. Returns None
+    if the calls can't be recorded."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
         # The function torch.cuda.graph would empty the allocator's cache each time.
         with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin(capture_error_mode="thread_local")  # CUDA calls of other threads don't end the capture
+            graph.capture_begin(capture_error_mode="thread_local")  # lets other threads call CUDA during the capture
             try:
                 for _ in range(calls):
                     run()

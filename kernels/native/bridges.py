@@ -57,8 +57,8 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    The operator names of convolutions contain the sizes, so the session options have to list the name of each
-    convolution under a key such as ``custom_op.FusedConv2d.0``.
+    The name of a convolution's operator contains sizes, and the library doesn't know the sizes. So list each name in
+    the session options, under a key such as ``custom_op.FusedConv2d.0``.
 
     ``include`` is the folder of ``onnxruntime_cxx_api.h``. ``onnxruntime_cxx_api.h`` must not be newer than the
     installed ONNX Runtime. The header is in the release archives of ONNX Runtime, but not in the wheels. Raises
@@ -124,8 +124,8 @@ def build_for_tensorrt(
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # With --no-as-needed, the library may come before the code that needs the library. Without --no-as-needed, some
-        # compilers would drop the library.
+        # On the linker's command line, the library comes before the code that calls the library. Without
+        # --no-as-needed, some compilers would drop the library.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),
         file=TENSORRT_LIBRARY,
@@ -141,8 +141,8 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
     """Returns the library of TensorRT plugins to load, or None. If ``$ACCEL_TENSORRT_LIBRARY`` names a library, returns
     that library. Otherwise returns the newest library of plugins that this GPU can use.
 
-    The library of plugins must be built from the current sources. The kernel library that the plugins call must also
-    have tensor-core GEMMs for this compute capability (None for any).
+    The library of plugins must be built from the current sources. The plugins' kernel library must have tensor-core
+    GEMMs for the compute capability ``capability`` (None allows any compute capability).
     """
     given = os.environ.get(TENSORRT_CHOSEN)
     if given:

@@ -227,7 +227,7 @@ def compile_library(
     The text in ``also`` describes further inputs of the library, and is part of the cache key. The entries in ``noted``
     are added to the library's record.
     """
-    from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
+    from .compilers import Compilers, scratch_beside  # imported here, because compilers.py needs POSIX
 
     version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest = sources_digest()

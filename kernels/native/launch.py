@@ -38,12 +38,13 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"the environment variable {CHOSEN} is {path}, which can't be loaded ({error}); set it to a library "
                 "that accel kernels build wrote, or unset it"
             ) from error
-        return None  # Triton or the reference runs if the library is damaged
+        return None  # without a usable library, Triton or the reference runs
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
-    """Returns the names of the library's kernels that a GPU of this compute capability can run (None for all kernels).
-    Every library has the kernels of ``HAND_WRITTEN``. A library may also have tensor-core GEMMs.
+    """Returns the names of the library's kernels that a GPU of the compute capability ``capability`` can run. Returns
+    all names if ``capability`` is None. Every library has the kernels of ``HAND_WRITTEN``. A library may also have
+    tensor-core GEMMs.
     """
     library = installed(capability)
     if library is None:
@@ -168,7 +169,7 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
-    """Returns the patches of ``x`` (NHWC, dense) as the rows of the matrix that ``spec.gemm`` multiplies."""
+    """Returns the matrix that ``spec.gemm`` multiplies. Each row of the matrix is a patch of ``x`` (NHWC, dense)."""
     library, stream = _library_for(x.device)
     columns = torch.empty(spec.gemm.m, spec.gemm.k, dtype=x.dtype, device=x.device)
     library.im2col(

@@ -160,8 +160,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # A DequantizeLinear with a scale of 1 converts to fp32, because TensorRT takes neither MatMulInteger nor a
-            # Cast from int8 or fp8. ONNX Runtime fuses the int8 nodes to MatMulInteger.
+            # A DequantizeLinear with a scale of 1 converts the operands to fp32. TensorRT can't cast from int8 or fp8,
+            # and has no MatMulInteger. ONNX Runtime fuses the int8 nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:

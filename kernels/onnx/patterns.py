@@ -270,8 +270,9 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     """Finds an activation of ``x`` that consists of arithmetic nodes. Returns the activation's name and its nodes, with
     the node of the result last.
 
-    GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. An operator such as Erf decides which activation the value is compared with.
+    GELU can be written with many combinations of nodes, so the function compares computed values and not nodes.
+    Computes the nodes after ``x`` until no remaining node reads an intermediate result. Compares the final result with
+    one activation, such as GELU if the nodes include an Erf.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

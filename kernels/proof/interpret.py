@@ -1,7 +1,7 @@
 """Runs every Triton kernel on the CPU, in Triton's interpreter, on small problems whose sizes don't fill a tile.
 
-Uses small tiles, so that a small problem needs many tiles. Also runs each configuration once in its shipped tile, on a
-problem just larger than one tile.
+Uses small tiles, so that a small problem needs many tiles. Also runs each configuration once with the tile size that
+accel ships, on a problem just larger than one tile.
 
 ``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object with the
 largest ratio of error to proven bound for each case. A ratio of 1 is the limit. ``run`` runs this module in a separate
@@ -238,8 +238,8 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is 16 elements longer than one step of the kernel's loop, so the row length is a multiple of 16
-                # bytes, as TMA needs.
+                # TMA needs row lengths that are multiples of 16 bytes, so K exceeds one step of the kernel's loop by 16
+                # elements.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -1,8 +1,8 @@
 """Implements ``accel.fuse(module)``, which replaces Linear and Conv2d layers by fused operations. A fused operation can
 include a batch norm, an activation and a residual.
 
-Traces the module with torch.fx. If the module can't be traced, replaces its Linear and Conv2d modules one by one,
-together with their neighbors in an ``nn.Sequential``. Compares the fused module with the original.
+Traces the module with torch.fx. A module that can't be traced is fused layer by layer, and each Linear or Conv2d also
+takes in the modules that follow in its ``nn.Sequential``. Compares the fused module with the original.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    With ``joined``, fuses a layer with the modules that follow the layer in a Sequential. With ``joined``, the result
-    is wrong if other code calls the modules of a Sequential one by one.
+    ``joined`` allows fusing a layer with the next modules of its Sequential. With ``joined``, the result is wrong if
+    other code calls the modules of a Sequential one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]

@@ -49,8 +49,8 @@ def adds_in_place(module: nn.Module) -> bool:
     """Tells whether the code of a submodule has operators such as ``x += y``. Also checks the functions that the
     submodule calls in the same file.
 
-    torch.fx records ``x += y`` as ``x + y``, which doesn't change x. Later nodes of the graph would read the unchanged
-    x.
+    torch.fx records ``x += y`` as ``x + y``, which doesn't change x. After ``x += y``, later nodes of the traced graph
+    would read the old value of x.
     """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 # The largest allowed difference for each dtype of the output, relative to the largest element of the output. In fp32,
 # the limit is several hundred rounding errors. For 16-bit dtypes, the limit is four units in the last place, because
-# the original rounds more often than the fused module.
+# the original module rounds every intermediate result, and the fused module rounds only once.
 LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ACTS = {
     "none": nn.Identity(),
@@ -26,7 +26,8 @@ ACTS = {
 def verify_layer(
     layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
 ) -> tuple[float, float]:
-    """Runs ``verify`` on random inputs. Compares ``fused`` with the layer followed by its norm and activation."""
+    """Runs ``verify`` on random inputs. Compares ``fused`` with the modules ``layer``, ``norm`` and activation, which
+    run one after the other."""
     before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
     shape: tuple[int, ...]
     if isinstance(layer, nn.Linear):

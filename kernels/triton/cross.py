@@ -146,7 +146,7 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Returns the number of K elements that the fp8 tensor cores sum up in 14 bits, from Triton's intermediate code."""
+    """Reads in Triton's intermediate code how many K elements the fp8 tensor cores sum up in 14 bits."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 

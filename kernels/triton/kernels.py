@@ -33,7 +33,8 @@ def finish(
     """Applies scales, bias, activation and residual in fp32 to a tile of the product. Rounds once, and stores only the
     elements inside the output.
 
-    With ``FIRST``, rows are the pixels of channels-first images with ``PIXELS`` pixels each.
+    With ``FIRST``, the output is stored as channels-first images of ``PIXELS`` pixels, and a row of the tile is a
+    pixel.
     """
     x = acc.to(tl.float32)
     if HAS_ROW:

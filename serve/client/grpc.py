@@ -172,8 +172,9 @@ class InferenceClient:
         """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 means the model's
         largest batch.
 
-        Casts integers and floats of another width to the model's dtypes. If ``classes`` is above 0, requests the top
-        ``classes`` classes of each sample instead of the outputs. Raises ``BadData`` if the arrays don't fit the model.
+        Casts the arrays to the model's dtypes, such as float64 to float32 or int64 to int32. If ``classes`` is above 0,
+        requests the top ``classes`` classes of each sample instead of the outputs. Raises ``BadData`` if the arrays
+        don't fit the model.
         """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
@@ -232,11 +233,12 @@ class InferenceClient:
         *,
         add_batch: bool = False,
     ) -> Inference:
-        """Sends one request per batch and joins the outputs. Each of ``batches`` has feeds and the number of
-        samples."""
+        """Sends one request per batch and joins the outputs. Each item of ``batches`` is a pair: the arrays of one
+        request, and the number of the request's samples."""
         found: list[Inference] = []
         done = 0
-        # The progress text has only the total number of samples, because a log shows each progress text just once.
+        # A log prints a line whenever the progress text changes, so the text has the total number of samples and not
+        # the number that is already sent.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:

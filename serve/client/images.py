@@ -23,8 +23,8 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the image files among ``paths``, and the image files in the folders among ``paths``. Returns an empty
-    list if ``paths`` has neither images nor folders.
+    """Returns the image files in the list ``paths``. Replaces each folder in ``paths`` by the image files in the
+    folder. Returns an empty list if ``paths`` has neither images nor folders.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """

@@ -98,7 +98,8 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """Returns the reply to ``call``. If ``call`` requests it, classifies outputs or writes outputs to shared memory."""
+    """Returns the reply to ``call``. Classifies the outputs for which ``call`` requests classes. Writes outputs to
+    shared memory if ``call`` requests it."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

@@ -307,7 +307,8 @@ class InferenceServer:
         self.processes.load(name, text)
 
     def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
-        """Unload a model. The only parameter is ``unload_dependents``, which also unloads the steps of an ensemble."""
+        """Unload a model. The only parameter is ``unload_dependents``. A value of True also unloads the steps of an
+        ensemble."""
         self.access.check(token, model=name, control=True)
         dependents = (parameters or {}).get("unload_dependents", False)
         if not isinstance(dependents, bool):

@@ -38,7 +38,7 @@ class _Sampler:
 
 
 class TraceSettings:
-    """Holds the trace settings of the server, and the settings that override them for single models.
+    """Holds the trace settings of the server. A model may have its own settings, which override the server's settings.
 
     ``url`` is the endpoint of the OpenTelemetry traces. One of every ``rate`` requests is traced. Without a URL,
     clients can read and change the settings, but no request is traced.

@@ -3,7 +3,7 @@
 
 The server opens a POSIX region when a client registers it, and checks every slice against the region's size. The server
 reads and writes the region by system calls and doesn't map the region into its address space. A client can shrink the
-shared memory at any time. In a mapped region, an access to a removed page would end the server's process.
+shared memory at any time, and an access to the removed part of a mapped region would kill the server's process.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class SharedMemory:
             raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions exist; unregister a region first")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
-        """Unregisters the region ``name``, or every region if ``name`` is empty. If ``kind`` is None, unregisters both
-        POSIX regions and GPU regions. Ignores an unknown name, as Triton does."""
+        """Unregisters the region ``name``, or every region if ``name`` is empty. A ``kind`` of None means both POSIX
+        regions and GPU regions. Ignores an unknown name, as Triton does."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:

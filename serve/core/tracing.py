@@ -110,7 +110,7 @@ class Tracing:
         return begun + ns
 
     def close(self) -> None:
-        """Sends the remaining spans, which may take at most three seconds."""
+        """Sends the remaining spans, and gives up after three seconds."""
         self._provider.force_flush(_LAST_EXPORT_MS)
         self._provider.shutdown()
 

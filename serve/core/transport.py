@@ -114,8 +114,8 @@ class Transport(Protocol):
         ...
 
     def renew(self, tls: Tls) -> None:
-        """Uses the certificates of ``tls`` for new connections. If the new certificates can't be used, keeps the old
-        certificates and raises ``UnsupportedHere``."""
+        """Uses the certificates of ``tls`` for new connections. Keeps the old certificates and raises
+        ``UnsupportedHere`` if the new certificates can't be used."""
         ...
 
     def stop(self, grace: float) -> None:

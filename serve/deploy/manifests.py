@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # percent of the CPU that the container requests
+        if not 1 <= self.target_cpu_percent <= 100:  # 100% is the whole CPU that the container requests
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
@@ -137,7 +137,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
                 # The annotation ``autoscaling.knative.dev/class`` selects the HorizontalPodAutoscaler. Knative's own
-                # autoscaler can't scale by CPU, so KServe refuses the scale metric ``cpu`` without the annotation.
+                # autoscaler can't scale by CPU, so KServe would refuse to scale by CPU if no other autoscaler is
+                # selected.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},

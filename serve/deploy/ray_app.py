@@ -58,7 +58,7 @@ class _Context:
         return [] if self._context is None else list(self._context.invocation_metadata())
 
     def time_remaining(self) -> None:
-        """Returns None for no time limit, because Ray itself ends a call that takes too long."""
+        """Returns None, which means no time limit. Ray itself ends a call that takes too long."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002 - Ray reports no disconnects
         return True
