@@ -6,7 +6,8 @@ Parameters of ``config.pbtxt`` declare the loop:
   model takes one token at a time.
 - ``stream_logits`` names the output with the logits. The output has the shape (rows, vocabulary) or (rows, length,
   vocabulary).
-- ``stream_state.OUT`` names the input that gets the output OUT of the previous step, such as a KV cache.
+- ``stream_state.OUT`` names the input that gets the output OUT of the previous step. The output OUT is a state, such as
+  a KV cache.
 - ``stream_mask`` names the input that gets the attention mask, which has the shape (rows, number of tokens so far). The
   mask is all ones.
 - ``stream_positions`` names the input that gets the positions of the tokens. The input has the shape (rows, length).
@@ -159,7 +160,7 @@ class TokenLoopSession:
         others = {name: value for name, value in feeds.items() if name != loop.tokens}
         states = {name: self._zeros(self._specs[name], feeds) for name in loop.states.values()}
         ended = np.zeros(len(given), dtype=bool)
-        before = 0  # number of tokens in the states
+        before = 0  # number of earlier tokens that are already in the model's states
         for _ in range(loop.steps):
             pieces = np.split(given, given.shape[1], axis=1) if self._one_by_one else [given]
             for piece in pieces:
@@ -179,7 +180,7 @@ class TokenLoopSession:
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
         """Returns the model's inputs for the tokens ``piece``: the tokens, the mask and the positions. ``before`` is
-        the number of tokens in the states."""
+        the number of earlier tokens that are already in the model's states, such as a KV cache."""
         loop, (rows, length) = self._loop, piece.shape
         made = {loop.tokens: piece}
         if loop.mask is not None:
@@ -192,8 +193,8 @@ class TokenLoopSession:
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
         """Returns the state before the first token, which is an array of zeros.
 
-        A dynamic dim takes its size from the feeds. A dynamic dim that the feeds don't have, for example the number of
-        tokens so far, starts with size 0.
+        A dynamic dim takes its size from the feeds. A dynamic dim that no tensor of the feeds has gets the size 0. For
+        example, a KV cache has the length 0 before the first token.
         """
         known = {
             dim: size

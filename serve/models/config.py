@@ -33,7 +33,8 @@ PLATFORMS = {
 }
 # accel's own options are entries of the config's ``parameters``, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-# The value "cost" (the default) forms the cheapest batches. The value "none" batches requests in the order of arrival.
+# If ``length_grouping`` is "cost" (the default), the server forms the cheapest batches. If ``length_grouping`` is
+# "none", the server batches requests in the order of arrival.
 LENGTH_GROUPING = "length_grouping"
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
@@ -91,10 +92,10 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` is True if the file sets ``max_batch_size``. In the protobuf message, an unset number looks the same
-    as 0. ``gpu`` is True if the model runs on a GPU by default. If ``alone`` is True and the config doesn't set dynamic
-    batching, requests of several callers run in separate batches. Raises ``BadRepository`` if the config contradicts
-    the model.
+    ``batch_given`` is True if the file sets ``max_batch_size``. The argument ``batch_given`` is needed because a
+    protobuf message doesn't tell an unset ``max_batch_size`` from 0. ``gpu`` is True if the model runs on a GPU by
+    default. If ``alone`` is True, dynamic batching is off by default, so that requests of different callers are not
+    batched together. Raises ``BadRepository`` if the config contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -183,7 +184,7 @@ def _complete_tensors(
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Returns the names of a sequence's states and controls, which stay on the server."""
+    """Returns the names of the tensors that stay on the server: the states and controls of a sequence."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
@@ -224,8 +225,8 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns the smallest and the largest allowed number of rows in a batch. If the model declares no batch range, a
-    batch of one row is allowed too."""
+    """Returns the smallest and the largest allowed number of rows in a batch. If the model declares no batch range, the
+    smallest number is 1."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -384,7 +385,7 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
 def gives_batch(text: str) -> bool:
     """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size`` to any number, including 0."""
     config = proto.message("ModelConfig")()
-    # If the file sets max_batch_size, the parser replaces _NO_BATCH by the file's value, because the file's value comes
-    # last.
+    # If a text sets a field twice, the parser keeps the last value. Therefore, ``_NO_BATCH`` only remains if the file
+    # doesn't set ``max_batch_size``.
     text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
     return bool(config.max_batch_size != _NO_BATCH)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# The first dict maps a kind of artifact to its GPU runtime, and the second dict to its CPU runtime.
+# ``_ON_A_GPU`` maps a kind of artifact to a GPU runtime, and ``_ON_A_CPU`` maps a kind of artifact to a CPU runtime.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 

@@ -94,7 +94,8 @@ class EnsembleExecutor:
     """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up the model of a step again
     for each request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` if no step or more than one step makes a tensor, or if steps wait for each other.
+    Raises ``BadConfig`` if a step needs a missing tensor, if two steps make the same tensor, or if the steps form a
+    cycle.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class EnsembleExecutor:
     def _pump(self, run: _Run) -> None:
         """Starts the steps that are ready.
 
-        If a step's answer comes during the step's ``submit``, this loop starts the next steps after ``submit`` has
-        returned. Waiting for ``submit`` to return keeps calls of ``submit`` from nesting.
+        A step may be answered before the step's ``submit`` returns. ``_pump`` still waits for the return and then
+        starts the next steps, so that calls of ``submit`` don't nest.
         """
         while True:
             with self._lock:
@@ -248,8 +249,8 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """If the request of ``run`` has no answer yet, answers the request with ``error`` and cancels the running
-        steps."""
+        """Answers the request of ``run`` with ``error`` and cancels the running steps, unless the request already has
+        an answer."""
         with self._lock:
             if run.done:
                 return

@@ -90,8 +90,8 @@ def step_names(config: ModelConfig) -> list[str]:
 
 
 def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
-    """Returns ``names``, and the names of the steps of each ensemble in ``names``. Each name comes once. Steps come
-    before their ensemble.
+    """Returns ``names``, extended by the steps of the ensembles in ``names``. Each name is listed once. An ensemble is
+    listed after its steps.
 
     If ensembles form a cycle, one of the ensembles comes before its steps and fails to load.
     """

@@ -1,9 +1,9 @@
-"""Reads the config of a model and opens its versions, from the model's folder in a repository.
+"""Reads a model's folder in a repository: reads the model's config and opens the model's versions.
 
 The folder has Triton's layout. The file ``config.pbtxt`` is optional. The server fills in the fields that the config
-leaves out. The optional file ``labels.txt`` has the class labels of an output with ``label_filename: "labels.txt"``.
-Each version of the model has its own folder, whose name is a number above 0. A version's folder has one model file:
-``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` or ``model.pt2``.
+leaves out. The class labels of an output are in the file that the output's ``label_filename`` names, such as
+``labels.txt``. Each version of the model has its own folder, whose name is a number above 0. A version's folder has one
+model file: ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` or ``model.pt2``.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
 
 
 def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
-    """Opens a file without a manifest. The signature of an engine comes from ``config``. If the artifact isn't an
-    engine, the signature comes from the file.
+    """Opens a file without a manifest. The signature of an engine comes from ``config``, and the signature of any other
+    model comes from the model's file.
 
     Native parsers run in a child process, because a parser may crash.
     """

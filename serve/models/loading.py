@@ -135,8 +135,8 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
     """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
     ranges.
 
-    Models from PyTorch get exactly the declared ranges. In other models, a declared range that begins at 0 also allows
-    the matching negative indices, which count from the end.
+    Models from PyTorch get exactly the declared ranges. In other models, a declared range from 0 to N becomes the range
+    from -N - 1 to N, because negative indices count from the end.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
@@ -155,7 +155,7 @@ def _ranges(artifact: Artifact) -> IntegerRanges:
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. The runtime or the manifest then chooses the number of threads.
+    Returns 0 if a single session may use all cores, so that the runtime or the manifest chooses the number of threads.
     """
     if not cores and instances == 1:
         return 0

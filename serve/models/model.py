@@ -165,8 +165,9 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since its loading, including refused requests."""
-        # The recorder subtracts successes that the executor counted wrongly. The recorder is copied first, so that the
-        # executor's statistics already contain every subtracted success.
+        # The recorder subtracts successes that the executor counted wrongly. The recorder is copied before the
+        # executor's statistics are read. Otherwise, the recorder might subtract a success that the executor's
+        # statistics don't contain yet.
         with self._recording:
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)

@@ -19,7 +19,8 @@ from .config import ModelConfig
 def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> Artifact:
     """Returns ``artifact`` with the optional inputs of ``config`` in its signature.
 
-    Raises ``BadRepository`` if an input with a default isn't marked ``optional`` in the config, or can't be batched.
+    Raises ``BadRepository`` if ``config`` names an input with a default but doesn't mark the input as ``optional``.
+    Also raises ``BadRepository`` if the model is batched and the input's first dim is not the batch.
     """
     required = {spec.name for spec in artifact.signature.inputs}
     named = {tensor.name: tensor for tensor in config.input if tensor.name not in required}

@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
 ``models/<name>`` is a link to the model's folder in the store. ``store/<digest>/<name>`` is a complete copy of one
-state of the model. ``store/<digest>/files.json`` has a mark for each file, such as the file's ETag, modification time
-and size.
+state of the model. ``store/<digest>/files.json`` records values of each file, such as the ETag, the modification time
+and the size. The values tell whether the remote file has changed.
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
@@ -41,8 +41,8 @@ _MARKS = (
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # The maximum depth of folders in a model. Ends the search in a folder that contains itself.
-_KEPT_SECONDS = 600.0  # A replaced copy is kept for this many seconds, because another process may still load the copy.
+_DEEPEST = 6  # The maximum depth of folders in a model. The limit ends the walk through a folder that contains itself.
+_KEPT_SECONDS = 600.0  # The seconds that a replaced copy is kept, because another process may still load the copy.
 _RECORD = "files.json"
 
 
@@ -126,7 +126,7 @@ class Mirror:
             if name.rstrip("/") == address.rstrip("/"):  # object stores list a folder as its own entry
                 continue
             leaf = name.rstrip("/").rpartition("/")[2]
-            if "?" not in leaf:  # links with "?" in an HTTP listing only sort the listing
+            if "?" not in leaf:  # in an HTTP listing, a link with "?" sorts the listing and is no file
                 yield unquote(leaf) if self.address.startswith("http") else leaf, info
 
     def _walk(self, address: str, inside: tuple[str, ...]) -> Iterator[tuple[str, _Remote]]:

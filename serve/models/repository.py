@@ -46,7 +46,7 @@ class _Entry:
     missing. The ensemble is tried again after other models are loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # maps a failed version ("" for all) to the reason
+    failed: dict[str, str] = field(default_factory=dict)  # the reason for each failed version; "" means all versions
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
@@ -227,7 +227,7 @@ class Repository:
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the unserved steps of the ensemble ``name``, which ``load`` loads before the ensemble."""
+        """Returns the unserved steps of the ensemble ``name``. ``load`` loads the steps before the ensemble."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -258,8 +258,8 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Tries to load the ensembles that lacked a step. Tries the remaining ensembles again as long as an ensemble
-        was loaded."""
+        """Tries to load the ensembles that lacked a step. Repeats the attempt until no further ensemble can be
+        loaded."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -323,7 +323,7 @@ class Repository:
         if not folder.path.is_dir():
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
-            with self._lock:  # other threads iterate over the entries
+            with self._lock:  # another thread may iterate over the entries at the same time
                 entry = self._entries.setdefault(name, _Entry())
             entry.loading = True
             try:

@@ -25,8 +25,8 @@ _KINDS = {
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# Maps a config field to the dtype of its two values. A control's input gets the first value for false and the second
-# value for true.
+# Maps a config field to the dtype of the field's two values. A control's input gets the first value for false and the
+# second value for true.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
@@ -131,7 +131,7 @@ def _check_dims(config: Any, spec: TensorSpec, dims: Any) -> None:
 
 
 def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple[float, float]:
-    """Returns the values of a control's input for false and for true."""
+    """Returns the two values of a control's input: the value that means false and the value that means true."""
     found = [(field, list(getattr(control, field))) for field in _VALUES if getattr(control, field)]
     if len(found) != 1 or len(found[0][1]) != 2:
         raise _refused(

@@ -32,9 +32,9 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. After a late answer,
-# a process has only _SILENT_PATIENCE seconds, until an answer comes in time. Otherwise, a stopped process would delay
-# every command.
+# A process has _PATIENCE seconds to answer another process, or _LOAD_PATIENCE seconds for a load. If the last answer of
+# a process was late or missing, the process has only _SILENT_PATIENCE seconds. The short time keeps a stopped process
+# from delaying every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # The maximum number of seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0
@@ -150,8 +150,9 @@ class Peers:
                 return
 
     def _ask(self, *request: Any) -> Iterator[tuple[int, Any]]:
-        """Yields the index and the answer of each other process. Skips a process that isn't listening, because the
-        supervisor is restarting the process. If a listening process doesn't answer, yields an error as the answer."""
+        """Sends ``request`` to all other processes, and yields the index and the answer of each process. Skips
+        processes that aren't listening, such as a process that the supervisor is restarting. If a listening process
+        doesn't answer, yields an error as the answer."""
         for index in range(self._count):
             if index == self._index:
                 continue

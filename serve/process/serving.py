@@ -165,7 +165,7 @@ class ServingProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
-        with contextlib.suppress(OSError, ValueError):  # Without stderr, ``enable`` fails.
+        with contextlib.suppress(OSError, ValueError):  # ``faulthandler.enable`` fails if the process has no stderr.
             faulthandler.enable(all_threads=False)  # If native code crashes, Python prints the stack.
         raise_file_limit()
         self.start()

@@ -8,8 +8,9 @@ from queue import Empty, SimpleQueue
 class StopRequest:
     """A request to the main thread to stop.
 
-    A signal handler may run at any moment, even inside the main thread's ``wait``. With a ``threading.Event``, the
-    handler could then deadlock on the event's lock. ``SimpleQueue.put`` is reentrant, so ``put`` never deadlocks.
+    A signal handler may run at any moment, even inside the main thread's ``wait``. A ``threading.Event`` could
+    deadlock: the handler's ``set`` could wait for the lock that the interrupted ``wait`` holds. ``SimpleQueue.put`` is
+    reentrant, so ``put`` never deadlocks.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ log = logging.getLogger("accel.serve")
 
 # The supervisor gives up if a process dies _ATTEMPTS times in a row before any process has served.
 _ATTEMPTS = 5
-_LONGEST_PAUSE = 10.0  # the maximum number of seconds between two starts
+_LONGEST_PAUSE = 10.0  # the maximum number of seconds before a dead process is restarted
 
 
 @dataclass
@@ -51,8 +51,8 @@ class _Running:
 
 
 def _bind(held: socket.socket, host: str, port: int) -> None:
-    """Binds ``held`` to a port on which no program listens, even if connections of an earlier server are still in
-    TIME_WAIT."""
+    """Binds the socket ``held`` to a port on which no program listens. The bind works even if an earlier server left
+    connections in TIME_WAIT on the port."""
     try:
         held.bind((host, port))
     except OSError as error:
@@ -153,8 +153,8 @@ class Supervisor:
     def _died(self, index: int, running: _Running, code: int) -> float:
         """Logs that a process died, and returns the number of seconds until the restart.
 
-        While no process has served yet, raises ``BadRepository`` if the dead process reports a reason or has died too
-        often. Once a process has served, the supervisor always restarts a dead process, because the cause may be
+        Raises ``BadRepository`` if no process has served yet and the dead process either reports a reason or has died
+        too often. Once a process has served, the supervisor always restarts a dead process, because the cause may be
         temporary, for example a missing file.
         """
         if running.listener is not None:

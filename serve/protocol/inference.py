@@ -87,8 +87,8 @@ class InferenceRequest:
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
     """A response of a model. ``outputs`` are in the order of the request. ``final`` is True if no further response
-    follows. Only decoupled models send several responses to a request. ``durations`` are the times that the statistics
-    count for the response."""
+    follows. Only decoupled models send several responses to a request. ``durations`` are the response's queue and
+    compute times for the statistics."""
 
     model: str
     version: str
@@ -179,7 +179,8 @@ LATENCIES_NS = (*(step * 10**decade for decade in range(4, 9) for step in (10, 2
 
 @dataclass(slots=True)
 class Histogram:
-    """The number of durations in each bucket. The last bucket counts durations above the highest bound."""
+    """A histogram of durations, which counts the durations in each bucket. The last bucket counts durations above the
+    highest bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_NS) + 1))
 
@@ -222,7 +223,8 @@ class ModelStatistics:
     real_tokens: int = 0
 
     def add(self, other: ModelStatistics) -> None:
-        """Adds the statistics ``other``, which come from another process or from an outer executor."""
+        """Adds ``other``, which holds the statistics of the same model from another process or from an outer
+        executor."""
         for known in fields(ModelStatistics):
             mine, further = getattr(self, known.name), getattr(other, known.name)
             if isinstance(mine, DurationStatistic):
@@ -243,8 +245,8 @@ StatisticsRow = tuple[str, str, ModelStatistics]
 
 
 def infer(executor: Executor, request: InferenceRequest, timeout: float | None = None) -> InferenceResponse:
-    """Submits a request, waits for its last response, and returns this response. Raises the ``ServeError`` that answers
-    the request. Cancels the request and raises ``TimeoutError`` after ``timeout`` seconds."""
+    """Submits a request, waits for its last response, and returns this response. If the answer is a ``ServeError``, the
+    function raises the error. Cancels the request and raises ``TimeoutError`` after ``timeout`` seconds."""
     arrived = threading.Event()
     found: list[InferenceResponse | ServeError] = []
 

@@ -1,13 +1,13 @@
 """Dynamic batching: chooses the waiting requests that run together. The choice depends only on the queue and the time.
 
-The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
-the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size.
+The candidates are the first request of the queue, and all later requests with the inputs, dtypes and shapes of the
+first request. Only the rows may differ. Candidates are taken in the order of service, up to the model's largest batch
+size.
 
-If the first candidates together have a preferred number of rows, these candidates become a batch at once. If the
-candidates can reach several preferred numbers, the batch has the largest of these numbers. In all other cases, the
-candidates become a batch when no further request fits or the oldest candidate has waited ``max_delay_us``. A request
-with a queue timeout or a deadline spends at most half of the allowed time waiting, so that the other half is left for
-the run.
+The first n candidates become a batch at once if their rows add up to a preferred batch size. Of several possible n, the
+batcher takes the largest. In all other cases, the candidates become a batch when no further request fits or the oldest
+candidate has waited ``max_delay_us``. A request with a queue timeout or a deadline spends at most half of the allowed
+time waiting, so that the other half is left for the run.
 
 If the model takes only certain batch sizes, requests are removed from the end of the batch until the rest has an
 allowed size. If the batch would lose more than half of its rows, no request is removed. Copies of the last row then pad
@@ -96,8 +96,8 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # The server pads the batch dim to an allowed size. The size of any other dim has to be a multiple of the dim's
-        # step.
+        # The server pads the batch dim to an allowed size. A dim other than the batch dim needs a size that is a
+        # multiple of the dim's step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs
@@ -201,8 +201,8 @@ class RowBatching:
         return entry.arrived + min(bounds * self._delay, slack)
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
-        """Returns the first requests of ``found`` that add up to an allowed batch size. Returns all requests if fewer
-        than half of the rows would be left."""
+        """Returns ``found`` without the last requests, so that the rows add up to an allowed batch size. Returns all of
+        ``found`` if more than half of the rows would be left out."""
         if not self.sizes and self._fitting is None:
             return found
         whole = totals[len(found) - 1]

@@ -45,8 +45,8 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input can't really take longer than a larger input. If it does in the measurements, the cause is
-        # noise, and the smaller input gets the time of the larger input.
+        # A smaller input can't really take longer than a larger input. If noise makes the measured time of a smaller
+        # input longer, the smaller input gets the time of the larger input.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 

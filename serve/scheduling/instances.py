@@ -1,10 +1,10 @@
 """Runs the requests of a model on its sessions, either in threads of the executor or in the callers' threads.
 
-``RequestQueue`` and ``Batching`` make every scheduling decision from only the queue and the time. ``QueuedExecutor``
-carries the decisions out. If the queue is empty and an instance is idle, the caller's thread runs the request itself.
-For a small model, a run takes less time than passing the request to another thread and back. While all instances are
-busy, requests gather in the queue, and an instance's thread takes several requests as a batch. ``_lock`` guards all
-state. No session is run and no answer is given while ``_lock`` is held.
+``RequestQueue`` and ``Batching`` make all scheduling decisions. The decisions depend only on the queue and the time.
+``QueuedExecutor`` carries the decisions out. If the queue is empty and an instance is idle, the caller's thread runs
+the request itself. For a small model, a run takes less time than passing the request to another thread and back. While
+all instances are busy, requests gather in the queue, and an instance's thread takes several requests as a batch.
+``_lock`` guards all state. No session is run and no answer is given while ``_lock`` is held.
 """
 
 from __future__ import annotations

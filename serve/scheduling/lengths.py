@@ -7,13 +7,13 @@ last batch end as early as possible, and so keeps the longest wait as short as p
 urgent batch. If not all batches can begin in time, the instance postpones batches so that as few requests as possible
 are late.
 
-With ``Scheduling.eager``, an idle instance runs a batch at once, because further requests gather while instances are
-busy. With ``eager``, a request is late if its run begins after the delay bound.
+With ``Scheduling.eager``, an idle instance runs a batch at once and doesn't wait for a larger batch. Larger batches
+form anyway while all instances are busy. With ``eager``, a request is late if its run begins after the delay bound.
 
 Without ``eager``, an idle instance waits until the requests fill a batch. The instance starts earlier if a request
 would otherwise be late. The latest time to start is computed as if all batches ran one after the other. Without
-``eager``, a request is late if its answer comes after the delay bound. A run that takes more than half of the delay
-bound has to begin within half of the delay bound, or else its requests are late.
+``eager``, a request is late if its answer comes after the delay bound. The requests of a long run (more than half of
+the delay bound) are late if the run begins after half of the delay bound.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # twice the largest batch size is above _WINDOW, the limit is twice the largest batch size.
 _WINDOW = 64
 
-# Requests that can still be in time run before late requests. But a request runs first if it has waited for _PATIENCE
-# times the delay bound, or for half of its timeout or deadline.
+# Requests that can still be in time run before late requests. A late request still runs first once the request has
+# waited for ``_PATIENCE`` times the delay bound, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -145,10 +145,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Goes through ``batches`` in order. If a batch would begin late, compares this batch with all earlier batches,
-        and postpones the batch with the highest cost per request. If every batch has one request, postponing the most
-        expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing algorithm
-        for minimizing the number of late jobs"). Considers only batches of the most urgent priority level.
+        Goes through ``batches`` in order. When a batch would begin late, the method compares the batch with all earlier
+        batches, and postpones the batch with the highest cost per request. If every batch has one request, postponing
+        the most expensive batch makes as few requests late as possible (Moore 1968, "An n job, one machine sequencing
+        algorithm for minimizing the number of late jobs"). Considers only batches of the most urgent priority level.
         """
         if not self._delay:
             return batches[0]
@@ -182,7 +182,8 @@ class LengthBatchingRows(RowBatching):
         return latest
 
     def _urgency(self, batch: Sequence[Entry]) -> tuple[int, float, int]:
-        """Returns the sort key of a batch: the level, due time and number of its most urgent request."""
+        """Returns the sort key of a batch, taken from the batch's most urgent request: the request's level, due time
+        and sequence number."""
         return min((entry.level, self.due(entry), entry.seq) for entry in batch)
 
     def _seconds(self, batch: Sequence[Entry]) -> float:
@@ -198,8 +199,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """Returns an array with the seconds of a run, indexed by the number of rows. The requests have the shapes of
-        ``one``, padded to ``length``. The seconds include the time for the padding rows."""
+        """Returns an array with the seconds of a run, indexed by the number of rows. All requests of the run have the
+        input shapes of ``one``, padded to ``length``. The seconds include the time for the padding rows."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:

@@ -111,6 +111,6 @@ class Scheduling:
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes if a client doesn't send them. The mask of the real positions is the
-        only possible input."""
+        """Returns the inputs that the server makes if a client doesn't send them. The only input of this kind is the
+        mask of the real positions."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

@@ -156,8 +156,8 @@ class RequestQueue:
         return next(iter(self), None)
 
     def level_of(self, priority: int) -> int:
-        """Returns the level for a request's priority. As in Triton, a priority without a level in the model gets the
-        default level."""
+        """Returns the level for a request's priority. If the model has no level with the number ``priority``, returns
+        the default level, as in Triton."""
         levels = self._scheduling.priority_levels
         return priority if 1 <= priority <= levels else self._scheduling.default_priority if levels else 0
 

@@ -130,7 +130,8 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Answers a cached request before returning. Passes all other requests to the inner executor."""
+        """Answers the request from the cache, or passes the request to the inner executor. A cached answer is delivered
+        before ``submit`` returns."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
             return self.inner.submit(request, answer)  # the inner executor refuses the request

@@ -1,9 +1,9 @@
 """Runs stateful models. The requests of a sequence run in order, and the server keeps the sequence's state.
 
 The inner executor gets at most one request of a sequence at a time, and batches requests of different sequences. A
-failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no
-state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next request
-with START. The waiting requests fail because the caller sent them before learning of the failure.
+failed or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence stays
+without a state. If a request fails, the waiting requests of the sequence fail too (FAILED_PRECONDITION), up to the next
+request with START. The waiting requests fail because the caller sent them before learning of the failure.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Sequence:
 
     def __init__(self, sequence_id: int | str) -> None:
         self.id = sequence_id
-        self.states: dict[str, np.ndarray] | None = None  # None before the first answer
+        self.states: dict[str, np.ndarray] | None = None  # None until the sequence's first answer
         self.waiting: deque[_Step] = deque()
         self.running: _Step | None = None
         self.pumped = False
@@ -193,9 +193,9 @@ class SequenceExecutor:
     def _pump(self, sequence: _Sequence) -> None:
         """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
-        Only one thread at a time submits the steps of a sequence. If an answer comes while ``submit`` runs, this loop
-        submits the next step only after ``submit`` has returned. Waiting for ``submit`` to return keeps calls of
-        ``submit`` from nesting.
+        Only one thread at a time submits the steps of a sequence. A step may be answered before the step's ``submit``
+        returns. ``_pump`` still waits for the return and then submits the next step, so that calls of ``submit`` don't
+        nest.
         """
         while True:
             with self._lock:

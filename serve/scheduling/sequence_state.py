@@ -71,8 +71,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        If a state of zeros has a dynamic dim, the dim takes its size from the request's inputs. A dynamic dim that only
-        states have, such as the number of past steps, starts with size 0.
+        If a state of zeros has a dynamic dim, the dim takes its size from the request's inputs. If no input of the
+        request has the dim, such as the number of past steps, the dim gets the size 0.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given

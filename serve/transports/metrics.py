@@ -46,7 +46,8 @@ _COUNTERS = {
 }
 
 
-# Maps each histogram's name to the description, the histogram, and the sum of the counted durations in nanoseconds.
+# Maps the name of each histogram to a description and two functions. The first function returns the histogram, and the
+# second function returns the sum of the counted durations in nanoseconds.
 _HISTOGRAMS: dict[str, tuple[str, Callable[[ModelStatistics], Histogram], Callable[[ModelStatistics], int]]] = {
     "accel_request_duration_seconds": (
         "Time of answered requests, end to end",

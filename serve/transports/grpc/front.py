@@ -225,7 +225,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # ``reply`` releases ``done``; a Lock is cheaper than an Event
+        done = threading.Lock()  # held until the answer comes or the call ends; a Lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 

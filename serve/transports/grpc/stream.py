@@ -75,9 +75,9 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request with a response to send, or None. May also return a request whose final response
-        has arrived, because the caller has to remove the request. If the model of a request sends exactly one response,
-        the responses of newer requests wait until that response is sent."""
+        """Returns the oldest request with a response to send, or None. Also returns a request without a response to
+        send if the request is complete, so that the caller removes the request. If a model sends exactly one response
+        to a request, this response is sent before the responses to newer requests."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

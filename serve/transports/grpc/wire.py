@@ -104,8 +104,8 @@ def _wanted(output: Any) -> WantedOutput:
 
 
 def write_reply(reply: InferReply) -> Any:
-    """Returns a ``ModelInferResponse``. Each output has an entry in ``raw_output_contents``. The entry of an output in
-    shared memory is empty."""
+    """Returns a ``ModelInferResponse``. Each output has an entry in ``raw_output_contents``. If an output is in shared
+    memory, the output's entry is empty."""
     response = _InferResponse(model_name=reply.model, model_version=reply.version, id=reply.id)
     if reply.parameters:
         set_parameters(response.parameters, reply.parameters)

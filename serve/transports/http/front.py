@@ -77,8 +77,8 @@ class HttpTransport:
 
     def renew(self, tls: Tls) -> None:
         """Uses the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
-        certificates, if the new certificates can't be used. The server also keeps trusting its earlier client CAs until
-        it ends."""
+        certificates, if the new certificates can't be used. The earlier client CAs stay trusted until the server
+        ends."""
         check_certificates(tls)
         if self._tls is not None:
             self._tls.load_cert_chain(tls.certificate, tls.key)
@@ -187,7 +187,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # KServe's client needs a body, although Triton sends an empty body
+        return web.json_response({"live": True})  # KServe's client needs a JSON body; Triton's body is empty
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()

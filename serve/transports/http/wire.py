@@ -1,4 +1,4 @@
-"""Converts between the JSON of REST v2, with its binary tensor extension, and the server's own types."""
+"""Converts the JSON and the binary tensors of REST v2 to the server's own types and back."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
     """Checks that the first exporter that accel tries (dynamo) succeeds, and that every gate runs at a multiple of the
-    step. Also checks that the ONNX file gives right outputs at a size at which no gate ran the model."""
+    step. Also checks that the ONNX file gives right outputs at a size that no gate has tried."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -121,8 +121,8 @@ def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> None:
-    """Checks that accel passes a runtime only inputs with sizes that are multiples of the step. For any other size, the
-    error must name sizes that work."""
+    """Checks that a runtime only gets inputs with sizes that are multiples of the step. For any other size, the error
+    must name sizes that work."""
     with accel.load(unet.path) as session:
         with pytest.raises(
             BadFeeds, match="'height' has size 33, but the model takes multiples of 4; pad or cut it to 32"

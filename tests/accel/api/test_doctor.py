@@ -119,8 +119,8 @@ def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:
-    """Checks that accel tells users to install the same versions for onnx2tf as the test suite installs. The versions
-    are in onnx2tf.txt and again in the code, because a wheel doesn't contain onnx2tf.txt."""
+    """Checks that accel's install command for onnx2tf names the versions that the test suite installs. The versions are
+    in onnx2tf.txt and again in the code, because a wheel doesn't contain onnx2tf.txt."""
     lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     words = ONNX2TF.split()

@@ -243,7 +243,7 @@ def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
 
 
 def test_a_second_export_does_no_work(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an identical export runs an exporter again."""
+    """Fails if a second export of the same model runs an exporter again."""
     accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "a.onnx")
 
     def never(*_: object) -> None:

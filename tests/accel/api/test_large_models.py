@@ -99,7 +99,7 @@ def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
 def test_a_cast_of_detached_weights_is_the_same_cast(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that rounding weights during the copy gives the same bits as rounding weights in memory."""
+    """Checks that the cast rounds detached weights to the same bits as weights in memory."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = CastConfig(precision=precision)
     whole = cast(src, config, tmp_path / "whole.onnx")
@@ -166,7 +166,7 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Checks that the dynamically quantized model is the same if shape inference runs without copying the weights."""
+    """Checks that dynamic quantization gives the same model if shape inference doesn't copy the weights."""
     model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
     model.graph.node[0].op_type = "Gemm"
     onnx.save(model, str(tmp_path / "gemm.onnx"))
@@ -316,8 +316,8 @@ def taken_by_a_session(path: Path) -> float:
 
 
 def test_a_session_with_rounding_shares_the_weights(tmp_path: Path) -> None:
-    """Checks that ONNX Runtime doesn't copy the weights of a large model into memory, either unchanged or packed for
-    matrix products."""
+    """Checks that ONNX Runtime doesn't copy the weights of a large model into memory. A copy that is packed for matrix
+    products is forbidden too."""
     path = chain(tmp_path / "m", 2048, 4)
     assert run_in_child(f"{__name__}:taken_by_a_session", path=path) < 0.5
 
@@ -334,8 +334,8 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def peak_of(pid: int) -> Iterator[Callable[[], int]]:
-    """Returns a function that returns the peak of ``resident(pid)`` so far. The memory is sampled twenty times a
-    second."""
+    """Watches the memory of the process ``pid``, and returns a function for the peak of ``resident(pid)`` so far. The
+    memory is sampled twenty times a second."""
     found, done = [0], threading.Event()
 
     def watch() -> None:

@@ -54,8 +54,8 @@ def fast(model: Classifier, loader: DataLoader[Any]) -> Any:
 
 
 def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> None:
-    """Checks that the result takes and returns values of the same types as the module, and that the returned values
-    agree."""
+    """Checks that the optimized module takes and returns values of the same types as the original module. The returned
+    values must agree."""
     image = torch.randn(3, 3, 8, 8)
     found = fast(image)
     with torch.no_grad():

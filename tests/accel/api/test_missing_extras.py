@@ -98,7 +98,7 @@ for extra, use in uses.items():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None, str]]:
-    """Returns the exit code and the output of each extra's action."""
+    """Runs the command or code in ``USES`` for each extra, and returns the exit code and the output."""
     folder = tmp_path_factory.mktemp("base")
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])
@@ -120,7 +120,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None
 
 @pytest.mark.parametrize("extra", USES)
 def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], extra: str) -> None:
-    """Checks that an action without its extra gives only one line, with the extra's install command."""
+    """Checks that a feature without its extra gives a single error line with the extra's install command."""
     if extra == "cuda" and "CUDAExecutionProvider" in _providers():
         pytest.skip("this onnxruntime was built with CUDA")
     code, text = said[extra]

@@ -227,7 +227,7 @@ def pickled(name: str, *, inside: str = "") -> Make:
 
 
 def poisoned(name: str) -> Make:
-    """Copies a torch archive, and replaces every entry that torch may unpickle by a pickle with code."""
+    """Copies a torch archive. A pickle with code replaces every entry that torch may unpickle."""
 
     def write(good: Path, here: Path) -> None:
         harm = harmful_pickle(here)

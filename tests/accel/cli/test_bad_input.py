@@ -239,7 +239,7 @@ INT8 = ("optimize", "{d}/good.onnx", "--data", "{d}/good.npz", *OUT)
 RTX = (*INT8, "--target", "tensorrt-rtx", "--precision")
 TO = ("export", "{d}/good.onnx", *OUT, "--to")
 FILE = ("export", "{d}/good.onnx", "-o", "{d}/out/model.onnx")
-# Maps each stage and phase to a command that runs it.
+# Maps each stage or phase to a command that runs the stage or phase.
 INTERRUPTED_IN = {
     "onnx_from_torch": ("optimize", "{d}/net.py:make", "--input", "x:float32[batch,4]", *OUT),
     "onnx_from_onnx": (*FILE, "--opset", "19"),

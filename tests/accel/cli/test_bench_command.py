@@ -105,8 +105,8 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Checks that only a noisy benchmark gives a warning. The benchmark runs with a limit below every noise floor, and
-    with a limit above every noise floor."""
+    """Checks that only a noisy benchmark gives a warning. The warning comes if the measured noise is above a limit. One
+    run has a limit that is always exceeded, and one run has a limit that is never exceeded."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
         monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")

@@ -395,5 +395,6 @@ def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    """Checks that the table has at least 120 cases. A case is lost if two cases have the same name."""
+    """Checks that the table has at least 120 cases. The number is too small if two cases have the same name, because
+    the later case replaces the earlier case."""
     assert len(CASES) >= 120, len(CASES)

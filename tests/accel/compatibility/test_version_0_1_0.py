@@ -57,7 +57,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Checks that accel reads an optimize.json of 0.1.0, and opens the file under its key ``chosen``."""
+    """Checks that accel reads an optimize.json of 0.1.0, and opens the model file that the key ``chosen`` names."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -82,7 +82,7 @@ def test_an_entry_of_the_cache_is_found(old: Path) -> None:
 
 
 def test_a_stage_has_the_key_that_it_had(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache of 0.1.0 becomes invalid without a change of a stage's version or of a library."""
+    """Checks that a cache key of 0.1.0 stays valid while the stage's version and the libraries stay the same."""
     exporter, *others = STAGES
     assert exporter.name == "onnx_from_torch"
     as_it_was = dataclasses.replace(exporter, version=2)

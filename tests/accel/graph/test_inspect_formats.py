@@ -141,7 +141,8 @@ def plain(digits: Artifact) -> dict[str, Any]:
 
 
 def products(graph: dict[str, Any]) -> int:
-    """Returns the FLOPs of convolutions and matrix products, under the operator names of any format."""
+    """Returns the total FLOPs of convolutions and matrix products. File formats have different names for these
+    operators."""
     kinds = ("Conv", "Gemm", "MatMul", "InnerProduct")
     return sum(n for name, n in graph["flops_by_operator"].items() if name.startswith(kinds))
 

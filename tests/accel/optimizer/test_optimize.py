@@ -44,8 +44,8 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Checks that each accepted candidate was judged and timed, and that each other candidate has a reason. Also checks
-    that every runtime has a candidate."""
+    """Checks that each accepted candidate was judged and timed, and that the remaining candidates have a reason. Also
+    checks that every runtime has a candidate."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -115,7 +115,7 @@ def test_the_command_does_the_same(result: Any) -> None:
 def test_the_second_run_does_no_work(
     result: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if an identical run makes, judges or measures a candidate again."""
+    """Fails if a second run with the same arguments makes, judges or measures a candidate again."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("worked again")
@@ -165,7 +165,7 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """No candidate is within the accuracy budget. Checks that accel raises an error and publishes no engine."""
+    """Checks that accel raises an error and publishes no engine if no candidate is within the accuracy budget."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]

@@ -172,9 +172,9 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if calibration reads the wrong number of samples. Calibration reads 128 samples by default, and at most
-    half of the data, but at least one sample. If the user requests a number and the judge has data of its own,
-    calibration may read more than half of the data."""
+    """Fails if calibration reads the wrong number of samples. By default, calibration reads 128 samples. If 128 samples
+    are more than half of the data, calibration reads half of the data, but at least one sample. If the user requests a
+    number and the judge has data of its own, calibration may read more than half of the data."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
 
 
@@ -182,8 +182,9 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that accel, if it gets no data, lists each int8 candidate that needs calibration data. The reason must
-    name ``data``, the option to pass. Also fails if accel leaves out a candidate that has calibration data."""
+    """Checks that accel lists the int8 candidates that need calibration data if the user gives no data. The reason must
+    name ``data``, the option to pass. Also fails if accel leaves out a candidate although the user gave calibration
+    data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

@@ -80,9 +80,9 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
-    """Fails if scores of shape [samples, ..., classes], as in Keras, and of shape [samples, classes, ...] are judged
-    differently. Also fails if the judge mistakes another axis of the same size for the class axis, or mistakes features
-    per pixel for class scores."""
+    """Fails if the position of the class axis changes the metric. The shape of the scores is [samples, classes, ...],
+    or [samples, ..., classes] as in Keras. Also fails if the judge mistakes another axis of the same size for the class
+    axis, or mistakes features per pixel for class scores."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))

@@ -1,5 +1,6 @@
-"""Proves that accel optimize reports when noise decided whether a candidate is faster. If noise decided a candidate's
-verdict, the next run measures the candidate again. Also proves that a run ends when its time budget is spent."""
+"""Proves that accel optimize tells the user if noise decided whether a candidate is faster. If noise decided a
+candidate's verdict, the next run measures the candidate again. Also proves that a run ends when its time budget is
+spent."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> l
 def test_what_noise_decided_is_not_taken_from_the_cache(
     small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str, times: int
 ) -> None:
-    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured again."""
+    """Fails if the cache is used although noise decided the verdict, or if a candidate with a clear verdict is measured
+    again."""
     called = scripted(monkeypatch, speedup, verdict)
     cache = StageCache(tmp_path / "cache")
     work = workload(small.signature, None, objective="latency", sizes={}, batch=None, lengths=None, cores=1)

@@ -223,8 +223,8 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """A pass runs one request of each length, and repeats these requests. Checks that the pass runs every length, and
-    returns every request's outputs."""
+    """A pass runs one request of each length, and then runs the same requests again. Checks that the pass runs every
+    length, and returns every request's outputs."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -381,7 +381,7 @@ def test_session_options_that_are_none() -> None:
 
 def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
     """Fails if the note about the measured sizes leaves out the batch when there are several lengths. If accel measures
-    only some of the given lengths, the note must call the measured lengths quantiles."""
+    only some of the given lengths, the note must say that the measured lengths are quantiles."""
 
     def note(lengths: list[int], batch: int | None) -> str:
         return workload(

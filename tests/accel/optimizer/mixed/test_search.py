@@ -233,8 +233,8 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Judges a candidate by the ONNX dtypes of its MatMul weights. For int8 weights, which aren't stored as floats in
-    the file, the dtype is 0."""
+    """Judges a candidate by the ONNX dtypes of its MatMul weights. An int8 weight has the dtype 0, because the weight
+    is not stored as floats in the file."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -250,7 +250,7 @@ class FloatNeeded(Judge):
 
 def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
     """Fails if the search ignores the cost of float layers. In this test, at least one of two layers has to stay float.
-    The layer with the larger int8 error does eight times the work, so the search must choose the other layer."""
+    The layer with the larger int8 error does eight times the work, so the search must keep the other layer in float."""
     needs_vnni()
     rng = np.random.default_rng(3)
     constants: dict[str, np.ndarray] = {}
@@ -277,8 +277,8 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
     """Checks that float layers may differ in precision, that the error in fp16 is measured, and that the cast stage
-    gets the list of fp32 layers. In layer_2, the weights of two constant channels almost cancel each other. The outputs
-    of layer_2 depend on the tiny sum of two weights, which fp16 can't represent."""
+    gets the list of fp32 layers. In layer_2, the weights of two constant channels almost cancel each other. The tiny
+    sum of the two channels' weights determines the outputs of layer_2, and fp16 can't represent this sum."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -337,7 +337,7 @@ def test_the_order_of_the_steps() -> None:
 
 
 def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
-    """Fails if a search continues beyond the time budget, or returns an unconfirmed result."""
+    """Checks that a search raises an error and returns no result if the time budget is spent."""
     ((recipe,), _) = candidates(src, data)
     with pytest.raises(OutOfTime):
         assign(recipe, src, Judge(src, data, None), 0.005, StageCache(), lambda: True)

@@ -257,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Checks that tick labels are round numbers, and that each tick is at the position of its number. Rounded labels at
-    inexact positions would be unevenly spaced."""
+    """Checks that tick labels are round numbers, and that each tick is at the position of its number. If only the
+    labels were rounded and not the positions, the labels would not match the positions."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts
