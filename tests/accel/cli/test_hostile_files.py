@@ -107,7 +107,7 @@ ONNX_FILES: dict[str, Case] = {
     "no outputs": inspected(make.onnx_file(outputs=[]), "export|no outputs"),
     "no inputs": inspected(make.onnx_file(inputs=[], nodes=[_node("Identity", "w", "y")]), "", 0),
     "no nodes": inspected(make.onnx_file(nodes=[]), "export"),
-    "a sequence goes in": inspected(make.onnx_file(inputs=[SEQUENCE]), "must be tensors"),
+    "a sequence goes in": inspected(make.onnx_file(inputs=[SEQUENCE]), "have to be tensors; export"),
     "a dtype there isn't": inspected(make.onnx_file(inputs=[_value("x", ["batch", 4], 77)]), "export"),
     "a negative dim": inspected(make.onnx_file(inputs=[_value("x", [-3, 4])]), "", 0),
     "dims of an exabyte": inspected(make.model_file(lambda: make.wrong_dims([1 << 30, 1 << 30])), "export"),
@@ -283,7 +283,7 @@ FORMATS: dict[str, Case] = {
         says="the chain is broken at",
     ),
     "a tflite of text": exported(make.raw("net.tflite", b"no flatbuffer" * 9), "not a TFLite file", "net.tflite"),
-    "half a tflite": exported(make.truncated("nmp.tflite", to="net.tflite"), "convert the model again", "net.tflite"),
+    "half a tflite": exported(make.truncated("nmp.tflite", to="net.tflite"), "(convert|save) the model again", "net.tflite"),
     "a tflite, bits turned around": exported(make.flipped("nmp.tflite", 4, bits=400), "", "nmp.tflite", None),
     "a Keras file of text": exported(make.raw("net.keras", b"no archive" * 9), "net.keras", "net.keras"),
     "a Keras file with code": exported(
