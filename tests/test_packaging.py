@@ -70,7 +70,8 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """Checks that importing accel names the git setting to change if git wrote the checkout's links as text files."""
+    """In this test, the checkout's links are text files, because git writes text files if its support for links is off.
+    Checks that the error of ``import accel`` names the git setting to change."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()
@@ -85,8 +86,8 @@ def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
 
 def test_nothing_that_runs_names_the_tuner() -> None:
     """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, because the module could then load
-    the tuner at run time. A server with the tuner might time kernels while it serves requests. import-linter checks the
-    import statements."""
+    the tuner at run time. A server with the tuner might time kernels while it serves requests. This test checks
+    strings, because import-linter checks only import statements."""
     tuner = re.compile(r"accel\.kernels\.choose\.tune([.:]|$)")
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -71,7 +71,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
         assert (scheduling.threads, scheduling.queue_rows, scheduling.queue_bytes) == (1, 1024, 64 << 20)
         assert scheduling.policies[1].max_queue_size == 16
 
-        for length in (2, 5):  # requests without the attention mask
+        for length in (2, 5):  # the requests leave out the attention mask
             ids = np.arange(length, dtype=np.int64)[None]
             np.testing.assert_array_equal(client.infer("text", [tensor("ids", ids, "INT64")]).as_numpy("y"), 2 * ids)
         lengths = process.server.repository.get("text").scheduling.lengths

@@ -21,7 +21,8 @@ MISSING = "needs Chromium: apt-get install chromium"
 # In CI, tests fail without a browser instead of being skipped.
 browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
-# A container's /dev/shm is too small for a browser, and a browser shows dialogs in its first run.
+# The options in QUIET solve two problems: a container's /dev/shm is too small for a browser, and a browser shows
+# dialogs in its first run.
 QUIET = ("--disable-dev-shm-usage", "--no-first-run")
 
 

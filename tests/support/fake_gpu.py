@@ -14,8 +14,8 @@ from accel.signature import Signature, TensorSpec
 
 
 class FakeCuda:
-    """An imitation of CUDA that uses ordinary memory. Addresses are real, every allocation is counted, and a double
-    free raises an error."""
+    """An imitation of CUDA that uses ordinary memory. The addresses point to real memory, every allocation is counted,
+    and a double free raises an error."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit

@@ -88,7 +88,8 @@ class Caller:
 
     @property
     def code(self) -> str | None:
-        """Returns ``None`` until the answer arrives. After that, returns ``OK`` or the name of the error."""
+        """Returns ``None`` until the answer arrives. After the answer has arrived, returns ``OK`` or the name of the
+        error."""
         found = self.refused or (self.answers[0] if self.answers else None)
         assert len(self.answers) <= 1
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None

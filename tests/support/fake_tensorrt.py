@@ -17,9 +17,9 @@ from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.stage import run_stage
 
-# For a node with a function body, TensorRT 10.0 uses the body. Versions after 10.0 look for a plugin that has the
-# node's name, version and namespace, and use the body only if there is no such plugin. From 10.14 on, TensorRT uses the
-# plugin only if the node itself names a namespace.
+# For a node with a function body, TensorRT 10.0 uses the body. Versions after 10.0 use a plugin if its name, version
+# and namespace match the node, and otherwise use the body. From 10.14 on, TensorRT uses the plugin only if the node
+# itself names a namespace.
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
@@ -141,7 +141,8 @@ def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
 
 
 class Descriptor:
-    """Describes a tensor to a quick plugin, as TensorRT does. The sizes are plain numbers."""
+    """Describes a tensor to a quick plugin, as TensorRT does. The tensor's sizes are plain numbers instead of
+    TensorRT's symbolic expressions."""
 
     def __init__(self, *shape: int) -> None:
         self.shape_expr = list(shape)
@@ -193,7 +194,7 @@ def kernel(function: Any, arch: int) -> PluginKernel:
 
 
 def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
-    """Builds an engine. Returns the implementation of each operator in the engine, and the engine."""
+    """Builds an engine. Returns a dict with the implementation of each operator, and the engine itself."""
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
     made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
     return dict(json.loads(made.path.read_bytes())), made

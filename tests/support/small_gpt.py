@@ -29,7 +29,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for index in range(SAMPLES):
         ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
         targets = (ids * 3 + 1) % VOCABULARY
-        targets[: (index * 5) % (LENGTH - 1)] = -100  # the loss counts 16, 11 or 6 targets of a sample
+        targets[: (index * 5) % (LENGTH - 1)] = -100  # the loss ignores the target -100, so 16, 11 or 6 targets count
         found.append((ids, targets))
     return found
 
@@ -82,8 +82,8 @@ def decoder() -> torch.nn.Module:
 
 
 class _Counting(torch.nn.Module):
-    """Attention in which ``shape`` fixes the number and width of heads. If ``together`` is true, one product computes
-    the queries, keys and values, instead of three products."""
+    """An attention layer that splits its features into heads. ``shape`` contains the number and the width of the heads.
+    If ``together`` is true, one product computes the queries, keys and values, instead of three products."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,8 @@ def all_heads() -> torch.nn.Module:
 
 
 def whole_heads() -> torch.nn.Module:
-    """Makes a model whose attention expects four heads of width 8. On two ranks, a rank has too few features."""
+    """Makes a model whose attention expects four heads of width 8. If two ranks share the attention, each rank has too
+    few features for four heads."""
     return _counting(4, 8)
 
 

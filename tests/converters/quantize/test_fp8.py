@@ -30,8 +30,8 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def net(path: Path, opset: int = 20, outlier: float = 1.0) -> Artifact:
-    """Makes a net of three matrix products. The first two products read the same tensor. In this tensor, the values of
-    one channel are multiplied by ``outlier``. The weights for this channel are divided by ``outlier``."""
+    """Makes a net of three matrix products. The first two products share an input. One channel of the shared input is
+    multiplied by ``outlier``, and the weights of the same channel are divided by ``outlier``."""
     rng = np.random.default_rng(0)
     scale = np.ones(WIDTH, np.float32)
     scale[3] = outlier
@@ -76,8 +76,8 @@ def config(data: Path, **more: Any) -> QuantizeConfig:
 
 def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
     """Checks that each weight has one scale per channel, and that each activation has the calibrated scale. Also checks
-    that each weight is rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two products
-    read is rounded twice."""
+    that each weight is rounded to E4M3. Also fails if a bias or an output is rounded, or if the shared input of two
+    products is rounded twice."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data), tmp_path / "q.onnx")
     assert made.properties["precision"] == "fp8"

@@ -25,7 +25,7 @@ from accel.tables.target import Target
 from tests.support.onnx_builder import FLOAT, artifact
 
 MODES = ("int8-weights", "int4-weights")
-LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has 15 levels for each block of 32 weights
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has a higher limit, because it has only 15 levels
 
 
 def linear_net(path: Path, opset: int) -> Artifact:
@@ -130,7 +130,7 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
 
 @pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Checks that the command accepts --precision int4, and judges the int4 model's drop in accuracy."""
+    """Checks that `accel optimize` accepts --precision int4 and measures the int4 model's drop in accuracy."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",

@@ -125,7 +125,7 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
     """Fails if ``describe`` trusts accel's signature entry although the entry contradicts the model. The entry in this
-    test has a dynamic batch and an output named "gone". The model has a fixed batch and no such output."""
+    test has a dynamic batch and an output named "gone". The model has a fixed batch and no output named "gone"."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (
@@ -173,7 +173,8 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
-    """Fails if accel reports a QDQ model as float because the model's scales or some tensors are float."""
+    """Checks that accel reports the precision of a QDQ model as int8, although some of the model's tensors are
+    float."""
     qdq = ["scale", "zero"]
     if what == "weights":
         nodes = [
@@ -210,8 +211,9 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for a loop that OpenVINO refuses ends in the middle of a word, or suggests another opset. Also
-    checks that the error names the operator and a target that can run the loop."""
+    """Checks the error for a loop that OpenVINO refuses. The error must not end in the middle of a word, and must say
+    that another opset doesn't help. Also checks that the error names the operator and a target that can run the
+    loop."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(

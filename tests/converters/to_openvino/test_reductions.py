@@ -16,9 +16,9 @@ pytest.importorskip("openvino")
 
 
 def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True, also: bool = False) -> Artifact:
-    """Makes a model that reduces over tokens, scales each channel, quantizes, and computes a matrix product.
-    SmoothQuant creates the same sequence of operations before a model's head. If ``also`` is true, the reduced tensor
-    is an output of the model, too."""
+    """Makes a model that reduces over tokens, scales each channel, quantizes, and computes a matrix product. After
+    SmoothQuant, a reduction, a scaling and a quantization can come before a model's head. If ``also`` is true, the
+    reduced tensor is an output of the model, too."""
     rng = np.random.default_rng(0)
     nodes = [node(operator, "x axes", "pooled", keepdims=0), node("Mul", "pooled factors", "smooth")]
     if quantized:

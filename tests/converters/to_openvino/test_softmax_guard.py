@@ -22,8 +22,8 @@ BOOL = onnx.TensorProto.BOOL
 
 def attention(path: Path, mask: str, scores: str = "MatMul") -> Artifact:
     """Makes a model with ``softmax(q @ k + mask)`` and torch's NaN guard. If ``mask`` is "input", the mask is an input
-    of the model. If ``mask`` is "lowest" or "-inf", the model adds the lowest float32 number or -inf to the scores that
-    the input ``seen`` hides."""
+    of the model. If ``mask`` is "lowest", the model adds the lowest float32 number to each hidden score. If ``mask`` is
+    "-inf", the model adds -inf to each hidden score. A score is hidden if the input ``seen`` is false."""
     nodes = [
         node("MatMul", "q k", "product"),
         node("Identity" if scores == "MatMul" else scores, "product", "scores"),

@@ -134,7 +134,7 @@ def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: py
         return made  # type: ignore[no-any-return]
 
     monkeypatch.setattr(f"{module}.{name}", wrong)
-    # The cache may contain the correct files, including the SavedModel from which the TFLite file is made. A fake
+    # Earlier tests may have cached correct files, including the SavedModel from which the TFLite file is made. A fake
     # package version changes the cache keys, so that the stages run again.
     planted = {"planted": "a fault"}
     monkeypatch.setattr("accel.stage.versions", lambda of: known(of) | (planted if of == stage.packages else {}))
@@ -159,7 +159,7 @@ def command_of(pid: str) -> bytes:
 
 
 def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if pnnx keeps running after accel was killed. A running pnnx may take minutes and gigabytes of memory. This
+    """Fails if pnnx keeps running after accel was killed. pnnx may run for minutes and use gigabytes of memory. This
     test replaces pnnx with a script that sleeps."""
     package, pid = tmp_path / "path" / "pnnx", tmp_path / "pid"
     package.mkdir(parents=True)
@@ -248,8 +248,8 @@ def test_onnx2tf_is_not_there(
 
 
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error cuts pnnx's message in the middle of a sentence, or suggests simplifying the loop of a
-    recurrent net."""
+    """Checks the error for a loop that pnnx can't convert. The error must quote pnnx's message in full, and must advise
+    keeping the model as ONNX."""
     from onnx import TensorProto, helper, numpy_helper
 
     x, y, carried, after = (

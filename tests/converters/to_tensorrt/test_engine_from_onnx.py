@@ -38,7 +38,7 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
     """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. On a machine without a
-    GPU, accel can't read these values from the engine."""
+    GPU, accel can't read the toolkit or the profiles from the engine."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -62,8 +62,8 @@ def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
 
 
 def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the engine depends on anything besides the input and the options. The hashes in manifests would then
-    change at each build."""
+    """Fails if two builds with the same input and the same options give different engines. Different engines would have
+    different hashes in their manifests."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6",))
     made = [engine_from_onnx(source, config, tmp_path / f"{name}.engine") for name in ("one", "two")]
     assert made[0].path.read_bytes() == made[1].path.read_bytes()

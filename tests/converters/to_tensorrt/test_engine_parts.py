@@ -42,8 +42,8 @@ def test_unknown_toolkit() -> None:
 
 
 def test_capabilities_are_probed_on_the_toolkit() -> None:
-    """Checks that accel reads the supported compute capabilities from the toolkit. Also checks that accel refuses a
-    compute capability for a toolkit that builds only for the machine's own GPU."""
+    """Checks that accel reads the supported compute capabilities from the toolkit. Also checks that the user can't
+    choose a compute capability if the toolkit builds engines only for the machine's own GPU."""
     members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
     rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
     assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}

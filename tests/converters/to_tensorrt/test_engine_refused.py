@@ -52,8 +52,8 @@ def truncated(path: Path) -> Path:
 def test_files_that_are_no_model(
     broken: Callable[[Path], Path], source: Artifact, tmp_path: Path, folder: Path
 ) -> None:
-    """Checks that accel refuses a file that isn't a model before TensorRT's parser reads the file. The parser reads an
-    empty file or plain text as an empty network."""
+    """Checks that accel refuses an empty file, a text file and a truncated model. TensorRT's parser would read an empty
+    file or plain text as an empty network."""
     src = replace(source, path=broken(folder / f"{broken.__name__}.onnx"))
     with pytest.raises(InvalidModel, match="export it again"):
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -71,7 +71,7 @@ def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_never_take_the_caller_down(seed: int, source: Artifact, tmp_path: Path) -> None:
-    """Checks that a corrupt model either becomes an engine or raises AccelError, and that the error leaves no file
+    """Checks that building a corrupt model either succeeds or raises AccelError, and that a failed build leaves no file
     behind."""
     rng = np.random.default_rng(seed)
     content = bytearray(source.path.read_bytes())
@@ -179,7 +179,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if accel builds an engine from a model that reads the sizes of other tensors from an input."""
+    """Checks that accel refuses a model in which an input contains the shape for a Reshape."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))

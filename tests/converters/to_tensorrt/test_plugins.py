@@ -1,9 +1,9 @@
 """Proves with a stand-in for TensorRT that ``engine_from_onnx`` and the session use accel's operators as plugins.
 
-The stand-in imitates each known set of rules of TensorRT's parser. The tests check that an existing plugin is used, and
-that an operator without a plugin keeps its function body. The tests also check that the manifest describes the engine,
-and that a warning names each operator without a plugin. The tests also fail if an engine is loaded before its plugins,
-or if plugins are loaded from a path in a manifest.
+TensorRT's versions differ in how the parser chooses plugins, and the stand-in can imitate each version. The tests check
+that an existing plugin is used, and that an operator without a plugin keeps its function body. The tests also check
+that the manifest describes the engine, and that a warning names each operator without a plugin. The tests also fail if
+an engine is loaded before its plugins, or if plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the build, the check of an engine or the session accepts a damaged plugin library. Also fails if the
-    build, the check and the session raise different errors. In one case the environment variable names the library, and
-    in the other case the library is in the cache."""
+    build, the check and the session raise different errors. The test uses a library that ACCEL_TENSORRT_LIBRARY names,
+    and a library in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
@@ -177,8 +177,8 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
 def test_the_model_is_read_once_in_each_process(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the parent process or the child process reads the model more than once. The parent process reads the
-    model for its precision, and the child process reads the model for all checks before the parser."""
+    """Fails if the parent process or the child process reads the model more than once. The parent process has to find
+    the model's precision, and the child process has to check the model's nodes."""
     reads: list[str] = []
     whole = onnx.load
 
@@ -195,8 +195,8 @@ def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the plugin library computes a convolution without Triton if the number of channels is a multiple of
-    eight. Also checks that the node's attributes contain the kernel size, stride, padding and dilation. With Triton,
-    the convolution has to remain a quick plugin."""
+    eight. Also checks that the node's attributes contain the kernel size, stride, padding and dilation. With Triton, a
+    Triton kernel in a "quick" plugin has to compute the convolution."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
     weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def foreign(path: Path, zero: int = 128) -> Artifact:
-    """Makes a model with uint8 activations, uint8 weights and a quantized bias, as another toolkit quantizes models."""
+    """Makes a model that another toolkit might quantize, with uint8 activations, uint8 weights and a quantized bias."""
     weight = RNG.integers(0, 256, (8, 8)).astype(np.uint8)
     return artifact(
         path,
@@ -48,7 +48,8 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume that a bias's scale is xs * ws
+            # Runtimes assume that the bias's scale is the activations' scale times the weights' scale.
+            "bs": np.float32(0.02 * 0.002),
         },
     )
 
@@ -80,7 +81,8 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
     """Checks that the rewritten model is accepted, builds, and keeps its outputs. With zero point 128, the outputs have
-    to be bit-identical. With another zero point, the scale is coarser, and the outputs may differ by up to 10%."""
+    to be bit-identical. With zero point 113 or 0, the rewritten scale is coarser, and the outputs may differ by up to
+    10%."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -222,7 +224,7 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
     assert "chain of 5 nodes, too long for the parser's stack" in found.cause
     assert cli("preflight", path).code == 1
     with pytest.raises(EngineNotBuilt, match=r"'n_t4' \(Sigmoid\): it ends a chain of 5 nodes, .* stack; split it"):
-        check_onnx(path, onnx.load(str(path)))  # the build calls this function before the parser
+        check_onnx(path, onnx.load(str(path)))  # an engine build calls check_onnx before TensorRT's parser
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
     assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
     assert "major.minor" in cli("preflight", digits.path, "--compute-capability", "86").stderr
-    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # TensorRT-RTX builds no engine for this GPU
+    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # TensorRT-RTX doesn't support Hopper GPUs
     assert (hopper.code, hopper.stdout) == (2, "")
     assert "tensorrt-rtx can't build for compute capability 9.0; use one of the capabilities 7.5" in hopper.stderr
     assert "--target tensorrt on a machine with that GPU" in hopper.stderr
@@ -292,7 +294,7 @@ def in_float64(path: Path, shift: float) -> Artifact:
 def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
     """Checks that preflight lists each float64 node. If float32 is accurate enough for a graph, ``preflight --fix`` has
     to rewrite the graph, and ``accel.optimize`` has to build an engine from it. Also fails if a float32 engine passes
-    the gate although the float64 graph has other outputs."""
+    the gate although the engine's outputs differ from the float64 graph's outputs."""
     import accel
 
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
@@ -334,8 +336,8 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
     """Fails if --fix accepts a float32 rewrite with an error of 2%, although ``accel.optimize`` refuses the same
-    rewrite. Also checks that both errors advise changing the model so that float32 is enough. The error of
-    ``accel.optimize`` must not suggest --max-drop."""
+    rewrite. Also checks that --fix and ``accel.optimize`` advise changing the model so that float32 is accurate enough.
+    The error of ``accel.optimize`` must not suggest --max-drop."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
@@ -356,7 +358,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if the output says "1 weights", or says True instead of "float64 as float32"."""
+    """Checks that preflight prints "1 weight" and not "1 weights", and prints "float64 as float32" and not "True"."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said

@@ -26,8 +26,8 @@ SIGNATURE = Signature(
 
 @st.composite
 def profile_texts(draw: st.DrawFn) -> list[str]:
-    """Draws the texts of a consistent profile and changes a few sizes by one. Most contradictory profiles have a single
-    wrong size."""
+    """Generates --profile arguments of a consistent profile, and changes a few sizes by one. Most contradictory
+    profiles have a single wrong size."""
     sizes = st.integers(0, 4)
     ranges = {dim: sorted(draw(st.tuples(sizes, sizes, sizes))) for dim in ("batch", "sequence")}
     texts = []
@@ -100,8 +100,9 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Checks that the given --profile lines and the --profile lines that the error suggests form a valid profile. The
-    error takes the range of a dim from the given lines or, if no line has the dim, from the signature."""
+    """Checks that the user gets a valid profile by adding the --profile lines that the error suggests. For a dim in the
+    user's own --profile lines, the error suggests the same range. For any other dim, the error suggests the range in
+    the signature."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)

@@ -3,7 +3,8 @@
 The tests check that the library computes the matrix products of a transformer. The activations of a transformer have
 three dims: batch, length and K. The tests also check that each weight is transposed, and that other nodes still get the
 original weight. The tests also fail if the source's file or folder changes. The tests also fail if accel chooses the
-library for a product without a matching kernel, or if a node's attributes contradict the operator's name.
+plugin library for a product that no kernel of the library can compute. An operator's name contains its options, and the
+tests fail if a node's attributes contradict this name.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def block(path: Path, *, shared: bool = False, external: bool = False) -> Artifa
 
 
 def multiplied(model: onnx.ModelProto) -> list[Any]:
-    """Returns the outputs of ``model`` for random rows. Replaces each plugin of the library with the ONNX operator of
-    the plugin."""
+    """Returns the outputs of ``model`` for random rows. Replaces each FusedGemm plugin with an ONNX function that
+    computes the same product."""
     own = onnx.ModelProto()
     own.CopyFrom(model)
     nodes = []
@@ -132,8 +133,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that the library computes a product with sixteen columns. The library must not compute a product with
-    twelve columns, or a product in which another node computes the weight. Without Triton, a product that the library
-    can't compute has to run as a function body."""
+    twelve columns, or a product whose weight isn't a constant. Without Triton, a product that the library can't compute
+    has to run as a function body."""
     source = block(tmp_path / "block.onnx")
     model = onnx.load(source.path)
     model.graph.node.insert(0, onnx.helper.make_node("Identity", ["u"], ["computed"]))

@@ -62,8 +62,8 @@ def run(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, to
 @settings(max_examples=150, deadline=None)
 def test_numpy_and_torch_agree_and_the_cpu_is_within_the_bound(spec: GemmSpec, seed: int) -> None:
     """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. The references may have a
-    relative difference of 1e-12. K is at most 40, so this limit covers two erf calls and 40 rounding errors of 1e-16
-    each."""
+    relative difference of 1e-12. K is at most 40, so two erf calls and 40 rounding errors of 1e-16 each stay within a
+    relative difference of 1e-12."""
     a, b, operands, _ = operands_of(spec, seed)
     exact = reference.gemm_torch(spec, a, b, operands)
     wide = {name: tensor.double().numpy() for name, tensor in operands.items()}
@@ -89,8 +89,8 @@ PLANTED: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_outside_the_bound(mistake: str) -> None:
-    """Fails if the bound accepts a planted mistake. The operands and the output are fp16, because fp16 hides a mistake
-    better than fp32. Even in fp16, the bound distinguishes GELU's tanh formula from its erf formula."""
+    """Fails if the bound accepts a planted mistake. The operands and the output are fp16, because the bound for fp16 is
+    wider than the bound for fp32. Even in fp16, the bound distinguishes GELU's tanh formula from its erf formula."""
     epilogue = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True, out_dtype="fp16")
     spec = GemmSpec(m=33, n=47, k=29, epilogue=epilogue)
     a, b, operands, _ = operands_of(spec)
@@ -122,8 +122,8 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     dtype: str,
 ) -> None:
     """Fails if a convolution differs from a reference that sums over the positions of the kernel. The fp32 output may
-    differ by 1e-4 of the largest element. K is at most 45, so this limit covers cancellation and 45 fp32 rounding
-    errors. The float64 output may differ by 1e-12."""
+    differ by 1e-4 of the largest element. K is at most 45, so cancellation and 45 fp32 rounding errors stay below 1e-4
+    of the largest element. The float64 output may differ by 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
@@ -156,9 +156,9 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
     """Fails if the error of a quantized row exceeds the rounding error. For int8, the rounding error is half a step of
-    the scale. For e4m3, the rounding error is 1/16 of the value or, for small values, 2**-10 of the scale (half the
-    smallest step). Both bounds are widened by 4e-5, because the fp32 quotient has an error of up to 127 * 2**-24 of a
-    step before it is rounded."""
+    the scale. For e4m3, the rounding error is 1/16 of the value. For small values in e4m3, the rounding error is 2**-10
+    of the scale, which is half the smallest step. The test multiplies the allowed error by 1 + 4e-5, because the
+    division in fp32 adds an error of up to 127 * 2**-24 of a step."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0
     x[4] *= 1e-6

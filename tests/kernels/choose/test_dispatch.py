@@ -120,8 +120,8 @@ def test_what_can_be_loaded_in_vectors() -> None:
 
 
 def test_a_residual_of_another_dtype_is_never_rounded() -> None:
-    """Fails if CUTLASS gets a residual of another dtype than the output. CUTLASS would read the residual as fp16, in
-    which 1e5 is infinite."""
+    """Fails if CUTLASS runs although the residual and the output have different dtypes. CUTLASS would read the residual
+    as fp16, in which 1e5 is infinite."""
     spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
 
     def kinds(spec: GemmSpec, residual: str | None) -> set[type]:

@@ -59,9 +59,9 @@ class FakeGpu:
 
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the tuner measures the launch of a small kernel instead of the kernel itself. With launch times, all
-    candidates would look equally fast. Also fails if the CUDA graph contains too few calls of a small kernel to use
-    every set of operands."""
+    """Fails if the tuner measures the launch of a small kernel instead of the kernel itself. If the tuner measured
+    launches, all candidates would look equally fast. Also checks that the CUDA graph calls a small kernel often enough
+    to use every set of operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"

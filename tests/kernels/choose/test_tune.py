@@ -89,8 +89,8 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with another activation,
-    with a NaN in the last element, or without a scale, the bias or the residual."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with a wrong activation, a
+    NaN in the last element, or a missing scale, bias or residual."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # ``other`` was made before ``table`` wrote the file
+    other.put(second, entry)  # ``other`` read the file before ``table`` wrote it
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 

@@ -30,7 +30,8 @@ from accel.kernels.native.library import ACTS, DTYPES, Library, Problem
 from accel.kernels.proof import check
 from tests.support import ROOT
 
-# From each family of kernels, the tests compile one source unit. This dict maps the unit to its GPU architecture.
+# From each family of kernels, the tests compile one source unit. PROVEN maps the name of each tested unit to its GPU
+# architecture.
 PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
 
 
@@ -78,7 +79,8 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     assert families(12, 0) == {"sm80", "sm120"}
     assert families(12, 1) == {"sm80"}
     for family in FAMILIES:
-        if all(arch.endswith("a") for arch in family.archs):  # the library's C code checks this range of architectures
+        # The library's C code checks that a GPU lies between ``family.least`` and ``family.most``.
+        if all(arch.endswith("a") for arch in family.archs):
             assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
     archs = {native: choices.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
@@ -99,8 +101,8 @@ def test_a_unit_that_does_not_exist_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> build.Built:
-    """Builds a library with one unit of each family, several units in parallel. The build takes minutes, so pytest's
-    cache keeps the last library."""
+    """Builds a library with one unit of each kernel family, and compiles the units in parallel. The build takes
+    minutes, so pytest's cache keeps the last library."""
     if build.find_nvcc() is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
@@ -108,7 +110,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     cache = kept.mkdir("cutlass") if kept else tmp_path_factory.mktemp("cutlass")
     made = build.build(list(PROVEN.values()), units=list(PROVEN), cache=cache)
     for folder in cache.iterdir():
-        if folder != made.path.parent and not folder.name.startswith("."):  # the folder of a running build is hidden
+        if folder != made.path.parent and not folder.name.startswith("."):  # running builds use hidden folders
             shutil.rmtree(folder)
     return made
 
@@ -218,8 +220,8 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library "old" has the newer record file, like a library that a user built from an older version of accel after
-    # building the library "new".
+    # The library "old" was built from older sources of accel than the library "new", but the record file of "old" has a
+    # later date.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
@@ -247,7 +249,7 @@ def recorded(cache: Path, name: str, archs: list[str], files: list[str], age: in
 
 
 def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
-    """Checks that the library with the most code for this GPU is chosen, even if a newer library exists."""
+    """Checks that accel chooses the library that has the most units for a GPU, even if a newer library exists."""
     whole = recorded(tmp_path, "hopper", ["sm_80", "sm_90a"], ["sm80_fp16", "sm90_fp16", "sm90_bf16", "gemv"], age=300)
     ampere = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "sm80_bf16", "gemv"], age=200)
     recorded(tmp_path, "bare", ["sm_80", "sm_90a"], ["gemv"], age=100)

@@ -168,7 +168,7 @@ def test_every_convolution_is_the_reference(onnxruntime_library: Path) -> None:
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
     with pytest.raises(Exception, match=r"is not a registered function/op"):
-        session(made, options(onnxruntime_library))  # the model's convolutions aren't in these session options
+        session(made, options(onnxruntime_library))  # the session options don't list the convolutions
     given = feeds()
     for function, got in zip(
         functions, session(made, options(onnxruntime_library, *functions)).run(None, given), strict=True
@@ -205,8 +205,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
-    """Checks that the library raises no error for an operator name that describes no valid convolution. ONNX Runtime
-    has to run the operator's function body instead."""
+    """Checks that the library ignores an operator whose name doesn't describe a valid convolution. ONNX Runtime has to
+    run the function body of an ignored operator."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name

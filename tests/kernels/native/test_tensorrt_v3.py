@@ -178,9 +178,9 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands twice: once with a
-    plugin whose name describes the operands, and once with the plugin FusedGemm, whose fields describe the operands.
-    Before K, the first operand has one, two or three dims."""
+    """Fails if a layer's error exceeds ``gemm_bound``. The test runs every combination of operands with two plugins.
+    The first plugin's name describes the operands. The second plugin is FusedGemm, and its fields describe the
+    operands. The first operand has one, two or three dims in addition to K."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -210,8 +210,8 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
     """Fails if the plugin takes the number of rows from a single dim of the first operand. The number of rows is the
-    product of all dims before K. In this test, each of these dims is at most 9, but their product or the product of
-    their maxima can exceed 16. The kernel for few rows takes at most 16 rows."""
+    product of all dims before K. The kernel for few rows takes at most 16 rows. In some cases of this test, the number
+    of rows or the largest possible number of rows exceeds 16, although each dim before K is at most 9."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -362,8 +362,8 @@ def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
 @needs_compiler
 @pytest.mark.proof
 def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
-    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the problem passes the
-    overflow check, and the error is about the dtype."""
+    """Fails if a plugin computes an int8 sum that could overflow. A product with the largest allowed K passes the
+    overflow check, but the library then refuses the product's dtype."""
     library = native.Library(kernels)
     for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
         problem = native.Problem(

@@ -301,9 +301,9 @@ def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.proof
 def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
-    """Fails if TensorRT-RTX builds other kernels from the fused model than from the plain model. TensorRT-RTX inlines
-    the functions, so that the functions cost no time. The first layer becomes one kernel that computes the product, the
-    bias and the GELU. TensorRT-RTX computes the residual of the second layer in a separate kernel."""
+    """Checks that TensorRT-RTX builds the same kernels from the fused model as from the plain model. TensorRT-RTX
+    inlines the functions, so that the functions cost no time. The first layer becomes one kernel that computes the
+    product, the bias and the GELU. TensorRT-RTX computes the residual of the second layer in a separate kernel."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
     plain = model(TWO_LAYERS, W)
     made = onnx.ModelProto.FromString(plain.SerializeToString())

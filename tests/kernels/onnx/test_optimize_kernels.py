@@ -79,8 +79,8 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
 
 def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The test replaces all measured times by fixed times. In the first measurement, the fused model is faster. In the
-    second measurement, which uses other session options, there is no difference. Checks that the fused model is
-    chosen."""
+    second measurement, which tries other session options, all candidates are equally fast. Checks that the fused model
+    is chosen."""
     ratios = iter([2.0])
 
     def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def test_openvino_has_no_kernels(digits: Artifact) -> None:
 
 
 def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
-    """Fails if fusing runs before the cast. The function names contain the dtype of the products, which the cast
-    changes."""
+    """Fails if fusing runs before the cast. A function's name contains the dtype of the products, and the cast changes
+    this dtype."""
     made, _ = recipes(digits, request(*(TARGETS[name] for name in ("tensorrt-rtx", "tensorrt", "ort-cuda"))))
     steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
     for name in ("tensorrt-rtx", "tensorrt"):
@@ -131,8 +131,8 @@ def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
 
 
 def test_a_model_without_products_is_not_called_fused(my_softmax: Path, tmp_path: Path) -> None:
-    """Checks that a model without products isn't fused. The candidate is made anyway, and its record says that nothing
-    was fused."""
+    """Checks that a model without products isn't fused. accel makes a candidate even if nothing can be fused, and the
+    candidate's record says that nothing was fused."""
     result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
     assert fused_nodes(result.artifact.path) == Counter()
     fused = next(record for record in result.artifact.history if record["name"] == "fuse_kernels")

@@ -68,7 +68,7 @@ def model(
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
     """Builds an engine and returns the kernels that compute ONNX nodes. The entry ``parts`` has the short names of a
     kernel's nodes."""
-    take_fp8_bodies(made)  # the engine build calls this function too
+    take_fp8_bodies(made)  # an engine build calls take_fp8_bodies, too
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     words = [sys.executable, str(script), str(file), capability]
@@ -136,8 +136,8 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Checks that an engine build replaces the fp8 function body in the file. The file's body is made for ONNX Runtime,
-    and TensorRT's parser refuses it."""
+    """Checks that an engine build replaces the fp8 function bodies of an ONNX file with function bodies for TensorRT.
+    TensorRT's parser refuses the original function bodies, which are made for ONNX Runtime."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))

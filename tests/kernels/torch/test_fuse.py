@@ -62,7 +62,7 @@ def test_every_pattern_is_matched_and_reported() -> None:
     assert report.left == (("depthwise", "it has 8 groups"),)
     assert report.traced
     assert report.difference < 1e-5
-    longer = torch.randn(5, 3, 12, 9)  # the verification inside ``fuse`` uses other sizes
+    longer = torch.randn(5, 3, 12, 9)  # larger than the input that ``fuse`` used for the verification
     wanted = model(longer).detach()
     assert float((fused(longer).detach() - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
     assert isinstance(model.up, nn.Linear), "the original must stay as it is"
@@ -153,7 +153,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
         return right(*a, **k)
 
     monkeypatch.setattr(modules, "fused_conv2d", spy)
-    longer = torch.randn(5, 3, 12, 10)  # the module was traced at other sizes
+    longer = torch.randn(5, 3, 12, 10)  # larger than the input that ``fuse`` used for tracing
     torch.testing.assert_close(fused(longer), model(longer), rtol=1e-5, atol=1e-5)
     assert sorted(inside) == [False, True]
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))

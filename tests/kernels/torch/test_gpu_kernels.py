@@ -40,7 +40,7 @@ pytestmark = [
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
 # The sizes of RAGGED cover every alignment. Some sizes are smaller than a tile, some exceed a tile by one element, and
-# some aren't multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, as CUTLASS and TMA need.
+# some aren't multiples of a tile. The rows of ALIGNED are multiples of 16 bytes, because CUTLASS and TMA require this.
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -140,8 +140,9 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [1500, 9000])
 def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
-    """Fails if a quantized value differs from the reference, which divides and rounds in the same way. The Triton
-    kernel reads a row twice if the row has more than 8192 elements."""
+    """Fails if a kernel's quantized value differs from the CPU's value. The values have to be equal, because the CPU
+    and the kernels use the same arithmetic. The Triton kernel reads a row twice if the row has more than 8192
+    elements."""
     x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
     wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
@@ -166,8 +167,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_conv2d(dtype: torch.dtype, act: str) -> None:
-    """Fails if a convolution differs from the CPU's float32 result by more than four times the largest element's
-    rounding error in the output dtype."""
+    """Compares convolutions on the GPU with float32 convolutions on the CPU. The allowed difference is four times the
+    rounding error of the largest element."""
     g = torch.Generator().manual_seed(0)
     for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
         x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))
@@ -189,7 +190,8 @@ def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
     """Fails if an implementation of a convolution is wrong in any dtype. The implementations are two Triton kernels
-    and, for 32 input channels, im2col with a matrix product. The error bound is the bound of the matrix product."""
+    and, for 32 input channels, im2col with a matrix product. The error bound of each implementation is
+    ``gemm_bound``."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):

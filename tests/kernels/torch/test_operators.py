@@ -53,8 +53,8 @@ def test_opcheck_int8_conv_and_quantize() -> None:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_gemm_gradients_are_those_of_the_formula(act: str) -> None:
-    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient. This
-    limit covers the rounding errors of a hundred fp32 operations."""
+    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient. The limit
+    of 1e-4 covers the rounding errors of a hundred fp32 operations."""
     tensors = [made(6, 5, seed=1), made(5, 7, seed=2), made(7, seed=3), made(6, 7, seed=4), made(6, seed=5), made(7)]
     a, b, bias, residual, row, col = tensors
     upstream = made(6, 7, grad=False, seed=6)

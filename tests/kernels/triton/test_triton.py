@@ -81,8 +81,9 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Checks that the kernel reads a row of at most 8192 elements only once. The test plants a mistake in the second
-    read. With this mistake, only the results of longer rows may change."""
+    """Checks that the kernel reads a row of at most 8192 elements only once. The test plants a mistake in the code that
+    reads a row for the second time. The planted mistake may change only the results of rows with more than 8192
+    elements."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -180,15 +181,15 @@ def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemm_64x64", "int8"), ("gemm_16x64_split", "fp8_e4m3")])
 def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None:
-    """Checks that a small tile spills no registers on an unaligned problem. The same tile with four warps would spill
+    """Checks that a small tile spills no registers on an unaligned problem. With four warps, the small tile would spill
     registers."""
     assert cross.compile_config(get(name), dtype, 90, aligned=False).problem == ""
     assert "spilled" in cross.compile_config(replace(get(name), warps=4), dtype, 90, aligned=False).problem
 
 
 def test_a_large_tile_spills_without_vectors() -> None:
-    """Checks that the large tile still spills registers without vector loads. Once the large tile spills no registers,
-    dispatch can use this tile for unaligned problems."""
+    """Checks that the large tile spills registers for unaligned problems, which can't use vector loads. Once the large
+    tile spills no registers, dispatch can use this tile for unaligned problems."""
     assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
 
 
@@ -202,8 +203,8 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum over all of K, which is Triton's default on Hopper. Sums inside the tensor cores
-    have only 14 bits."""
+    """Fails if the tensor cores add up all of K. On Hopper, Triton lets the tensor cores add up all of K by default,
+    but sums inside the tensor cores have only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem

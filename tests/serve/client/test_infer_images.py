@@ -181,7 +181,8 @@ def test_a_picture_that_unpacks_to_a_huge_one(tmp_path: Path, monkeypatch: pytes
     Image.new("RGB", (60, 50)).save(tmp_path / "bomb.png")
     image = ImageInput(name="x", datatype="FP32", channels=3, height=4, width=4, channels_first=True, batched=True)
     assert image.read(tmp_path / "bomb.png").shape == (3, 4, 4)
-    for limit in (2000, 1000):  # Pillow warns at a limit of 2000 and raises an error at 1000
+    # The image has 3000 pixels. Pillow warns above the limit, and raises an error above twice the limit.
+    for limit in (2000, 1000):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(BadData, match="can't read"):
             image.read(tmp_path / "bomb.png")

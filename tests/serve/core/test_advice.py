@@ -44,8 +44,8 @@ def words(tmp_path: Path) -> Path:
 
 
 def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> None:
-    """Checks that a wrong token in a request is a client error, and that a wrong index that the model computed is a
-    server error."""
+    """Checks that a request with a token id outside the vocabulary causes a client error. If the model itself computes
+    a wrong index, the error must be a server error."""
     process = start(words, http_port=0)
 
     def ask(model: str, *ids: int) -> np.ndarray:
@@ -94,16 +94,16 @@ def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
 
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
-    """Checks that a request beyond a dim's range is answered if the model can run the request. If the model can't run
-    the request, the error is a client error for a size beyond the range, and a server error for a size within the
-    range."""
+    """Checks that the server accepts a size outside the manifest's range if the model can run with this size. If the
+    model fails for a size outside the range, the error must be a client error. If the model fails for a size within the
+    range, the error must be a server error."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(
             tmp_path / name / "1" / "model.onnx",
             [
                 build.node("Shape", "x", "n", start=1, end=2),
-                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so longer inputs fail
+                build.node("Slice", "table zero n", "rows"),  # the model fails if n exceeds the table's 11 rows
                 build.node("Add", "x rows", "y"),
             ],
             {"x": (FLOAT, ["batch", "n", 2])},
@@ -151,8 +151,8 @@ def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: 
 
 
 def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Checks that the error for a REST port or an http:// address names the mistake. If another program listens on the
-    port, the error must not say that no server answers."""
+    """Checks that `accel infer` explains the mistake if the user gives the REST port or an http:// address. If another
+    program listens on the port, the error must not say that no server answers."""
     process = start(repository, http_port=0)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 4), np.float32))
 

@@ -23,7 +23,7 @@ WHOLE = Deployment(
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
-    """Fails if a field is misspelled or has the wrong type, because the strict validation refuses unknown fields."""
+    """Checks that each document passes the strict validation, which refuses unknown fields and wrong types."""
     documents = list(yaml.safe_load_all(to_yaml(kubernetes(wanted))))
     assert [d["kind"] for d in documents] == ["Deployment", "Service", "HorizontalPodAutoscaler"]
     for document in documents:
@@ -50,7 +50,7 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
     own = {name: predictor.pop(name) for name in ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget")}
     assert own == {
         "minReplicas": wanted.min_replicas, "maxReplicas": wanted.max_replicas,
-        "scaleMetric": "cpu",  # KServe also accepts memory, concurrency and rps
+        "scaleMetric": "cpu",  # KServe supports cpu, memory, concurrency and rps
         "scaleTarget": wanted.target_cpu_percent,
     }  # fmt: skip
     assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
@@ -65,7 +65,7 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
         "stdinOnce",
         "tty",
         "volumeDevices",
-    }  # Knative refuses containers with these fields
+    }  # Knative refuses containers with a lifecycle, stdin, a tty or volume devices
     assert len(container["ports"]) == 1
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": predictor}
     validate.validate(pod, validate.latest_version(), strict=True)
@@ -100,8 +100,8 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
-    """Checks that accel refuses values that Kubernetes refuses, even if the schemas of the Kubernetes API accept the
-    values."""
+    """Checks that accel refuses values that Kubernetes would refuse, including values that the schemas of the
+    Kubernetes API accept."""
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
 

@@ -56,7 +56,7 @@ def checked(response: Any) -> None:
 
 @pytest.fixture
 def replica(tmp_path: Path) -> ray_app.Replica:
-    """Makes a replica as Ray does, but without Ray."""
+    """Makes a replica of the Ray application without starting Ray."""
     linear(tmp_path / "models" / "linear" / "1")
     options = ServeOptions(repository=str(tmp_path / "models"), grpc_port=None, http_port=None)
     return ray_app.Replica(options.to_text(), 4)
@@ -86,7 +86,8 @@ def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
 
 
 def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
-    """Fails if a REST v2 request to Ray gets another answer than a request to the server's own HTTP port."""
+    """Checks that a Ray replica answers REST v2 requests correctly, and refuses unknown models and unsupported
+    routes."""
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": X.ravel().tolist()}]}
     status, _, text = replica._http("POST", "/v2/models/linear/infer", {}, json.dumps(body).encode())
     assert status == 200
@@ -138,7 +139,7 @@ def serve() -> Any:
     return serve
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray emits these warnings itself
+@pytest.mark.filterwarnings("ignore")  # ignores warnings from Ray itself
 def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
     """Checks that Ray can build the application, and that the application supports Ray's calls."""
     linear(tmp_path / "models" / "linear" / "1")

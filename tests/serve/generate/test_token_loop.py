@@ -72,8 +72,9 @@ def recurrent_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def cached(folder: Path) -> None:
-    """Writes a decoder with a KV cache. The output ``present`` is ``past`` followed by the new rows
-    ``table[ids] * (1 + positions)``, and the logits come from the masked sum of ``present``."""
+    """Writes a decoder with a KV cache. The new rows of the cache are ``table[ids] * (1 + positions)``. The output
+    ``present`` is the input ``past`` with the new rows appended. The logits are computed from the sum of the unmasked
+    rows of ``present``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",

@@ -75,8 +75,8 @@ def reason(root: Path, name: str = "both") -> str:
     ],
 )
 def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str) -> None:
-    """Fails if the server accepts an ensemble whose tensors can't match, or refuses an ensemble whose tensors may
-    match."""
+    """Checks that the server refuses an ensemble whose config contradicts the models of the steps. A dynamic dim in the
+    config must be accepted, because its size may match."""
     assert before in CONFIG
     ensemble(models, CONFIG.replace(before, after, 1))
     found = reason(models)

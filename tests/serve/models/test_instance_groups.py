@@ -74,8 +74,8 @@ def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
     """Fails if several sessions each start a thread for every core, because the sessions would slow each other down.
-    Also checks that a single session gets the number of threads in its manifest, and that a configured number of
-    threads is used."""
+    Also checks that a single session gets the number of threads in its manifest, and that the server's option
+    ``threads`` takes effect."""
     seen = []
     real = loading.open_session
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -120,8 +120,8 @@ def pinned_threads(pid: int, core: int) -> int:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: every thread is on it")
 def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
-    """Fails if a runtime's threads may run on other cores than configured, or if a thread that calls the session stays
-    pinned."""
+    """Fails if a runtime's threads may run outside the cores of the host policy, or if a thread stays pinned after
+    calling the session."""
     core = max(os.sched_getaffinity(0))
     models = tmp_path / "models"
     linear(models / "own" / "1")

@@ -22,8 +22,8 @@ X = np.array([[1, 4, 2, 3], [8, 5, 7, 6]], np.float32)
 
 
 def model(folder: Path, node: onnx.NodeProto, name: str, default: np.ndarray, shape: list[Any], ir: int = 10) -> None:
-    """Writes a model whose ``node`` computes ``y`` from ``x`` (batch, 4) and from the input ``name``, which has a
-    default."""
+    """Writes a model with the inputs ``x`` (batch, 4) and ``name``. The input ``name`` has a default, and ``node``
+    computes the output ``y`` from both inputs."""
     kind = helper.np_dtype_to_tensor_dtype(default.dtype)
     graph = helper.make_graph(
         [node],
@@ -106,8 +106,7 @@ def test_the_default_and_what_is_given(asking: Any) -> None:
 
 
 def test_one_that_the_config_does_not_name(asking: Any) -> None:
-    """Some exporters list a model's weights among the model's inputs. Fails if clients see such a weight as an
-    input."""
+    """Some exporters list a model's weights among the model's inputs. Fails if clients see a weight as an input."""
     assert asking.inputs("unnamed") == (["x"], [])
     np.testing.assert_array_equal(asking.infer("unnamed", x=X), np.sort(X)[:, ::-1][:, :2])
     with pytest.raises(InferenceServerException, match="unexpected inference input 'k'"):

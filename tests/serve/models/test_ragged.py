@@ -30,8 +30,8 @@ def squares(folder: Path, *dims: str) -> None:
 
 
 def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, rows: int, waiting: int) -> None:
-    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``. A run of more than
-    ``rows`` rows isn't delayed, because the run already contains several requests."""
+    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``. A run with more
+    than ``rows`` rows isn't delayed, because its batch already contains several requests."""
     run = BaseSession.run
     held = threading.Lock()
 

@@ -223,7 +223,8 @@ def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served]
     served = serve(address, "--mode", "poll", "--poll-seconds", "0.2")
     ports = served.wait_for("serving")["ports"]
     np.testing.assert_allclose(asked(_At(ports)), 1, rtol=1e-5)
-    # The file is written to another folder and then moved, because the server looks for changes five times a second.
+    # The test writes each file to another folder and then moves it. The server looks for changes five times a second,
+    # and could otherwise find a half-written file.
     evil = linear(folder / "making" / "evil" / "1")
     evil.rename(evil.with_name("..\\..\\escaped"))
     (folder / "making" / "evil").rename(folder / "models" / "evil")

@@ -48,7 +48,7 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             monkeypatch.setenv(name, value)
 
         def send(path: str, body: bytes) -> None:
-            kind = {"Content-Type": "application/octet-stream"}  # moto parses a body without a type as a form
+            kind = {"Content-Type": "application/octet-stream"}  # moto parses a body without a Content-Type as a form
             request = urllib.request.Request(f"{address}/{path}", data=body, headers=kind, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.status == 200

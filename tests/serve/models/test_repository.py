@@ -23,8 +23,8 @@ from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if accel derives another config from a model file than Triton does. Triton enables batching and leaves the
-    batch out of the dims."""
+    """Checks that accel derives the same config from a model file as Triton. The config that Triton derives enables
+    batching and leaves the batch out of the dims."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -268,8 +268,8 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """When this dict's values are first read, the dict starts loading ``linear``, and waits up to a second for the
-        end of the load."""
+        """A dict that starts loading the model ``linear`` when its values are first read. The first read waits up to a
+        second for the model."""
 
         def values(self) -> Any:
             if loading.ident is None:

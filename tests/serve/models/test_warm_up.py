@@ -53,7 +53,7 @@ def test_it_happens_before_the_model_is_ready(
     tmp_path: Path, start: Start, seen: list[Any], config: str, sizes: list[int]
 ) -> None:
     """Checks that each instance runs exactly its warm-up samples before the server is ready. The samples come from the
-    config, or are the smallest and the largest batch by default."""
+    config. If the config has no samples, the instance runs the smallest and the largest batch."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(config)
     start(tmp_path / "models")

@@ -1,4 +1,4 @@
-"""Proves that if a session crashes its process or hangs, only the requests to this process fail."""
+"""Proves that a crashed or hung session makes only requests to its own process fail."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
     load.more(50)
     load.end()
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
-    assert len(load.lost) <= 4 * 2, load.lost  # four clients, each with one running and one accepted request
+    assert len(load.lost) <= 4 * 2, load.lost  # each of four clients may lose a running and a waiting request
     assert len([line for line in served.log if line["message"] == "a process died and is started again"]) == 1
     assert any("Segmentation fault" in line["message"] for line in served.log)
     before = counts(port)

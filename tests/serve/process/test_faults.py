@@ -308,8 +308,9 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
     ],
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
-    """Checks that a malformed or oversize message gets the right code and ends the stream, at the stream's start or
-    later. Also fails if a malformed message blocks a stream slot, disturbs another caller, or prevents a clean end."""
+    """Checks that a malformed or oversize message gets the right code and ends the stream. The bad message is the first
+    or the second message of the stream. Also fails if a malformed message blocks a stream slot, disturbs another
+    caller, or prevents a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())

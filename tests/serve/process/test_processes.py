@@ -35,7 +35,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     load.end()
     stopped = [line["message"] for line in served.log]
     assert "stopped before every request was answered" not in stopped
-    # Requests that arrive later get UNAVAILABLE, because the server is ending or has ended.
+    # A request that arrives while the server is ending, or after it has ended, gets UNAVAILABLE.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
@@ -78,14 +78,14 @@ def test_a_killed_process(two: Any) -> None:
     two.wait_for("serving", 3)
     load.more(50)
     load.end()
-    assert len(load.lost) <= 4 * 2, load.lost  # four clients, each with one running and one accepted request
+    assert len(load.lost) <= 4 * 2, load.lost  # each of four clients may lose a running and a waiting request
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
 
 
 def owner(port: int, among: list[int]) -> int | None:
-    """Returns the process at the other end of the connection from ``port``, or None if no process has this
-    connection."""
+    """Returns the process in ``among`` that is connected to the client's ``port``. Returns None if no process is
+    connected to ``port``."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
     for pid in among:
@@ -131,7 +131,8 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
 
 
 def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Checks that a process that can't restart breaks no other process, and is retried until the restart works."""
+    """Checks that a failed restart of a process doesn't affect other processes, and that the server retries until the
+    restart works."""
     tokens = tmp_path / "tokens.toml"
     text = '[[token]]\nname = "a"\ntoken = "secret"\n'
     tokens.write_text(text)
@@ -271,8 +272,9 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process calls mmap for each large tensor. Before the server starts, malloc allocates a block
-    of 31 MiB with mmap. After the start, malloc allocates a block of 31 MiB on the heap."""
+    """Fails if a serving process calls mmap for each large tensor. The test allocates a block of 31 MiB before and
+    after a server starts. Before the server starts, malloc uses mmap for this block. After the server starts, malloc
+    must use the heap instead."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -359,7 +361,7 @@ def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path:
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if ``accel infer`` prints other numbers than the model's outputs, or prints an error as a traceback."""
+    """Fails if ``accel infer`` prints wrong outputs, or prints an error as a traceback."""
     process = start(repository)
     url = f"127.0.0.1:{process.ports['grpc']}"
     x = np.random.default_rng(0).standard_normal((20, 4))  # 20 float64 rows need more than one batch

@@ -45,8 +45,9 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 class Clients:
     """Runs each function in ``kinds`` repeatedly on a separate thread until ``end``. Each function gets a gRPC client,
-    the HTTP port and a number. Each function returns a model, an outcome and the number of requests (default: 1).
-    ``counts`` contains the number of requests by model and outcome."""
+    the HTTP port and the number of the call. The function returns the model's name and an outcome. A function that
+    sends several requests also returns their number. ``counts`` contains the number of requests by model and
+    outcome."""
 
     def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -235,8 +236,8 @@ def held(served: Any) -> tuple[int, int, int]:
 
 
 def record(folder: Path, processes: int, seconds: float, requests: int, rows: list[tuple[str, int, int]]) -> None:
-    """Writes a description of the machine, and the resources in the second and the last quarter of the load, to
-    ``soak_PROCESSES.md``."""
+    """Writes the file ``soak_PROCESSES.md``. The file describes the machine, and lists the resources that the server
+    used in the second and in the last quarter of the load."""
     found = environment(os.cpu_count() or 1)
     lines = [
         f"# A server under mixed load: {processes} process{'es' if processes > 1 else ''}",

@@ -25,8 +25,8 @@ def filled(start: int) -> ModelStatistics:
 
 
 def test_every_figure_is_added() -> None:
-    """Checks that the sum of two processes' statistics contains every figure, and also a batch size that only one of
-    the processes has run. Also fails if the times of the last inference are added up."""
+    """Checks that the sum of two processes' statistics contains every figure. The sum must also contain batch sizes
+    that only one of the two processes has run. Also fails if the times of the last inference are added up."""
     total, more = filled(1), filled(7)
     total.add(more)
     one, two = filled(1), filled(7)

@@ -22,8 +22,8 @@ LENGTHS = LengthBatching(dim="length", mask="mask", pad={"ids": 77})
 
 
 class TextSession(FakeSession):
-    """A session that records its inputs. The output ``sum`` is the sum of the unmasked ids, and ``each`` repeats each
-    id. Padding without a mask would change the sum."""
+    """A session that records its inputs. The output ``sum`` is the sum of the unmasked ids, and the output ``each``
+    contains each id twice. Padding without a mask would change the sum."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)

@@ -44,8 +44,8 @@ def test_requests_gather_while_the_instance_is_busy() -> None:
 
 
 def test_the_delay_is_that_of_the_oldest() -> None:
-    """Fails if a batch runs before the oldest request has waited for the delay, if later requests extend the delay, or
-    if a full batch waits."""
+    """Fails if a batch that isn't full runs before its oldest request has waited for the whole batching delay. Also
+    fails if later requests extend the delay, or if a full batch waits."""
     executor, session, clock = by_hand(waiting())
     first = Caller(executor, request(1))
     clock.now += 0.0009
@@ -63,7 +63,8 @@ def test_the_delay_is_that_of_the_oldest() -> None:
 
 
 def test_a_limit_of_its_own_is_not_waited_away() -> None:
-    """Fails if a request expires during the batching delay because its queue timeout is shorter than the delay."""
+    """Checks that a request runs before its queue timeout, even if the queue timeout is shorter than the batching
+    delay."""
     executor, _, clock = by_hand(waiting(max_delay_us=10_000, default_policy=QueuePolicy(timeout_us=2000)))
     caller = Caller(executor, request(1))
     clock.now += 0.0011

@@ -116,7 +116,8 @@ def test_one_poisonous_row_fails_alone(k: int) -> None:
 
 
 def test_cancelling_in_a_batch_that_fails() -> None:
-    """Fails if a request that was canceled during the run of its batch runs again with half of the batch."""
+    """When a batch fails, its two halves run separately. Fails if a request that was canceled during the failed run
+    runs again."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(value)) for value in (POISON, 1, 2, 3)]
 

@@ -137,7 +137,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
             tickets.append(executor.submit(request, lambda _: None, arrived=arrived))
         if not executor.poll():
             clock.now += 0.0005
-    assert 0.4 < alone / (clock.now - began) < 0.7  # checks that the simulated load is about half
+    assert 0.4 < alone / (clock.now - began) < 0.7  # checks that the load is about half of the throughput
     waits = [ticket.durations.queue / 1e9 for ticket in tickets]
     assert np.quantile(waits, 0.99) <= 0.1
     if eager:
@@ -178,8 +178,8 @@ def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: flo
 
 
 def test_the_delay_bound() -> None:
-    """Fails if a long request waits longer than the delay for other requests, or if a batch starts before the delay of
-    its oldest request ends."""
+    """Fails if a long request waits longer than the batching delay. Also fails if a batch starts before its oldest
+    request has waited for the batching delay."""
     executor, session, clock = by_length(max_delay_us=1000)
     Caller(executor, text(0, 60))
     for i in range(1, 6):

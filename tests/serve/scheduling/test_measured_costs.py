@@ -49,8 +49,8 @@ def test_costs_are_measured(budget: float) -> None:
 
 
 def test_an_interrupted_measurement() -> None:
-    """Fails if a single run that another process slowed down makes larger batches look more expensive than they are.
-    Separate runs would then seem cheaper, and the requests wouldn't run together."""
+    """Fails if the cost table contains the time of a run that another process slowed down. A slowed-down run would make
+    larger batches look too expensive, and the scheduler would run the requests separately."""
     clock = FakeClock()
 
     class Interrupted(SlowText):

@@ -1,5 +1,5 @@
-"""Proves that the queue keeps the order of requests, its size limits and its timeouts. The tests pass the time to the
-queue, which has no thread."""
+"""Proves that the queue keeps the order of requests, its size limits and its timeouts. The queue has no thread of its
+own, so each test passes the time as an argument."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def test_many_threads() -> None:
 
 
 def test_who_gave_up_waiting_keeps_nothing() -> None:
-    """Fails if a model still blocks other models after its request has expired during the wait for the resource."""
+    """In this test, a model's request expires while it waits for a resource. Fails if the model still blocks other
+    models afterwards."""
     limiter = RateLimiter()
     running, released = threading.Semaphore(0), threading.Event()
     holder = FakeSession()
@@ -198,8 +199,8 @@ def test_who_gave_up_waiting_keeps_nothing() -> None:
 
 
 def test_more_than_there_is() -> None:
-    """Fails if a model that needs more than the limit is accepted, if this model's session stays open, or if a removed
-    model still counts."""
+    """Checks that a model that needs more than a resource's limit is refused, and that the model's session is closed.
+    Also fails if a removed model still determines the amount of a resource."""
     limiter, session = RateLimiter({"R": 2}), FakeSession()
     with pytest.raises(BadConfig, match=r"needs 3 of the resource 'R', but the limit is 2.*--rate-limit-resource R:3"):
         limited(limiter, session, need=3)

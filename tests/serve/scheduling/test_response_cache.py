@@ -30,7 +30,8 @@ def cached(cache: ResponseCache | None = None, version: str = "1") -> tuple[Cach
 
 
 def test_an_equal_request_is_not_run() -> None:
-    """Fails if an equal request is run again, is answered with another request's id, or counts as an inference."""
+    """Fails if a request that equals an earlier request runs again, gets the earlier request's id in its answer, or
+    counts as an inference."""
     executor, session = cached()
     Caller(executor, request(1, rows=2)).check_rows()
     again = Caller(executor, InferenceRequest(model="m", id="1", inputs=dict(request(1, rows=2).inputs)))

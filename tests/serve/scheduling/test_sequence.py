@@ -208,7 +208,8 @@ def test_a_failed_step_leaves_the_state() -> None:
 
 
 def test_a_failed_start_is_no_sequence() -> None:
-    """Fails if a step runs after a failed start, or if a second start that waits behind the failed start also fails."""
+    """Fails if a step runs although the start of its sequence failed. Also checks that a later request can start the
+    sequence again."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((BAD, "s"), (3, "e"), (4, "s"), (5, ""))]
     run_all(executor)

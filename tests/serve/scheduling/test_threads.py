@@ -1,4 +1,4 @@
-"""Proves that the scheduler is correct with real threads. No test sleeps, because each test waits for an event."""
+"""Proves that the scheduler is correct with real threads. The tests wait for events instead of sleeping."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_many_callers(eager: bool, preserve: bool) -> None:
 
 
 def test_the_caller_itself_runs_an_idle_instance() -> None:
-    """Fails if a single request to an idle instance runs on another thread than the caller's thread."""
+    """Checks that a single request to an idle instance runs on the caller's thread."""
     session = FakeSession()
     seen = []
     session.during = lambda: seen.append(threading.current_thread())
@@ -93,7 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Checks that waiting requests run after a caller's thread has finished with the instance."""
+    """Checks that the requests waiting during a run are executed together after the run."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:

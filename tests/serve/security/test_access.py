@@ -167,8 +167,8 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# These requests ask about the whole server. A token needs no control right for them, but the answers list only the
-# models that the token may use.
+# These requests ask about the whole server. Requests about the whole server need no control right, but their answers
+# list only the models that the token may use.
 READ = {
     ("GET", path)
     for path in (

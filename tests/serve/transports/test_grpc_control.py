@@ -222,7 +222,7 @@ def test_settings(client: Any) -> None:
 
 
 def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
-    """Fails if, without a GPU, registering CUDA memory succeeds or the status lists CUDA memory."""
+    """Checks that a server without a GPU refuses to register CUDA memory, and lists no CUDA memory in the status."""
     assert not client.get_cuda_shared_memory_status().regions
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)

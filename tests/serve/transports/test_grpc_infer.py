@@ -97,8 +97,8 @@ KINDS = {
 
 @pytest.fixture
 def kinds(tmp_path: Path, start: Start) -> int:
-    """Returns the port of a server with a model for each datatype. Each model returns its input, which has three
-    elements, unchanged."""
+    """Returns the port of a server with a model for each datatype. Each model returns its input of three elements
+    unchanged."""
     assert set(KINDS) == set(DATATYPES)
     for kind, number in KINDS.items():
         identity(tmp_path / "kinds" / kind / "1", number, [3])
@@ -215,7 +215,7 @@ def test_classification(tmp_path: Path, start: Start) -> None:
 def test_what_is_refused_and_how(
     client: Any, process: ServingProcess, name: str, inputs: Any, options: Any, code: str, says: str
 ) -> None:
-    """Fails if a wrong request runs, stays pending, or gets another code or text than Triton gives."""
+    """Fails if a wrong request runs or stays pending. Also fails if the error's code or text differs from Triton's."""
     if "outputs" in options:
         options = {"outputs": [triton.InferRequestedOutput(o) for o in options["outputs"]]}
     status, text = refused(lambda: client.infer(name, [tensor(n, v) for n, v in inputs], **options))
@@ -275,7 +275,7 @@ def test_the_callback_client(client: Any) -> None:
 
 
 def test_the_asyncio_client(process: ServingProcess) -> None:
-    """Fails if the asyncio client gets other answers than the synchronous client."""
+    """Fails if the asyncio client gets wrong answers."""
 
     async def ask() -> np.ndarray:
         async with triton_aio.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -287,7 +287,7 @@ def test_the_asyncio_client(process: ServingProcess) -> None:
 
 
 def test_a_stream(client: Any) -> None:
-    """Fails if the answers of a stream come in another order, if an error ends the stream, or if the final flag is
+    """Fails if the answers of a stream come in the wrong order, if an error ends the stream, or if the final flag is
     missing."""
     found: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: found.put((result, error)))

@@ -33,7 +33,8 @@ def client(process: Any) -> Any:
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False, None])
 def test_infer(client: Any, binary_in: bool, binary_out: bool | None) -> None:
-    """Fails if a combination of JSON and binary tensors returns wrong numbers or another format than requested."""
+    """Fails if a combination of JSON and binary tensors gives wrong numbers, or if an output lacks the requested
+    format."""
     given = triton.InferInput("x", [2, 4], "FP32")
     given.set_data_from_numpy(X, binary_data=binary_in)
     outputs = None if binary_out is None else [triton.InferRequestedOutput("y", binary_data=binary_out)]

@@ -17,8 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 class FakeHub(ThreadingHTTPServer):
     """Serves ``files`` by repository and name. ``refused`` maps a repository to the status and the X-Error-Code of its
-    answers. A repository in ``gated`` is listed, but its files are refused. The first download of the file whose
-    name is ``cut`` ends after half of the file. ``asked`` lists the requests with their Range header."""
+    answers. A repository in ``gated`` is listed, but its files are refused. If ``cut`` names a file, the first download
+    of the file ends after half of its bytes. ``asked`` lists the requests with their Range header."""
 
     daemon_threads = True
 
@@ -106,7 +106,7 @@ def fake_hub() -> Iterator[FakeHub]:
 
 
 def into_cache(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
-    """Writes ``files`` to a cache of ``repo`` in huggingface_hub's layout, in which symbolic links lead to blobs.
+    """Writes ``files`` to a cache of ``repo``. The cache has huggingface_hub's layout, with symbolic links to blobs.
     Returns the snapshot folder."""
     root = cache / f"models--{repo.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
