@@ -67,7 +67,7 @@ def _strings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
-    """Yields ``command`` and its subcommands by their names on the command line."""
+    """Yields ``command`` and all of its subcommands, each with its full name on the command line."""
     yield name, command
     if isinstance(command, click.Group):
         for one in command.list_commands(click.Context(command)):
@@ -108,8 +108,8 @@ def arguments_of_functions() -> set[str]:
 
 
 def spelled() -> set[tuple[str, str]]:
-    """Returns the name of every argument passed to ``option``, ``options`` or ``arguments``, with the file of the
-    call."""
+    """Finds all calls of ``option``, ``options`` and ``arguments`` in the source. Returns the argument names in these
+    calls, each with the file of the call."""
     found = set()
     for path, tree in sources():
         for node in ast.walk(tree):
@@ -149,7 +149,7 @@ def test_every_option_in_the_text_of_a_message() -> None:
 
 
 def test_every_command_in_the_text_of_a_message() -> None:
-    """Checks that a message only recommends a command of accel with options of this command."""
+    """If a message recommends a command of accel, the command must have all of the options in the message."""
     options = options_of_commands()
     missing, seen = [], 0
     for file, line, text in strings():

@@ -111,8 +111,8 @@ if __name__ == "__main__":
 
 
 def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(tmp_path: Path, own_cache: Path) -> None:
-    """Fails if accel continues after Ctrl-C because a library in a stage swallowed the error, or if accel caches the
-    stage's result."""
+    """In this test, a stage swallows the exception of Ctrl-C. Checks that accel ends the run after this stage, and
+    doesn't cache the stage's result."""
     onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "a.onnx")
     (tmp_path / "deaf.py").write_text(DEAF)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -145,7 +145,7 @@ def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_has_ended_is_not_interrupted() -> None:
-    """Fails if a call loses its result or its error although it ended before it was cancelled."""
+    """Checks that a call that ends before its cancellation returns its result or raises its own error."""
     for _ in range(20):
         with cancelled_by(soon(60)):
             assert interruptible(sum, (1, 2)) == 3

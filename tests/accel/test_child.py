@@ -28,8 +28,8 @@ def _alive(pid: int) -> bool:
 
 
 def test_answers_and_keeps_an_object() -> None:
-    """Checks that the result of a call arrives, and that a method call reaches the object created in the child
-    process."""
+    """Checks that a child process can run methods of its object and functions of a module, and returns their
+    results."""
     with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
         assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
         assert child.call("os:getpid") == child.pid != os.getpid()

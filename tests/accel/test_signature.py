@@ -60,9 +60,9 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Checks that gates, and the runs that find the shapes of the outputs, use only sizes that are inside the dim's
-    range and multiples of the dim's step. Also fails if the step is lost in the manifest or in a printed range, or if
-    inputs of a wrong size are accepted."""
+    """In gates and in the runs that find output shapes, every size of a dim must be inside the dim's range, and must be
+    a multiple of the dim's step. Also fails if the step is lost in the manifest or in a printed range, or if inputs of
+    a wrong size are accepted."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
@@ -80,8 +80,7 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Checks that the manifest and the cache key of a model without steps have the same form as before accel supported
-    steps."""
+    """If a model has no steps, its manifest and its cache key must not mention steps, like in old versions of accel."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -93,8 +92,8 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Checks that a new range takes over the step of the old range only if all sizes of the new range are multiples of
-    the step."""
+    """A new range without a step must get the old range's step, unless a size of the new range isn't a multiple of this
+    step."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)

@@ -1,5 +1,5 @@
-"""Proves that running a stage checks that the stage keeps names, dims and opset, checks the gates, and uses the cache.
-The stages here are tiny, and each has one planted fault."""
+"""Proves that accel refuses a stage that loses names, dims or the opset, tests each stage with gates, and uses the
+cache. The stages here are tiny, and each has one planted fault."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fau
 
 
 def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
-    """Fails if wrong outputs pass the gate, or if the rejected file is lost or gets the final name."""
+    """Fails if wrong outputs pass the gate. The rejected file must get the suffix ``.rejected``, and an older file with
+    the requested name must stay unchanged."""
     out = tmp_path / "out.onnx"
     out.write_bytes(b"what was there before")
     with pytest.raises(
@@ -192,8 +193,8 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
-    """Checks that the error says that the outputs are infinite. Internally, accel uses the value 1e30 for such a
-    result, and the error must not show 1e30."""
+    """Checks that the error for infinite outputs calls the outputs infinite. Internally, accel stores the difference of
+    infinite outputs as 1e30, and the error must not show this number."""
     with pytest.raises(GateFailed) as error:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
@@ -204,7 +205,8 @@ def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an identical stage runs again, or if its cached result differs from the first result."""
+    """Checks that a second run with the same stage and model uses the cache, and that the cached result equals the
+    first result."""
     first = run(source, "", tmp_path / "a.onnx")
     second = run(source, "", tmp_path / "b.onnx")
     assert CALLS == [""]

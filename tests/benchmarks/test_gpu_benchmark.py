@@ -148,9 +148,9 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a row that crashes or hangs loses the result of another row. Of eight rows, the second raises an error,
-    the third kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row also kills its
-    process under torch.compile."""
+    """Fails if a row that crashes or hangs loses the result of another row. The test has eight rows. The second row
+    raises an error, the third row kills its process, the fifth row hangs, and the GPU is lost after the sixth row. The
+    third row also kills its process under torch.compile."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
@@ -242,10 +242,10 @@ def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a second run measures existing rows again, or skips a missing result of torch.compile. Also fails if the
-    run adds rows to results that were measured with another driver or for another list of rows."""
+    run adds rows to a results file that comes from another driver or has other rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # no earlier results; torch.compile needs over 30 s
+    script.run(30.0, tmp_path, go_on=True)  # measures all rows, but has no time for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())

@@ -29,9 +29,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Checks that each round gets its own ratio, and that no ratio is inverted. Also checks that a goal counts as
-    missed if its value is on the wrong side of the bound. Also checks that a ratio uses the faster one of MLServer's
-    two setups, and compares rates at the same concurrency."""
+    """Checks that the ratio of two servers is computed for each round separately, and isn't inverted. Also checks that
+    a goal counts as missed if its value is on the wrong side of the bound. MLServer has two setups, and a ratio must
+    use the faster setup. Also fails if a ratio compares rates at different concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],

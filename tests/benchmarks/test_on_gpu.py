@@ -1,9 +1,9 @@
 """Proves that on_gpu.py runs and reports all its steps. In these tests, the steps are short commands.
 
-These tests check that the steps after a failed or hung step still run, and that a step's processes end at the step's
+These tests check that a failed or hung step doesn't prevent the next steps, and that all processes of a step end at its
 time limit. The tests also fail if the report is written only at the end, or if the whole run exceeds its time limit.
-Each test for a GPU must be in a shard. The report must name each failed test, and must not count skipped tests as
-passed.
+on_gpu.py splits the tests that need a GPU into shards, and must not leave out a test. The report must name each failed
+test, and must not count skipped tests as passed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Pat
 
 def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
     """Checks that the report of a killed or crashed process still names the tests that failed earlier. Also fails if
-    the output after a failed test removes the test's name from the report."""
+    the report loses the name of a failed test because the test's output is long."""
     wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
     ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
     crashed = file_of(script, tmp_path, "test_crashed.py", f"{wrong}def test_last(): os.abort()\n")
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
 ) -> None:
     """Fails if a test file that can't be imported is skipped without an error. Also fails if pytest collects no tests
     of other folders because one conftest.py can't be imported."""
-    mark = "gpu"  # a file that contains the whole marker counts as a GPU test
+    mark = "gpu"  # separate from "pytest.mark", so that this file doesn't count as a GPU test
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

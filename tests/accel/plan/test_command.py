@@ -1,4 +1,4 @@
-"""Proves that ``accel plan`` works as documented, and writes a config that ``accel train`` runs."""
+"""Proves that ``accel plan`` works as documented, and that ``accel train`` runs the written configs."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config names a model factory and no shape. Checks that the plan counts the model's parameters and measures
-    its activations."""
+    """In this test, the config names a model factory, and doesn't give the model's shape. Checks that the plan counts
+    the model's parameters and measures its activations."""
     source = tmp_path / "made.py"
     source.write_text(
         "import torch\n"
@@ -197,8 +197,8 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 
 
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that the KV cache has one key and one value for each layer, channel, position and sequence, in 2 bytes
-    each."""
+    """Checks the size of the KV cache in bytes: 2 (key and value) x layers x channels x positions x sequences x 2
+    bytes."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
@@ -207,9 +207,9 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
     """Grouped-query attention has fewer key and value heads than query heads. Fails if the plan counts as many
-    parameters for the keys and values as for the queries. The planned parameter count must equal the count of
-    Starcoder2 without its last norm. Llama has no biases, so its parameter count may differ from the planned count by
-    half a percent."""
+    parameters for the keys and values as for the queries. The planned number of parameters must equal the number in
+    Starcoder2, except for Starcoder2's last norm. Llama has no biases, so its parameter count may differ from the
+    planned count by half a percent."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}

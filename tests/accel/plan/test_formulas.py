@@ -94,7 +94,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
     if zero < 3:
         assert found.parameters == parameters
-    else:  # between layers, a rank holds all parameters outside the blocks, and only shards of the blocks
+    else:  # a rank holds shards of the blocks' parameters, and all of the other parameters
         root = weight * sum(p.numel() for n, p in GPT(SHAPE).named_parameters() if not n.startswith("blocks."))
         assert found.parameters <= root + parameters * (1 + pad)
     if zero:
@@ -214,9 +214,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if c context-parallel ranks hold other model states than c data-parallel ranks. Also checks that each rank
-    holds 1 / c of a sequence's activations. A rank's traffic per layer and pass must be (c - 1) / c times 4 s b h / c,
-    as in Ulysses (Jacobs 2023, section 3.2)."""
+    """Checks that c context-parallel ranks hold the same model states as c data-parallel ranks. Also checks that each
+    rank holds 1 / c of a sequence's activations. For sequence length s, batch size b and hidden size h, a rank must
+    send (c - 1) / c times 4 s b h / c values per layer and pass, as in Ulysses (Jacobs 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -262,8 +262,8 @@ def test_pipeline_stage_is_the_fullest() -> None:
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
-    # The spec has one table for both the embedding and the head. The model has two tables, and the formula spreads the
-    # second table over the layers.
+    # The spec has one table for both the embedding and the head. The model has one table for the embedding and one for
+    # the head, so the formula spreads the head's table over the layers.
     assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
 
 
@@ -278,7 +278,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest layout takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # even with offloading, a layout takes 0.37 GB
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # the smallest layout takes 0.37 GB
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def _simulated(layers: int, layout: Layout) -> Simulated:
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> None:
-    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. The
-    layers are cut as in `accel train`, so autograd keeps the whole gathered inputs of column-parallel products. Also
+    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. As in
+    `accel train`, each rank gathers the whole input of a column-parallel product, and autograd keeps this input. Also
     fails if the planned traffic differs from the bytes that the ranks send. The plan doesn't count the traffic for the
     gradients of position embeddings and norms under sequence parallel."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
@@ -62,10 +62,10 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
     ("tp", "ranks", "replicate", "zero", "accumulation"), [(2, 4, 1, 1, 2), (4, 4, 1, 2, 2), (2, 8, 2, 3, 2)]
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
-    """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the formula allows. Ranks
-    may exceed the formula by padding, and by the norms, biases and position embeddings, which tensor parallel doesn't
-    cut (0.8 % of this model at tp 2). The measured gradients may include the unsharded embedding, which the plan counts
-    as temporary memory."""
+    """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the formula allows. The
+    measured bytes may exceed the formula, because shards are padded, and because tensor parallel doesn't cut norms,
+    biases and position embeddings (0.8 % of this model at tp 2). The measured gradients may include the unsharded
+    embedding, which the plan counts as temporary memory."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -83,17 +83,18 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Between forward and backward, hpZ keeps second shards. Fails if the bytes of the second shards or the gathered
-    bytes differ from the formula by more than padding. Each rank holds all of the parameters outside the blocks, and
-    gathers them once."""
+    """Between the forward and the backward pass, hpZ (of ZeRO++) keeps a second set of parameter shards. Fails if the
+    bytes of the second shards or the gathered bytes differ from the formula by more than padding. Each rank holds all
+    of the parameters outside the blocks, and gathers them once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # Besides the second shards, the plan counts ZeRO's own shards of the parameters. ZeRO's shards take 2 bytes per
-    # parameter, a sixth of the optimizer's 12 bytes. The plan counts all parameters as sharded, but each rank holds all
-    # of the parameters outside the blocks. Therefore the test adds the bytes that the plan leaves out.
+    # The plan counts the second shards and ZeRO's own shards of the parameters. ZeRO's own shards take 2 bytes per
+    # parameter. The optimizer's states take 12 bytes per parameter, so the test divides their size by 6. The plan
+    # counts all parameters as sharded, but each rank holds all of the parameters outside the blocks. Therefore the test
+    # adds the bytes that the plan leaves out.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -105,9 +106,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
     """Compares the formula with the bytes that qwZ gathers and the bytes that qgZ exchanges. The bytes may exceed the
-    formula by padding, and by the scale of each parameter's last block, which may be short. Also checks that the ranks
-    send in the precision that the config sets. The bytes are counted per collective, with the codes and scales of every
-    parameter."""
+    formula, because shards are padded, and because even a short last block of a parameter has a whole scale. Also
+    checks that the ranks send in the precision that the config sets. The test counts the bytes of each collective,
+    including int8 codes and their scales."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -131,8 +132,9 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
     """Fails if the planned activations of the fullest pipeline rank differ by more than half a percent from the
-    expected value. The expected value is the bytes that autograd saves for all micro-batches in flight in torch's
-    schedule. The fullest rank is the first rank, or the last rank if the logits take more memory."""
+    expected value. The expected value comes from a simulation of torch's pipeline schedule, which counts the bytes that
+    autograd keeps for all micro-batches in flight. The fullest rank is the first rank, or the last rank if the logits
+    take more memory."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
@@ -148,8 +150,8 @@ def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int
 @pytest.mark.parametrize("sequence", [True, False])
 def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     """Fails if the planned activations of tensor-parallel layers under selective recomputation are off by more than
-    half a percent. The expected value has two parts: the bytes that autograd keeps, and the results of products and
-    attention that recomputation keeps."""
+    half a percent. The expected value is the sum of two parts: the bytes that autograd keeps, and the results of matrix
+    products and attention that the backward pass doesn't recompute."""
     made: list[Any] = []
     kept: dict[int, int] = {}
     backward = torch.autograd.backward

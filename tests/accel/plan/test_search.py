@@ -87,7 +87,7 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
     """Checks that the plan lists tensor-parallel layouts for a vocabulary with a size that isn't divisible by the
-    number of ranks. The plan must count the first rank's extra row of the embedding."""
+    number of ranks. For an embedding of 32,003 rows on two ranks, the plan must count 16,002 rows on the first rank."""
     odd = replace(SEVEN, vocab=32003, params=0)
     assert 2 in {plan.layout.tp for plan in search(odd, Machine(hbm=80e9), world=8, global_batch=64)}
     assert stage_params(odd, Layout(world=2, tp=2)) == (odd.params - 32003 * 4096) / 2 + 16002 * 4096
@@ -133,8 +133,8 @@ def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
 
 def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the planned activations under selective recomputation are off by more than half a percent. The expected
-    value has two parts: the bytes that autograd keeps, and the results of products and attention that recomputation
-    keeps."""
+    value is the sum of two parts: the bytes that autograd keeps, and the results of matrix products and attention that
+    the backward pass doesn't recompute."""
     made: list[Any] = []
 
     def recorded(policy: Any) -> Any:

@@ -127,7 +127,7 @@ def rename(model: onnx.ModelProto) -> None:
 def test_a_planted_fault_is_found_by_name(
     encoder: Artifact, samples: Path, tmp_path: Path, fault: Edit, expected: str, renamed: bool
 ) -> None:
-    """Fails if bisect names a node other than the faulty node, or if the inputs of the named node differ. Also fails if
+    """Checks that bisect names the faulty node, and that the inputs of this node agree in both models. Also fails if
     the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model has
     other names for all inner tensors."""
 
@@ -248,8 +248,8 @@ def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) ->
 
 
 def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Checks that every stage keeps the torch module that the exporter records for each node, and that bisect names the
-    torch module of the faulty node."""
+    """Checks that the stages keep the name of the torch module that the exporter records for each node. Also checks
+    that bisect names the faulty node's torch module."""
 
     def spoil(model: onnx.ModelProto) -> None:
         convolution = [n for n in model.graph.node if n.op_type == "Conv"][2]
@@ -306,8 +306,8 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
 
 
 def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
-    """An IR with changed weights no longer matches the ONNX file that it was converted from. Fails if bisect reports
-    agreement because it compares only ONNX files."""
+    """An IR with changed weights no longer matches the ONNX file that it was converted from. Checks that bisect also
+    runs the IR itself, and reports that the outputs differ."""
     pytest.importorskip("openvino")
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}

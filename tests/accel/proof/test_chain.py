@@ -18,8 +18,8 @@ from accel.artifact import Artifact, manifest_path
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a cache folder for each kind of artifact. The first test of a kind fills the folder, because the
-    stages take seconds."""
+    """Returns a function that gives the cache folder of a kind of artifact. The first test of a kind fills the folder,
+    so that later tests skip the slow stages."""
     folder = tmp_path_factory.mktemp("caches")
     return lambda kind: folder / kind
 
@@ -72,8 +72,8 @@ def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> N
 
 
 def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if accel refuses files that were copied by hand together with their sidecars. Also fails if accel accepts
-    other files under the copied names."""
+    """Fails if accel refuses files that were copied by hand together with their sidecars. Also fails if accel accepts a
+    copy with changed content."""
     out, _ = made
     for suffix in (".xml", ".bin", ".xml.manifest.json"):
         shutil.copyfile(out.with_suffix(suffix), tmp_path / f"renamed{suffix}")
@@ -123,7 +123,7 @@ def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: 
 
 
 def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
-    """Fails if the check accepts a manifest with a broken sequence of stages and a recomputed digest."""
+    """Fails if the check accepts a manifest that has a valid digest, but names a wrong input for a stage."""
     out, _ = made
     artifact = Artifact.open(out)
     assert artifact.manifest is not None

@@ -44,8 +44,9 @@ def test_batches_of_other_lengths() -> None:
 
 
 def test_one_number_a_sample() -> None:
-    """Fails if only the sign of a scalar output counts, or if a few large samples hide the many small samples. Also
-    fails if a constant output counts as correct although the reference differs from sample to sample."""
+    """Fails if scalar outputs count as correct although they are three times too large. Also fails if a few correct
+    large samples hide the errors of many small samples, or if a constant output counts as correct although the
+    reference differs from sample to sample."""
     prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
     step = prices.max() / 127
     assert discordance([prices], [prices * 1.01]) < 1e-3
@@ -57,7 +58,7 @@ def test_one_number_a_sample() -> None:
     # Seven of the eight samples hold only rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # The numbers in ``alike`` hardly differ, so an output with their mean at every place is nearly right.
+    # The values in ``alike`` are nearly equal, so replacing each value by their mean is only a small error.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 
@@ -77,8 +78,8 @@ def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
 
 
 def test_what_isnt_float() -> None:
-    """Checks that class numbers are not compared as quantities, that strings are comparable, and that bfloat16 isn't an
-    integer dtype."""
+    """Checks that class numbers and strings are compared only for equality, and that bfloat16 counts as a float
+    dtype."""
     assert discordance([np.array([1, 2, 3, 900])], [np.array([1, 2, 4, 900])]) == 0.25
     assert discordance([np.array(["a", "b"])], [np.array(["a", "c"])]) == 0.5
     narrow = np.linspace(1, 9, 64, dtype=np.float32)[:, None]

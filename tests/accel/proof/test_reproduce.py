@@ -56,7 +56,7 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Checks that accel can repeat NNCF's quantization and the conversion to OpenVINO from the manifest, and gets the
-    same bytes. Models for CPUs are usually made with both stages."""
+    same bytes. NNCF and OpenVINO are the usual way to make int8 models for CPUs."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))

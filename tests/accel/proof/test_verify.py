@@ -81,7 +81,7 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if verify ignores --input or --weights when the reference or the candidate is a factory. Also fails if
-    verify accepts a net although its weights differ from the file's weights. The error must advise the user to pass the
+    verify accepts a factory's net that has other weights than the ONNX file. The error must advise the user to pass the
     weights of the original export. If the manifest records no weights, or if neither model is a factory, the error must
     not advise the user to pass weights."""
     import torch
@@ -160,8 +160,8 @@ def scaled(path: Path, factor: float) -> Artifact:
 
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
     """Checks that verify advises the user to pass data when a quantized model differs on random inputs. Also fails if
-    verify asks for data when a float model differs, or when the comparison already used data. The command's table and
-    help must say when the inputs are random."""
+    verify asks for data when a float model differs, or when the comparison already used data. The command's table must
+    say if the inputs were random, and the command's help must say that random inputs are the default."""
     one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
     in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
     data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
@@ -184,7 +184,7 @@ def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> 
 
 
 def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:
-    """Fails if verify compares models with different inputs."""
+    """Checks that verify refuses to compare two models that take different inputs."""
     ran = cli("verify", digits.path, minilm.path, "-q")
     assert ran.code == 2
     assert "give two versions of one model" in ran.stderr
@@ -228,8 +228,8 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Path) -> None:
-    """Checks that verify refuses data beyond a declared range, but accepts data beyond the default range if no range is
-    declared."""
+    """Checks that verify refuses data outside the range that the user declares for a dim. If no range is declared,
+    verify must accept data outside the default range."""
     node = onnx.helper.make_node("ReduceMean", ["x"], ["y"], keepdims=1)
     ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["batch", "length"]), ("y", [1, 1]))]
     graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:])

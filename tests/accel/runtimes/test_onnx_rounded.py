@@ -40,8 +40,8 @@ def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> N
 
 
 def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
-    """Checks that the rounded session only rounds 16-bit values. The outputs of a float32 graph must have the same bits
-    as ONNX Runtime's."""
+    """Checks that the rounded session doesn't round float32 values. The outputs of a float32 graph must have the same
+    bits as ONNX Runtime's."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.array([300.0, 1.2345], np.float32)
     plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]

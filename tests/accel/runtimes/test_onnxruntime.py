@@ -296,9 +296,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if a run of the session takes much longer than a run of ONNX Runtime itself. The input checks take most of
-    the additional time, so the limit is four times the time of the input checks. The test compares the shortest of many
-    alternating runs, because other work on the machine can only lengthen a run."""
+    """Fails if a run of the session takes much longer than a run of ONNX Runtime itself. The session may add up to four
+    times the time of its input checks to the run of ONNX Runtime. The test compares the shortest of many alternating
+    runs, because other work on the machine can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session

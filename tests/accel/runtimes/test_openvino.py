@@ -221,9 +221,10 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if the user sees OpenVINO's own error when only an inner node refuses a shape. Also checks that the failed
-    run returns no outputs of an earlier run, and that the session can run again. Without accel's checks, infer() with
-    one thread returns the earlier outputs, and a bfloat16 session never runs again."""
+    """In this test, each input has a valid shape, but the matrix product can't multiply the two shapes. Checks that the
+    user sees an accel error instead of OpenVINO's own error, and that the session can run again. Without accel's
+    checks, OpenVINO with one thread would return the outputs of the run before, and a bfloat16 session could never run
+    again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -307,7 +308,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # a session with one thread makes the same two calls
+        def own_call() -> None:  # ``run`` makes the same two calls if the session has one thread
             slot.request.start_async()
             slot.request.wait()
 

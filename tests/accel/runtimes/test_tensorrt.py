@@ -83,8 +83,8 @@ def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda
 
 
 def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Checks that every event is recorded at the right point of a run, and is destroyed. Between the events, the fake
-    clock advances by 10, 100 and 1000."""
+    """Checks that every event is recorded at the right point of a run, and is destroyed. The fake clock advances by 10
+    during the copy to the GPU, by 100 during the computation, and by 1000 during the copy back."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         found = session.phases(feeds(2, 3))
     assert found == {"host_to_device": 10.0, "compute": 100.0, "device_to_host": 1000.0}
@@ -92,7 +92,7 @@ def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) 
 
 
 def fixed(artifact: Artifact) -> Artifact:
-    """Returns the artifact without the output of data-dependent size."""
+    """Returns the artifact with its first output only, because the size of the second output depends on the data."""
     signature = Signature(SIGNATURE.inputs, SIGNATURE.outputs[:1])
     manifest = artifact.manifest
     assert manifest is not None
@@ -100,8 +100,8 @@ def fixed(artifact: Artifact) -> Artifact:
 
 
 def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a run launches a CUDA graph that was captured for another shape or for other buffers. Also fails if the
-    first run of a shape is captured, if a CUDA graph outlives the session, or if the outputs belong to another run."""
+    """Fails if a run launches a CUDA graph that was captured for another shape or for other buffers. Also fails if a
+    shape's first run is captured, if a run returns another run's outputs, or if a closed session keeps a CUDA graph."""
     shapes = [(2, 3), (2, 3), (2, 3), (4, 8), (4, 8), (2, 3)]
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         counts = []

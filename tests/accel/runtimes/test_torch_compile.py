@@ -49,7 +49,7 @@ mlp, breaks, skipped = Mlp, Breaks, Skipped
 
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
-    """Returns a function that opens the factory ``name`` of a file with test models."""
+    """Returns a function that takes the name of a test model's factory, and opens this factory as a source."""
     file = tmp_path / "compiled_models.py"
     file.write_text(FACTORIES)
 

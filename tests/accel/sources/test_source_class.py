@@ -21,8 +21,8 @@ NET = "import torch\n\ndef make():\n    torch.manual_seed(0)\n    return torch.n
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_takes_the_same(name: str) -> None:
-    """Checks that every public function accepts the fields of ``Source`` as keywords, and no other keywords about a
-    source."""
+    """Checks that every public function accepts the fields of ``Source`` as keywords, and refuses a misspelled
+    keyword."""
     from accel.api.bisect import bisect
     from accel.api.preflight import preflight
 
@@ -59,8 +59,8 @@ def test_of(digits: Artifact) -> None:
 
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
-    """If a call has an ONNX file and its source, options such as ``inputs`` must apply only to the source. Also checks
-    that accel refuses an option that fits neither the file nor the source."""
+    """If a call compares an ONNX file with a model factory, options such as ``inputs`` must apply only to the factory.
+    Also checks that accel refuses an option that fits neither the file nor the factory."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

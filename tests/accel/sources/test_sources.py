@@ -310,7 +310,7 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
     """Checks that stderr and the manifest record the new name if --input renames the model's only input. If --input
-    gives the same name as ``forward``, stderr and the manifest must not report a new name."""
+    keeps the name of the parameter of ``forward``, stderr and the manifest must not report a new name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")

@@ -85,7 +85,8 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that accel uses the reader in the table to read the signature of a file of the new format."""
+    """Checks that accel reads the signature of an exported file with the reader in the table, and so notices a renamed
+    output."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; the remaining outputs: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")

@@ -147,8 +147,8 @@ def _spin_forever() -> None:
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Logs the state of the parent's other children. The benchmark must have paused these children. Skips the children
-    in ``others``, which don't belong to the benchmark."""
+    """Logs the states of the benchmark's other child processes. The benchmark must have paused these processes. Leaves
+    out the process ids in ``others``, because these processes don't belong to the benchmark."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:
@@ -164,8 +164,8 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """Ends a run only when all sessions of this process are in a run at the same time. Logs the number of threads of
-    each session."""
+    """Makes each run wait until all sessions of this process are in a run. Logs the number of threads of each
+    session."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

@@ -148,9 +148,9 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Checks that a candidate that fails or can't be compared gets an error and no verdict, and that the benchmark
-    times the other candidates. Depending on the test case, the faulty candidate has wrong outputs, or fails when it is
-    opened, in its first run or in a later run."""
+    """Checks that a faulty candidate gets an error instead of a verdict, and that the benchmark still times the other
+    candidates. Depending on the test case, the faulty candidate has wrong outputs, doesn't open, or crashes in its
+    first run or in a later run."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -223,15 +223,15 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # The relative difference is largest for the input of ones: the reference is 2, and the output is 2 + 1.
+    # The relative difference is largest for the input of ones, because the baseline's output is 2 and the candidate's
+    # output is 3.
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a wide interval gets further rounds within the budget, and that no rounds run beyond the budget."""
+    """Checks that the benchmark runs further rounds if an interval is too wide and the time budget isn't used up."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # ``is_narrow`` also accepts every interval that is narrower than a quarter of the effect. The test replaces
-    # ``is_narrow``, so that the number of rounds doesn't depend on the clock.
+    # The test replaces ``is_narrow``, because its result depends on the measured times, even if the target width is 0.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
@@ -334,8 +334,8 @@ def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
 
 
 def test_a_block_takes_about_the_time_asked_for() -> None:
-    """Fails if a block of a slow model gets fewer than three runs, or if a pass over several inputs counts as one
-    run."""
+    """Fails if a block of a slow model gets fewer than three runs. A pass over several inputs must count as several
+    runs."""
     assert passes_for(0.2, 0.010, feeds=1) == 20
     assert passes_for(0.2, 0.010, feeds=4) == 20
     assert passes_for(0.2, 30.0, feeds=1) == 3
@@ -345,8 +345,8 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     """Fails if a block makes all its planned runs although the runs became slower. In this test, a block of 0.2 s is
-    planned with 200 runs, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the planned runs
-    instead of the actual runs."""
+    planned as 200 runs of 1 ms, but most of the runs take 100 ms of simulated time. Also fails if a figure counts the
+    planned runs instead of the actual runs."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -363,8 +363,9 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block ends within a pass or before the end of the first pass. Also fails if a block exceeds its time
-    or its number of passes. If a pass over the inputs stayed unfinished, some inputs would count more than others."""
+    """Fails if a block ends in the middle of a pass, or before its first pass is complete. Also fails if a block
+    exceeds its time or its number of passes. If a pass over the inputs stayed unfinished, some inputs would count more
+    than others."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
         clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the previous reading

@@ -26,8 +26,7 @@ RUNS = 200  # the number of simulated benchmarks per test
 
 
 class Machine:
-    """Simulates a machine with a speed that drifts, falls for whole rounds, has spikes, and differs between
-    processes."""
+    """Simulates a machine with a drifting speed, slow rounds, single slow runs, and processes of different speeds."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -68,8 +67,8 @@ def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(round
 
 
 def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
-    """Checks that the 95% interval contains the true ratio in at least 94% of the benchmarks. Intervals of plain
-    percentiles of 7 rounds contain the true ratio in only 88% of the benchmarks."""
+    """Checks that the 95% interval contains the true ratio in at least 94% of the benchmarks. With 7 rounds, an
+    interval of plain percentiles (2.5% and 97.5%) would contain the true ratio in only 88% of the benchmarks."""
     outside = 0
     for seed in range(600):
         machine = Machine(seed, 7, process_luck=0.0)
@@ -107,8 +106,8 @@ def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> 
 
 
 def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
-    """Fails if the baseline's times come from a single process. If this process were 4% slower by chance, every
-    candidate would seem 4% faster."""
+    """Fails if the baseline's times come from a single process. If the baseline ran in only one process, and this
+    process were 4% slower by chance, every candidate would seem 4% faster."""
     verdicts = Counter()
     for seed in range(50):
         machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)
@@ -168,7 +167,7 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """For few rounds, the tail probability of an interval must be below 2.5%, so that the interval is wider. For many
+    """Checks that an interval over few rounds has a tail probability below 2.5%, and is therefore wider. For many
     rounds, the tail probability must be close to 2.5%."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)

@@ -1,9 +1,9 @@
 """Runs ``python -m MODULE`` by forking each process from a server that has already imported torch. Forking saves
 seconds per process, because the forked process doesn't import torch again.
 
-Inside ``Server.installed``, ``subprocess.Popen`` forks the server to run a module of ``FORKED``. A forked process
-becomes a child of the caller, so ``waitpid`` and signals work. The forked process has its own session, environment,
-working folder and command line in ``/proc``.
+Inside ``Server.installed``, ``subprocess.Popen`` runs a module of ``FORKED`` in a fork of the server, instead of a new
+interpreter. A forked process becomes a child of the caller, so ``waitpid`` and signals work. The forked process has its
+own session, environment, working folder and command line in ``/proc``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
-# The modules in FORKED that start further processes.
+# The modules in _STARTING start further processes.
 _STARTING = ("torch.distributed.run", "accel")
 # The server imports the modules in _IMPORTED before the first fork. No import may start a thread, because a forked
 # process has only a copy of the thread that forked.
@@ -211,7 +211,7 @@ class Server:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the context, makes ``subprocess.Popen`` fork the server to run a module of FORKED."""
+        """Inside the context, makes ``subprocess.Popen`` run a module of FORKED in a fork of the server."""
         _install(self._ask)
         try:
             yield

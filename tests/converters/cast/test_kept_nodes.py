@@ -87,7 +87,8 @@ def test_fully_masked_rows_stay_finite(tmp_path: Path) -> None:
 
 
 def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
-    """Fails if -inf is clamped, or if a ConstantOfShape, Constant or Cast node still outputs float32."""
+    """Checks that -inf stays -inf in fp16. Also fails if a ConstantOfShape, Constant or Cast node still outputs
+    float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -113,8 +114,8 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if the eps of a normalization is rounded, or if accel casts the addition of eps, the division, or a node
-    between the two."""
+    """Fails if the eps of a normalization is rounded to fp16. Also fails if accel casts the addition of eps, the square
+    root or the division."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -142,8 +143,8 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
     """Fails if a layer normalization squares values around 1000 in fp16. One model has the LayerNormalization operator,
-    and the other model has several operators that compute the same. Also checks that the layers around the layer
-    normalization are cast."""
+    and the other model computes the layer normalization with several operators. Also checks that the layers around the
+    layer normalization are cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}

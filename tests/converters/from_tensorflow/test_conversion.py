@@ -184,8 +184,8 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
     with accel.load(made) as session:
         found = session.run({"x": x})
     for size in (3, 7, 12, 18):
-        # According to TensorFlow's documentation, each new pixel gets the value of the source pixel that contains the
-        # new pixel's center.
+        # According to TensorFlow's documentation, a new pixel gets the value of the source pixel in which the center of
+        # the new pixel lies.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
 

@@ -132,7 +132,8 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if an earlier export
-    to the same folder changes the result, or if export reuses an ONNX file after the function's source changed."""
+    to the same folder changes the result. If the function's source has changed, export must not reuse the old ONNX
+    file."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")

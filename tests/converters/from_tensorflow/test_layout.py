@@ -66,8 +66,8 @@ def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_p
 
 
 def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the layout "auto" chooses channels first although channels last leaves fewer transposes. Also fails if
-    "auto" tries channels last although channels first left no transposes inside the graph."""
+    """Fails if the layout "auto" chooses channels first although channels last leaves fewer transposes. If channels
+    first leaves no transposes inside the graph, "auto" must not try channels last."""
     from accel.converters.from_tensorflow import layout as tensorflow_layout
 
     asked: list[str] = []

@@ -124,8 +124,8 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Keras can't trace the model in this test while its image size is dynamic. Checks that the error names this
-    reason, ends with a complete sentence, and suggests a fix that works."""
+    """Keras can't trace the model in this test with a dynamic image size. Checks that the error names the dynamic size
+    as the reason, ends with a complete sentence, and suggests a fix that works."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")

@@ -87,9 +87,9 @@ def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
 
 @pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
 def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
-    """Fails if export accepts a model with a random integer output, although no op in the model has a name that shows
-    the randomness. Also fails if the error for a TFLite file names an option that has no effect on TFLite. (In TFLite,
-    only repeated runs reveal randomness.)"""
+    """Fails if export accepts a model that returns random integers. In this test, the names of the ops don't reveal the
+    randomness. Also fails if the error for a TFLite file names an option that has no effect on TFLite. (In TFLite, only
+    repeated runs reveal randomness.)"""
     with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
     assert ("strip_training_ops=True" in str(caught.value)) == (name == "sampler")

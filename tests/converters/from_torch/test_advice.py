@@ -78,8 +78,8 @@ def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path,
 
 
 def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
-    """Checks for a warning if a layer in training mode makes a sample's output depend on the other samples of the
-    batch. Also fails if export warns although no layer is in training mode."""
+    """If a layer in training mode makes a sample's output depend on the other samples of the batch, export must print a
+    warning. Also fails if export warns although no layer is in training mode."""
     (tmp_path / "net.py").write_text(NETS)
     (tmp_path / "right.py").write_text(NETS.replace("self.layer.train()", "pass"))
     ran = {}

@@ -77,8 +77,8 @@ def logaddexp():
 
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
-    """Checks that an exported logarithm of a sum of exponentials gives ONNX Runtime the same outputs as PyTorch in
-    float64, without overflow. The test uses large inputs, because the gate's inputs are too small for an overflow."""
+    """Checks that an exported logsigmoid or logaddexp doesn't overflow, and gives the same outputs as PyTorch in
+    float64. The test uses large inputs, because the gate's inputs are too small for an overflow."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -271,8 +271,8 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if ``len(x)`` becomes the example's batch size. Also checks that export removes its replacement of ``len``
-    from the model's Python module."""
+    """Fails if ``len(x)`` becomes the example's batch size. During the export, accel puts a ``len`` of its own into the
+    model's Python module, and must remove this ``len`` afterwards."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"

@@ -66,7 +66,7 @@ def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[s
 
 
 def test_exporters_are_held_to_the_gate_of_the_run(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error of an exported file's outputs is compared with the default limit instead of the gate's
+    """Checks that an exported file must stay within the gate's limit, even if this limit is lower than the default
     limit."""
     with pytest.raises(ExportFailed, match=r"dynamo: the file's outputs are off: .*\(limit 1e-12\)"):
         run_stage(

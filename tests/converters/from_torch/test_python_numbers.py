@@ -75,9 +75,9 @@ print(f"mean {y.mean().item():.3f}", y)"""
 
 @pytest.mark.parametrize("lines", [FUNCTIONS, SIZES, CHECKS])
 def test_numbers_that_the_exporters_follow(lines: str, tmp_path: Path) -> None:
-    """Fails if export refuses a model that uses ``round``, ``math.sqrt`` or a size from ``item()``, or writes the
-    example's value as a constant. Also fails if export refuses an ``if`` that only raises an error, or code that reads
-    a buffer's value."""
+    """Checks that export accepts models that use ``round``, ``math.sqrt`` or a size from ``item()``. Fails if the
+    exported file has a number that was computed from the example inputs as a constant. Also checks that export accepts
+    an ``if`` that only raises an error, and code that reads a buffer's value."""
     source = written(tmp_path, lines)
     agrees(source, accel.export(source, inputs=INPUTS, out=tmp_path / "net.onnx", simplify=False))
 
@@ -147,13 +147,14 @@ REWRITES = [
 
 @pytest.mark.parametrize(("lines", "advice", "followed"), REWRITES)
 def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Path, cli: Any) -> None:
-    """Checks that export refuses the model, and that the error names the line and the rewrite. Also checks that the
-    rewritten model can be exported and gives the same outputs as the original model."""
+    """Each model in this test reads a tensor's value in an unsupported way. Checks that the error names the line of
+    code and a rewrite. Also checks that the rewritten model can be exported and gives the same outputs as the original
+    model."""
     source = written(tmp_path, lines)
     words = [word for text in INPUTS for word in ("--input", text)]
     ran = cli("export", source, *words, "-o", tmp_path / "net.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
-    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # for mask and hits, the error is in line 2
+    line = HEAD.count("\n") + 1 + lines.startswith(("mask", "hits"))  # these two models fail in their second line
     assert f"at net.py:{line} {advice}" in ran.stderr
     original = load_object(source, "factory")[1]().eval()
     source = written(tmp_path, followed)
@@ -173,7 +174,7 @@ class Live(torch.nn.Linear):
 
 
 def test_a_live_module(tmp_path: Path) -> None:
-    """Checks that the error names a line of the user's file, and not of the cached copy, if the source is a module
-    object in memory."""
+    """If the source is a module object in memory, the error must name a line of the user's file, and not of accel's
+    cached copy."""
     with pytest.raises(ExportFailed, match=r"^Live computes .* at test_python_numbers.py:\d+ write `torch.where\("):
         accel.export(Live(4, 4), example=torch.randn(2, 4), out=tmp_path / "m.onnx")

@@ -153,8 +153,8 @@ def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_sizes_of_what_is_not_resized(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Checks that image sizes in --dim cause an error if --resize is missing, and that an unknown dim in --dim also
-    causes an error if --resize is given."""
+    """Checks that --dim refuses image sizes if --resize is missing. Even with --resize, --dim must refuse an unknown
+    dim."""
     words = ["export", digits.path, "--dtype", "uint8", "-o", tmp_path / "p.onnx", "-q"]
     ran = cli(*words, "--dim", "height=16:32:48")
     assert (ran.code, "no input has a dim called 'height'" in ran.stderr) == (2, True)

@@ -26,8 +26,8 @@ FLOAT = TensorProto.FLOAT
 
 
 def conv_net(path: Path, *, ir: int = 8, opset: int = 15) -> Artifact:
-    """Makes a net of Conv, BatchNorm, Relu and a shape computed from constants. The net has an unusual opset, an
-    unusual IR version and a dynamic batch."""
+    """Makes a net of Conv, BatchNorm, Relu and Reshape. Part of the Reshape's shape is computed from constants. The net
+    has an unusual opset, an unusual IR version and a dynamic batch."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),

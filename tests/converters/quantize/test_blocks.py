@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would quantize activations
+    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime itself would also quantize the activations
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}

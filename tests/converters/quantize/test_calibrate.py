@@ -124,7 +124,7 @@ def test_ranges_are_those_of_the_values_themselves() -> None:
 
 
 def test_infinities_and_nan_are_counted_apart() -> None:
-    """Fails if the -inf of a mask becomes the end of the range, or if a NaN makes the range invalid."""
+    """Checks that the range of a tensor ignores the -inf of a mask and NaN values."""
     found = at_once(np.array([1, 2, -np.inf, np.nan, 3], np.float32))
     assert value_range(found, "minmax") == (1.0, 3.0)
     assert (found.nonfinite, int(found.counts.sum())) == (2, 3)
@@ -175,7 +175,8 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
-    """Fails if a model with a fixed batch of two gets a batch of three samples, or the fifth sample alone."""
+    """In this test, a model has a fixed batch of two, and the data has five samples. Checks that the model gets two
+    batches of two samples, and not the fifth sample."""
     signature = Signature((TensorSpec("x", "float32", (2, 3)),))
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 3)))
     assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]

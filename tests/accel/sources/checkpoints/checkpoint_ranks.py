@@ -16,8 +16,8 @@ from checkpoint_net import Net
 
 
 def main(folder: Path) -> None:
-    """Saves the net three times. ``folder/step-1`` has the net's own tensor names. ``folder/nested`` has the same names
-    with the prefix ``model.``, and ``folder/whole.pt`` has the unsharded weights."""
+    """Saves the net three times. ``folder/step-1`` has the net's own tensor names. In ``folder/nested``, the tensor
+    names have the prefix ``model.``. ``folder/whole.pt`` has the unsharded weights."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(3)

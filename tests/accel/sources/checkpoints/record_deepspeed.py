@@ -8,8 +8,8 @@ Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo rank
 ``expected.safetensors`` bit for bit.
 
 Running the script again writes the same bytes, except for padding that DeepSpeed doesn't initialize. At ZeRO 3, the
-last rank's ``fp32_flat_groups`` and ``frozen_param_fragments`` contain this padding. On another kind of CPU, the last
-bits of the weights may differ.
+last rank's ``fp32_flat_groups`` and ``frozen_param_fragments`` contain uninitialized padding. On another kind of CPU,
+the last bits of the weights may differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
         folder = OUT / case
         shutil.rmtree(folder, ignore_errors=True)
         torch.multiprocessing.spawn(train, args=(case, port), nprocs=2)
-        for script in folder.glob("*.py"):  # DeepSpeed writes copies of its converter scripts
+        for script in folder.glob("*.py"):  # removes the converter scripts that DeepSpeed adds
             script.unlink()
         if CASES[case][0]:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -3,8 +3,9 @@ script. The script needs megatron-core 0.16.1 and torch, but no GPU.
 
 Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice. The first
 copy of the GPT is written by ``dist_checkpointing`` (torch_dist). The second copy is in Megatron's older layout, with a
-folder for each rank. A file of the older layout holds megatron-core's ``state_dict``, in the form that Megatron's
-training script writes. ``expected.safetensors`` holds the weights that megatron-core itself loads on one rank.
+folder for each rank. Each file of the older layout has the same keys as a file of Megatron's training script, and has
+megatron-core's ``state_dict`` under the key ``model``. ``expected.safetensors`` holds the weights that megatron-core
+itself loads on one rank.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def test_deepspeed_without_zero() -> None:
 
 
 def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
-    """Fails if the documented export command fails, or if the ONNX file has other weights. Also fails if the manifest
-    lacks the format, the chosen step, or the sha256 of a file that was read."""
+    """Fails if the documented export command fails, or if the ONNX file lacks the weights of the checkpoint. Also fails
+    if the manifest lacks the format, the chosen step, or the sha256 of a file that was read."""
     folder, out = RECORDED / "deepspeed" / "zero3_bf16", tmp_path / "my.onnx"
     ran = cli("export", NET, "--weights", folder, "--input", IDS, "-o", out, "-q")
     assert ran.code == 0, ran.stderr
@@ -115,9 +115,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Checks that accel joins the parts of a tensor in the same way as Megatron. Megatron splits the query, key and
-    value weights of grouped-query attention, the halves of SwiGLU, row- and column-parallel layers, the vocabulary and
-    the stacked layers. Megatron has two names for some norms, and accel must find such a norm under either name."""
+    """Checks that accel joins the parts of a tensor in the same way as Megatron. The test covers grouped-query
+    attention, SwiGLU, row- and column-parallel layers, the vocabulary and stacked layers. Megatron has two names for
+    some norms, and accel must find such a norm under either name."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -197,9 +197,9 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Checks that accel reads a Lightning checkpoint with hyperparameters such as a Namespace or a Path, and removes
-    the prefix from the names of the module's weights. Also checks that accel reads every shard, and that a tied weight
-    that was saved once doesn't count as missing."""
+    """Checks that accel reads a Lightning checkpoint with hyperparameters such as a Namespace or a Path. From the names
+    of the module's weights, accel must remove the prefix ``model.``. Also checks that accel reads every shard, and that
+    a tied weight that was saved once doesn't count as missing."""
     module = net()
     found = load_weights(module, RECORDED / path)
     # Fabric and Accelerate saved the same untrained net.

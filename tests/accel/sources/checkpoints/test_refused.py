@@ -134,8 +134,8 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
-    """Fails if accel makes an object of a class that a pickle names, even if the class is on the list of allowed names.
-    Making the object would run the code of the class."""
+    """Checks that accel never makes an object of a class that a pickle names, not even of an allowed class. Making such
+    an object would run the code of the class."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}
@@ -290,7 +290,7 @@ def test_metadata_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, d
 @given(st.data())
 def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """After random changes in the bytes of a rank's file, accel must open the checkpoint or raise an accel error. The
-    test changes only the pickle in the file, because no reader can check the numbers in the tensors."""
+    test changes only the pickle in the file, because accel can't notice changed numbers in tensors."""
     place, file = data.draw(
         st.sampled_from(
             [

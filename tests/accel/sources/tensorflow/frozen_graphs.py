@@ -1,8 +1,8 @@
-"""Writes small frozen graphs that still hold their training nodes into the given folder, in a separate process.
+"""Runs as a separate process, and writes small frozen graphs with training nodes into the given folder.
 
-Each function in ``GRAPHS`` builds a graph from the input ``x``, and returns the output and the values of the
-placeholders at inference. If the output is random at inference too, the function also returns the output without
-dropout. ``NAME.npz`` holds TensorFlow's outputs at inference.
+Each function in ``GRAPHS`` builds a graph from the input ``x``. The function returns the graph's output, and the values
+that the placeholders must have at inference. If a dropout stays random at inference, the function also returns the
+output without this dropout. ``NAME.npz`` holds TensorFlow's outputs at inference.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def keep_prob_default_of_inference(x: Any) -> Any:
 
 
 def conditional(predicate: Any, yes: Callable[[], Any], no: Callable[[], Any], *, old: bool) -> Any:
-    """Makes a tf.cond from Switch and Merge if ``old`` is true, and from an If otherwise."""
+    """Makes a tf.cond of the ops Switch and Merge if ``old`` is true, and of the op If otherwise."""
     (v1.disable_control_flow_v2 if old else v1.enable_control_flow_v2)()
     try:
         return v1.cond(predicate, yes, no)

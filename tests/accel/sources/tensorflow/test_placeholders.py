@@ -58,9 +58,9 @@ QUICK = {"keep_prob", "dropout_in_switch_with_keep", "norm_in_if", "stddev", "fu
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
-    """Checks that accel sets every training placeholder to its value at inference, and asks the user if the right value
-    of a placeholder is unknown. Also fails if the outputs of the opened graph differ from TensorFlow's outputs at
-    inference."""
+    """Checks that accel sets every training placeholder to its value at inference. If accel doesn't know the right
+    value of a placeholder, accel must ask the user. Also fails if the outputs of the opened graph differ from
+    TensorFlow's outputs at inference."""
     values = json.loads((graphs / "values.json").read_text())
     for name in QUICK if quick else set(values) - QUICK:
         if name in UNKNOWN:
@@ -71,8 +71,8 @@ def test_what_strip_training_ops_sets(graphs: Path, quick: bool) -> None:
         said = opened(graphs / f"{name}.pb", strip_training_ops=True)
         assert said.items() <= right.items(), name
         left = set(right) - set(said)
-        # Accel leaves a placeholder unset if its default is right, or if it is the keep probability of a branch that
-        # never runs.
+        # Accel sets no value if a placeholder's default is right, or if only a branch that never runs uses the
+        # placeholder.
         assert not left or "with_keep" in name or name in DEFAULTS, name
 
 
@@ -90,7 +90,7 @@ def test_export(graphs: Path, tmp_path: Path, name: str) -> None:
 
 def test_the_advice_works(cli: Any, graphs: Path, tmp_path: Path) -> None:
     """Checks that the error names each placeholder, and that both fixes in the error work. Also checks that export
-    prints the values that it set, and that a second ``--outputs`` adds outputs."""
+    prints the values of the placeholders, and that each of two ``--outputs`` options adds an output."""
     words = ["export", graphs / "norm_and_dropout.pb", *WORDS, "--outputs", "MatMul:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words)
     assert ran.code == RandomOps.exit_code
@@ -124,8 +124,8 @@ def test_a_placeholder_without_one_sensible_value(cli: Any, graphs: Path, tmp_pa
 
 
 def test_defaults(graphs: Path) -> None:
-    """Fails if accel changes the default value of a placeholder although it is right for inference, or asks the user
-    for this placeholder's value. Also fails if accel silently uses a default value that is right only for training."""
+    """If the default value of a placeholder is right for inference, accel must keep this value, and must not ask the
+    user. Also fails if accel silently uses a default value that is right only for training."""
     assert opened(graphs / "keep_prob_default_of_inference.pb") == {}
     for name in ("training_by_default", "keep_prob_default"):
         with pytest.raises(RandomOps, match="needs a value for the placeholder"):

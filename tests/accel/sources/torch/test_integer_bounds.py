@@ -1,4 +1,4 @@
-"""Proves that integers with a dim as their bound, such as lengths of sequences, stay within the bound in every step."""
+"""Proves that integers such as the lengths of sequences stay within their bounds, even if a bound depends on a dim."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_a_live_model_are_found(net: str) -> None:
-    """In this test, the user declares no bounds for a model that takes lengths up to the sequence's length. Fails if
-    accel refuses the model, or exports the model without bounds."""
+    """In this test, a model takes the lengths of sequences as an input, and the user declares no bounds for this input.
+    Fails if accel refuses the model, or exports the model without bounds."""
     example = (torch.randint(0, 20, (3, 12)), torch.tensor([3, 12, 7]))
     dynamic = {"ids": {0: "batch", 1: "length"}, "lengths": {0: "batch"}}
     made = accel.Source(live(net), example=example, dynamic=dynamic).open()
@@ -129,9 +129,10 @@ def classes():
 
 
 def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that accel limits an input of indices to the rows of the embedding, even after a cast or a view. If only
-    one column of an input holds indices, the user's data may still hold larger integers in other columns, so accel must
-    limit only the random inputs that it makes. A note must name every integer input without a known bound."""
+    """Checks that accel limits an input of indices to the rows of the embedding, even after a cast or a view. In this
+    test, the columns of the input ``mixed`` are indices of tables of different sizes. Accel must limit only the random
+    values of ``mixed``, because the user's data may hold larger integers in one column. A note must name every integer
+    input without a known bound."""
     (tmp_path / "tables.py").write_text(TABLES)
     inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
     source = f"{tmp_path / 'tables.py'}:make"
@@ -173,7 +174,7 @@ def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Pat
 
 
 def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
-    """Fails if samples that are cut to a smaller shape still hold integers outside the smaller bounds."""
+    """Fails if samples that are cut to a shorter length still hold integers above the bound for this length."""
     signature = Signature(tuple(map(TensorSpec.parse, INPUTS)), (), {"length": DimRange(2, 4, 8)})
     part = {"ids": np.zeros((2, 8), np.int64), "lengths": np.array([8, 1])}
     assert at_sizes(signature, part, {"batch": 3, "length": 2}, 0)["lengths"].tolist() == [2, 1, 2]
@@ -212,8 +213,8 @@ terms = st.lists(st.tuples(st.sampled_from("+-"), st.one_of(st.integers(0, 99), 
 
 @given(terms, st.fixed_dictionaries({"a": st.integers(1, 9), "b": st.integers(1, 9), "c": st.integers(1, 9)}))
 def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], sizes: dict[str, int]) -> None:
-    """A bound is a sum of integers and dims, such as ``n-1``. Fails if the sum changes when a bound is parsed or
-    printed, or when a dim in the bound is replaced by its size."""
+    """A bound is a sum of integers and dims, such as ``n-1``. Fails if parsing or printing a bound changes the sum, or
+    if replacing a dim by its size changes the sum."""
     bound = parse_bound("".join(f"{sign}{term}" for sign, term in found))
     total = sum((-1 if sign == "-" else 1) * sizes.get(str(term), term) for sign, term in found)  # type: ignore[call-overload,misc]
     assert bound_at(bound, sizes) == total

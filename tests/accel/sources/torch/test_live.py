@@ -71,7 +71,7 @@ class Features(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """Returns a result, and also returns the input ``ids`` under the same name."""
+    """Returns the doubled input ``x``, and also returns the unchanged input ``ids`` as the output ``ids``."""
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"ids": ids, "y": x * 2}
@@ -297,7 +297,8 @@ class Pairs(nn.Module):
 
 
 def test_a_class_without_a_file() -> None:
-    """Checks that accel can hash the code of a module that uses a class without a file."""
+    """Checks that accel can hash the code of a module that uses a class without a source file, such as
+    ``itertools.chain``."""
     assert accel.Source(Pairs(), example=(X,)).open().signature.outputs[0].shape[0] == 3
 
 
@@ -322,8 +323,7 @@ class Best(nn.Module):
 
 
 def test_a_first_dim_gets_the_sizes_that_run() -> None:
-    """If the first dim is dynamic, but isn't named batch, its range must contain only sizes at which the module
-    runs."""
+    """Checks that a dynamic first dim that isn't named batch gets a range of sizes at which the module runs."""
     source = accel.Source(Best(), example=(torch.randn(5, 2),), dynamic={"rows": {0: "rows"}})
     assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 

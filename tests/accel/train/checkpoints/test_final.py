@@ -1,4 +1,4 @@
-"""Proves that a run folder can be exported from ``final/`` without any other file."""
+"""Proves that the folder ``final/`` of a run has every file that an export of the trained model needs."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that export doesn't use a factory that was edited after the training, and warns that the factory's file
-    changed. Also fails if export uses an edited copy of the factory in the run folder."""
+    """If the user edits the factory's file after the training, export must warn about the change, and must not use the
+    edited file. Also fails if export uses an edited copy of the factory in the run folder."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()
@@ -84,8 +84,8 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """Checks that a run on samples of different lengths, with micro-batches of one sample, writes ``final/``. The
-    folder must name the model's inputs."""
+    """Checks that a run on samples of different lengths, with micro-batches of one sample, writes ``final/``.
+    ``final/`` must name the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"

@@ -32,9 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
-    """A run has no valid best checkpoint if it was killed before writing the checkpoint, if the checkpoint is damaged,
-    or if the config now names another metric. Checks that a run without a valid best checkpoint marks a new one, and no
-    longer names the invalid checkpoint."""
+    """In this test, the best checkpoint was never written, is damaged, or is the best for another metric. Checks that
+    the run no longer names this checkpoint as the best, and marks the next evaluated step as the best."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -225,8 +224,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Checks that a run that resumes with another batch, seed or number of samples logs a note about the new order of
-    samples. Also fails if a run with the same batch, seed and number of samples logs a note about the order."""
+    """If a run resumes with another batch, seed or number of samples, the log must have a note that the samples come in
+    another order. Also fails if a run with the same batch, seed and number of samples logs a note about the order."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []
@@ -245,7 +244,7 @@ def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a run resumes from a checkpoint of another model in its folder."""
+    """Checks that a run refuses to resume if the checkpoint in the run's folder is of another model."""
     trainer = trainer_of(tmp_path)
     trainer.one_step(trainer.batches())
     trainer.save()
@@ -256,7 +255,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Fails if a run loads some of the old weights, or silently starts over, after a change of the model's shape."""
+    """If the model's shape has changed, a resumed run must raise an error. Fails if the run loads some of the old
+    weights, or silently starts over."""
     source = tmp_path / "source.py"
     source.write_text(SMALL.read_text())
     trainer = trainer_of(tmp_path, model=f"{source}:model")
@@ -294,8 +294,9 @@ def overflows(outputs, targets):
 
 @pytest.mark.parametrize(("mode", "overflows"), [("fp32", False), ("bf16", False), ("fp16", True)])
 def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mode: str, overflows: bool) -> None:
-    """Checks that a run resumes from a checkpoint even if some parameters had no gradient yet, or if all steps were
-    skipped. Also fails if the losses after the resume differ from the losses of a run that never stopped."""
+    """Checks that a run resumes from a checkpoint that lacks the optimizer state of some parameters. The state is
+    missing for a parameter that had no gradient yet, and for all parameters if all steps were skipped. Also fails if
+    the losses after the resume differ from the losses of a run that never stopped."""
     source = tmp_path / "source.py"
     first = "from pathlib import Path\n\nfrom accel.train.loss import cross_entropy\n"
     source.write_text(SMALL.read_text().replace("import os\n", f"import os\n{first}", 1) + _LATE)
@@ -318,5 +319,5 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
     assert losses[0] == losses[1]
     with pytest.raises(
         BadCheckpoint, match=r"the optimizer has changed since .* is not in the checkpoint; give another"
-    ):  # the checkpoint has no moments of SGD
+    ):  # the checkpoint lacks the optimizer state of SGD
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

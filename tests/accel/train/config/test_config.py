@@ -116,7 +116,7 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
     """Fails if the timeout of the process groups is shorter than ``hang_seconds``. Torch's default timeout of half an
-    hour could then end a run while ranks wait for an evaluation."""
+    hour could end a run in which ranks wait for a long evaluation."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -198,8 +198,8 @@ def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
 
 
 def test_a_rank_without_samples_only_takes_part() -> None:
-    """In the last batch, a rank may have no samples left. Checks that its loader then yields as many micro-batches as
-    the other ranks, with None as targets."""
+    """In the last batch, a rank may have no samples left. Checks that the loader of a rank without samples yields as
+    many micro-batches as the loaders of other ranks, with None as targets."""
     data = [(index, -index) for index in range(5)]
     common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
     parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]

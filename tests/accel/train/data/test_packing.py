@@ -109,7 +109,8 @@ def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
 
 
 def test_masks_of_the_model_stay() -> None:
-    """Fails if separating the documents drops the model's own attention mask or its causal order."""
+    """Checks that the model's own attention mask or causal order stays in effect when packed documents are
+    separated."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mode = OwnDocument()

@@ -1,8 +1,8 @@
 """Launches the ranks for ``test_distributed.py`` and ``test_planned_bytes.py``, which check the results.
 
-One launch per world size runs only the configs that the collected tests need. ``make test`` collects the configs of
-``rows.FAST``, and ``make proof`` collects all other configs. An option such as ``-k "TP and 2"`` collects a few
-configs.
+The ranks are launched once for each world size, and run only the configs that the collected tests need. ``make test``
+collects the configs of ``rows.FAST``, and ``make proof`` collects all other configs. An option such as ``-k "TP and
+2"`` collects a few configs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.accel.train.parallel import rows
 
 # Maps each launch to a dict. The dict maps a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
-# Maps each test to a key in suite.PARTS. The results under this key are the results that the test checks.
+# Maps each test to a key in suite.PARTS. The test checks the results under this key.
 NEEDS = {
     "test_parity": "parity",
     "test_what_a_row_names_is_on": "parity",
@@ -41,9 +41,9 @@ NEEDS = {
 
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
-    """Returns, for each launch and key, the names of the checks that the collected tests in ``folder`` need. The
-    launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after
-    "world4"."""
+    """Returns a dict for each launch. The dict maps a key to the names of the checks that the collected tests in
+    ``folder`` need. The launches are "world2", "world4", "world8" and "again". The launch "again" has world size 2 and
+    runs after "world4"."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:
         if not (isinstance(item, pytest.Function) and item.path.parent == folder):
@@ -141,7 +141,7 @@ def marked(cases: Iterable[tuple[Any, ...]], fast: Iterable[tuple[Any, ...]]) ->
 
 
 def marked_one(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """Returns the result of ``marked`` for cases with only one parameter each."""
+    """Returns ``cases`` as pytest parameters, like ``marked``, if each case is a single string."""
     return marked(((case,) for case in cases), ((case,) for case in fast))
 
 

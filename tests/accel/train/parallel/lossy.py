@@ -32,7 +32,7 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
     """Makes one process round the values in the same way as ``ranks`` ranks. ``weights`` turns on the rounding of qwZ,
     and ``gradients`` turns on the rounding of qgZ. ``shards`` is the number of ranks over which a replica is sharded.
-    Each micro-batch simulates the micro-batch of one rank."""
+    The process runs one micro-batch for each simulated rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

@@ -20,8 +20,8 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# For each config in HELD, every one of four ranks counts the bytes that it holds and sends in a step of two
-# micro-batches with AdamW.
+# For each config in HELD, four ranks train a step of two micro-batches with AdamW. Each rank counts the bytes that it
+# holds and sends in this step.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -70,9 +70,9 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four properties of a run that its losses don't show.
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` lists how many ranks share
-    the parameters between the forward and the backward pass. ``compiled`` has an entry for each block, which is True if
-    the block is compiled. ``frames`` is the number of Python frames that torch.compile has compiled since the last call
-    of this function.
+    the parameters between the forward and the backward pass. ``compiled`` is a list with True for each compiled block,
+    and False for each other block. ``frames`` is the number of Python frames that torch.compile has compiled since the
+    last call of this function.
     """
     groups = [
         group
@@ -93,8 +93,9 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns this rank's bytes for each config of ``names``. There are four counts: the bytes held between steps, the
-    maximum held after a micro-batch, the maximum held between the passes, and the bytes sent in a step."""
+    """Returns this rank's byte counts for each config of ``names``. A rank counts the bytes that it holds between
+    steps, after a micro-batch and between the passes, and the bytes that it sends. If a count differs between the
+    micro-batches of a step, the result is the maximum."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 

@@ -166,7 +166,7 @@ TAKEN_UP = {
 # These overrides train bfloat16 weights with AdamW on float32 copies. Two ranks save the optimizer's state, and four
 # ranks must load exactly the same state.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# In each layout of GRADIENTS, one plain SGD step must have the same gradient as on one process.
+# For each layout of GRADIENTS, the gradient of the first SGD step must equal the gradient on one process.
 GRADIENTS = {
     2: {
         "ddp": [],
@@ -240,7 +240,7 @@ FAST: dict[int, tuple[str, ...]] = {
     ),
 }
 # `make test` checks the layouts in FAST_GRADIENTS and the resumed runs in FAST_RESUMED. In FAST_RESUMED, each layout of
-# SAVED saves a checkpoint from which another layout resumes, and each layout of TAKEN_UP resumes once.
+# SAVED saves a checkpoint. Each layout of TAKEN_UP resumes from a checkpoint of another layout.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",

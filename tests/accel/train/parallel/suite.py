@@ -94,8 +94,8 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Trains the configs listed in ``order["parity"]``. For each key of ``order`` that is also in PARTS, calls the
-    function in PARTS with the names listed under the key."""
+    """Trains the configs listed in ``order["parity"]``. For each other group of checks in ``order``, calls the group's
+    function in PARTS with the names of the checks."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     faulthandler.enable()
     folder = Path(order["folder"])
@@ -151,7 +151,8 @@ def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> None:
-    """Writes the weights after one plain SGD step to ``folder``, for each layout of ``rows.GRADIENTS`` in ``names``."""
+    """For each layout of ``rows.GRADIENTS`` in ``names``, trains one plain SGD step and writes the new weights to
+    ``folder``."""
     for name in names:
         trainer = start([*rows.GRADIENTS[world][name], "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
         trainer.one_step(trainer.batches())
@@ -309,6 +310,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. If
-    # this process cleaned up, a signal could kill it when another rank closes its sockets.
+    # Like a rank of accel, this process ends without cleanup, because gloo's threads outlive the process groups. During
+    # a cleanup, a signal could kill this process, because another rank may close its sockets.
     os._exit(0)

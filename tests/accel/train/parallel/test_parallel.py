@@ -25,8 +25,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Checks that a ``*`` in a pattern never matches a dot, that a pattern finds every block, and that modules that no
-    pattern matches get no parallel style."""
+    """Checks that a ``*`` in a pattern never matches a dot, and that a pattern finds every block. Modules that match no
+    pattern must get no parallel style."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")

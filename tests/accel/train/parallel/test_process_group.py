@@ -77,7 +77,8 @@ def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone:
 @pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 def test_blocks_are_compiled(ranks: Ranks, alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the losses.
-    In this test, the traced blocks run as Python code. A config of `make proof` runs the blocks as compiled C++."""
+    In this test, torch.compile traces the blocks but doesn't compile C++. `make proof` also tests blocks that are
+    compiled to C++."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
     trainer = Trainer(_config("fp32", 3, compile=True), tmp_path, ranks)

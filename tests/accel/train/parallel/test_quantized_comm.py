@@ -34,7 +34,7 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 def test_what_is_no_number_stays_none() -> None:
     """Fails if quantization turns a NaN or an infinity into a finite number. If one rank overflows, a finite number
-    would hide the overflow from the other ranks, and they would not skip the step."""
+    would hide the overflow, and the other ranks would wrongly make the step."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))

@@ -87,9 +87,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
 
 # Each key names a moment in a run, and its value is code that kills a rank once at this moment. The code for "in its
 # shards" kills a rank after some shards of a checkpoint are written. The code for "in a step" kills a rank in the
-# second step after a checkpoint. At this time, the checkpoint's folder still has its temporary name. The code for "in a
-# checkpoint" kills a rank after all shards are written. The code for "in the consolidation" kills a rank after half of
-# final/ is written.
+# second step after a checkpoint. The code for "in a checkpoint" kills a rank after all shards are written, but before
+# the checkpoint's folder gets its final name. The code for "in the consolidation" kills a rank after half of final/ is
+# written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -191,9 +191,9 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Checks that the run survives a SIGKILL, and doesn't repeat steps before the last checkpoint on the disk. Also
-    checks that the losses after the restart and the final weights are the same as in a run without faults, and that no
-    half-written file remains."""
+    """Checks that the run restarts after a SIGKILL, and resumes from the last complete checkpoint. Also checks that the
+    losses after the restart and the final weights are the same as in a run without faults, and that no half-written
+    file remains."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -267,7 +267,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a restarted rank calls enrol again
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # calls ``enrol`` like a restarted rank
     assert watchdog.overdue(tmp_path, 15) == ""
 
 

@@ -267,7 +267,8 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
     """Checks that a run of a single process is restarted, and that the final error comes from the last attempt. If a
-    signal killed a rank, the error must name the signal, the line of code and the step at which a new run resumes."""
+    signal killed a rank, the error must name the signal and the line of code. The error must also say that a new run
+    starts over."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
