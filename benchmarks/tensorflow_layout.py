@@ -33,7 +33,8 @@ LAYOUTS = ("channels_last", "channels_first")
 
 
 def main() -> None:
-    """Measures the requested rows, or all rows without a result."""
+    """Measures the rows named on the command line (default: all rows). Without ``--again``, skips rows that already
+    have a result."""
     parser = row_arguments(__doc__, "mobilenet_v2")
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()

@@ -5,11 +5,12 @@ Usage:
     python benchmarks/toolchain_time.py            # measures every row that has no result yet
     python benchmarks/toolchain_time.py accel --again      # measures the row of accel again.
 
-The row of accel measures `accel export` and `accel optimize`, and then both commands again with a filled cache. The row
-of optimum measures its export and its ONNX Runtime quantizer. The row of Olive measures its export with dynamic int8
-quantization. Olive and optimum are installed into separate virtual environments below ``--environments``. If a tool
-can't be installed, the tool's row gives the reason. Times are in seconds and cover the whole commands, imports
-included. Memory is the largest memory that all processes of a command use at one time. Needs a quiet machine.
+For accel, the script measures `accel export` and `accel optimize`, first with an empty cache and then with a filled
+cache. For optimum, the script measures the ONNX export and the ONNX Runtime quantizer. For Olive, the script measures
+an `olive run` that exports the model and quantizes it to dynamic int8. Olive and optimum are installed into separate
+virtual environments below ``--environments``. If a tool can't be installed, the tool's row gives the reason. Times are
+in seconds and cover the whole commands, imports included. The memory of a command is the peak memory of all its
+processes together. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ OLIVE = {
 
 
 def main() -> None:
-    """Measures the requested rows, or all rows without a result."""
+    """Measures the rows named on the command line (default: all rows). Without ``--again``, skips rows that already
+    have a result."""
     parser = row_arguments(__doc__, "accel")
     parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
     parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
@@ -87,7 +89,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # without saved weights, each call would make a model with different random weights
+        if model.train:  # without saved weights, each command would build a model with new random weights
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]

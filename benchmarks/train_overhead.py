@@ -5,19 +5,20 @@ Usage:
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python     # also measures DeepSpeed.
 
-Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. In one process
-group, each loop in turn runs two steps. The order rotates from turn to turn, so that a disturbance of the machine slows
-all loops alike. A step of accel's loop is complete: it loads data, runs the forward and backward pass, checks that
-the gradient is finite, and writes the log. The bare loop uses DDP at ZeRO 0, FSDP2 without resharding after the forward
-pass at ZeRO 2, and FSDP2 with resharding at ZeRO 3. FSDP2 shards each block separately. The loss of the bare loop is
-the mean over the batch. The bare loop doesn't check or clip the gradients, and writes no log. If DeepSpeed is
-installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate
-environment with the same Python version. ``--deepspeed`` names the interpreter of the separate environment. These
-commands make the environment for DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 &&
-PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This
-script sets DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the
-median ratio of all turns, minus 1, with the 95% bootstrap interval. Needs a quiet machine: other work on the cores
-makes the interval wider than the result.
+Two gloo ranks with one thread each train a GPT of 10.7 million parameters with AdamW in float32. In each turn, every
+loop runs two steps, one loop after the other in the same process group. Each turn starts with a different loop, so that
+a slowdown of the machine affects all loops alike. A step of accel's loop is complete: it loads data, runs the forward
+and backward pass, checks that the gradient is finite, and writes the log. For ZeRO 0, the bare loop uses DDP. For ZeRO
+2, the bare loop uses FSDP2 with ``reshard_after_forward=False``. For ZeRO 3, the bare loop uses FSDP2 with
+``reshard_after_forward=True``. FSDP2 shards each block separately. The loss of the bare loop is the mean over the
+batch. The bare loop doesn't check or clip the gradients, and writes no log. If DeepSpeed is installed, the script also
+measures a DeepSpeed loop, with the ZeRO stage and the optimizer of the other loops. DeepSpeed may be installed in a
+separate environment that has the Python version of accel's environment. ``--deepspeed`` names the interpreter of the
+separate environment. These commands make the environment for DeepSpeed: `python -m venv PATH && PATH/bin/pip install
+--no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the other packages come
+from accel's environment. This script sets DS_ACCELERATOR=cpu. The overhead of a loop in a turn is the loop's time
+divided by the bare loop's time, minus 1. The result is the median overhead over all turns, with a 95% bootstrap
+interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(family: str, packages: str) -> None:
-    """Sets the environment variables of the process that forks the children, and makes the packages importable in this
-    process."""
+    """Sets environment variables for the process that forks the children, and makes the packages importable in the
+    calling process."""
     if family in WITH_PACKAGES and packages:
         os.environ["ACCEL_ZOO_PACKAGES"] = packages
     os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
@@ -287,7 +287,7 @@ def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
 
 
 def not_counted(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns a sentence that names the models that the zoo itself can't make."""
+    """Returns a sentence with the names of all models that the zoo can't make."""
     names = [f"{family}/{name}" for (family, name, _), row in sorted(rows.items()) if row["class"] == "not made"]
     names = list(dict.fromkeys(names))
     if not names:

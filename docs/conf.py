@@ -35,7 +35,7 @@ def whole_metavars(_: Sphinx, context: click.Context, lines: list[str]) -> None:
     """Restores the last bracket of metavars such as ``NAME:DTYPE[DIM,...]``, because sphinx-click cuts this bracket
     off."""
     for option in context.command.params:
-        cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # strips brackets as sphinx-click does
+        cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # sphinx-click strips these brackets
         if isinstance(option, click.Option) and option.metavar and cut != option.metavar:
             head = f".. option:: {', '.join(option.opts)} <"
             lines[:] = [f"{head}{option.metavar}>" if line == f"{head}{cut}>" else line for line in lines]

@@ -29,14 +29,15 @@ class NotMade(Exception):
 class Case:
     """A model with its inputs.
 
-    ``example(batch, size)`` draws the arguments of a call with torch's generator, as a tuple or a dict. ``size`` is one
-    of ``sizes``, or 0 for a model without sizes. The model is exported at the first size, and compared at every size.
+    ``example(batch, size)`` draws the arguments of a call with torch's generator, as a tuple or a dict. ``size`` is an
+    element of ``sizes``, which is ``(0,)`` if the model's inputs have a fixed size. The model is exported at the first
+    size, and compared at every size.
 
     ``dynamic`` names the dynamic axes of the arguments in the form that ``accel.export`` takes. If ``dynamic`` is None,
     only the batch may be dynamic.
 
-    If ONNX can't express the model, ``refusal`` is a part of the error message that ``accel.export`` must give. A model
-    that draws random numbers needs no ``refusal``, because the zoo detects such models itself.
+    For a model that ONNX can't express, ``refusal`` is a text that the error message of ``accel.export`` must contain.
+    A model that draws random numbers needs no ``refusal``, because the zoo detects such models itself.
     """
 
     module: Any

@@ -70,7 +70,7 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
             continue
         a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (one, other))
         odd = [~torch.isfinite(t) for t in (one, other)]
-        # A mask may contain -1e38 in one result and minus infinity in the other result.
+        # For a masked value, one of the two tensors may have -1e38 and the other tensor minus infinity.
         if bool((odd[0] != odd[1]).any()):
             odd = [t.abs() > 1e30 for t in (a, b)]
             if bool((odd[0] != odd[1]).any()):
@@ -85,8 +85,8 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
     """Returns the error of ``found`` against the model in float32, and whether ``found`` counts as right.
 
-    If the error is large, both float32 results are compared with the model in float64. Against the float64 result, the
-    error of ``found`` may be at most four times the error of the float32 model.
+    If ``found`` differs much from ``wanted``, both are compared with the result of the model in float64. ``found`` then
+    counts as right if its error is at most four times the error of ``wanted``.
     """
     apart = error(found, wanted)
     if apart <= LIMIT:
@@ -95,5 +95,5 @@ def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[
         exact = leaves(call(copy.deepcopy(module).double(), in_double(arguments)))
         own = error(wanted, exact)
         return apart, error(found, exact) <= max(LIMIT, 4 * own) if own < 0.1 else False
-    except Exception:  # the model may not run in float64
+    except Exception:  # some models don't run in float64
         return apart, False

@@ -23,7 +23,8 @@ _HEADS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
 
-# Maps an architecture to the head for its best-known task. This head has priority over the order of ``_HEADS``.
+# Maps an architecture to the head for its best-known task. The zoo uses ``_HEADS`` only for architectures that are not
+# in this dict.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -48,7 +49,7 @@ _SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
 
-# The models that ONNX can't express, each with a part of the error message that accel.export has to give. The text
+# Maps each model that ONNX can't express to a text that the error message of accel.export must contain. The text
 # encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
 # The zoo first reduces all sizes of an architecture. If the reduced sizes don't fit together, the zoo reduces only the
@@ -82,8 +83,8 @@ NAMES = tuple(
 
 
 def make(name: str) -> Case:
-    """Returns the architecture with a small config. If the small sizes don't fit together, only reduces the sizes in
-    ``_FEW``."""
+    """Returns the architecture with a small config. If the model doesn't run with all sizes reduced, the function
+    reduces only the sizes in ``_FEW``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     reasons = []
     for few in (False, True):

@@ -129,7 +129,7 @@ class Experts(nn.Module):
 
 
 class Options(nn.Module):
-    """Takes arguments with defaults, a flag and None."""
+    """Takes three arguments with default values: a number, an optional mask and a flag."""
 
     def __init__(self) -> None:
         super().__init__()

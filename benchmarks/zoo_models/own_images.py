@@ -54,7 +54,7 @@ class Vit(nn.Module):
 
 
 class Variants(nn.Module):
-    """Grouped, dilated, depthwise and strided convolutions, squeeze and excitation, group and instance norm."""
+    """Combines convolutions (grouped, dilated, depthwise, strided) with squeeze-and-excitation and several norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,8 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class MatrixNms(nn.Module):
-    """Returns the best 20 boxes, and lowers a box's score by its overlap with better boxes."""
+    """Selects the 20 boxes with the highest scores, and then lowers the score of each box that overlaps a better
+    box."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best, index = scores.topk(20)
@@ -209,7 +210,8 @@ class GreedyNms(nn.Module):
 
 
 class NmsThatSelects(nn.Module):
-    """Non-maximum suppression that drops boxes. The number of returned boxes depends on the input's values."""
+    """Non-maximum suppression that removes the suppressed boxes from the result. The number of returned boxes depends
+    on the input's values."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best, index = scores.sort(descending=True)

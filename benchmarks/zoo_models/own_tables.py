@@ -46,7 +46,8 @@ class WeightedBag(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """A DLRM that multiplies all pairs of vectors: one vector of dense features and six embeddings."""
+    """A DLRM that multiplies all pairs of seven vectors: six embeddings, and a vector computed from the dense
+    features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class Gat(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A GraphSAGE layer, followed by a sum over the nodes of each of four graphs."""
+    """Applies a GraphSAGE layer, and then sums the nodes of each graph in a batch of four graphs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def _declare_torchvision() -> None:
     library = torch.library.Library("torchvision", "DEF")
     for schema in _TORCHVISION:
         library.define(schema)
-    globals()["_library"] = library  # torch removes the operators when this ``Library`` object is deleted
+    globals()["_library"] = library  # torch removes the declared operators when ``library`` is deleted
 
 
 import onnxscript  # noqa: E402, F401

@@ -28,8 +28,8 @@ _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
     """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
 
-    If ``apart`` is true, accel simplifies the graph in a child process, as it does by default. Otherwise accel
-    simplifies the graph in this process, which saves the start of an interpreter.
+    If ``apart`` is true, accel simplifies the graph in a child process, as it does by default. If ``apart`` is false,
+    accel simplifies the graph in this process, because the start of another interpreter takes time.
     """
     os.setsid()  # the parent kills the whole process group
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
@@ -41,7 +41,7 @@ def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: st
 
 
 def _here(target: str, /, **arguments: Any) -> Any:
-    """Calls ``target`` in this process, without the arguments that only a child process needs."""
+    """Calls ``target`` in this process, with all arguments except ``timeout`` and ``hidden``."""
     return resolve(target)(**{name: value for name, value in arguments.items() if name not in ("timeout", "hidden")})
 
 
@@ -88,8 +88,8 @@ Calls = list[tuple[int, int, Any, Any]]
 def _calls(case: Case) -> Calls:
     """Runs the model twice at the exported size with different inputs, and then at other batches and sizes.
 
-    Raises ``NotMade`` if the model fails at the exported size or returns no finite tensor. Leaves out a call at another
-    batch or size if the model fails in that call.
+    Raises ``NotMade`` if the model fails at the exported size or returns no finite tensor. Leaves out calls at other
+    batches or sizes in which the model itself fails.
     """
     import torch
 
@@ -116,7 +116,8 @@ def _calls(case: Case) -> Calls:
 def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
     """Exports the model as a user does, and compares outputs at sizes that the export didn't see.
 
-    If the export fails with a message that advises arguments, repeats the export once with these arguments.
+    If the export fails and the error message suggests arguments, such as ``limit=0.002``, tries the export once more
+    with these arguments.
     """
     import accel
     from accel.errors import AccelError
@@ -181,8 +182,8 @@ def _draws_random_numbers(case: Case, arguments: Any) -> bool:
 
 
 def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
-    """Compares the outputs of ``run`` with the model's outputs in each call. If ``any_size`` is false, leaves out calls
-    at other sizes than the exported size."""
+    """Compares the outputs of ``run`` with the model's outputs in each call. If ``any_size`` is false, compares only
+    the calls at the exported batch and size."""
     from zoo_models.compare import call, copied, judged, leaves
 
     worst = 0.0

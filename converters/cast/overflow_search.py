@@ -142,7 +142,8 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. A value beyond ``clamped`` belongs to a mask. It is no error if a mask value becomes the
+    """Compares one tensor. If the tensor may contain mask values, ``clamped`` is the format's largest number, otherwise
+    infinity. An absolute value above ``clamped`` counts as a mask value. It is no error if a mask value becomes the
     format's largest or lowest number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
@@ -216,8 +217,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. For a node that can't be changed to float32, yields the
-    nearest earlier 16-bit nodes instead."""
+    """Yields the first nodes that give infinities or NaN. If a node gives infinities and can't be changed to float32,
+    yields the nearest 16-bit nodes before this node."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
@@ -245,8 +246,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the nodes whose output error far exceeds their input errors, if an output of the model is inaccurate. Also
-    yields the nearest 16-bit nodes before each of these nodes."""
+    """If an output of the model is inaccurate, yields the nodes that cause the error: the error of their outputs far
+    exceeds the error of their inputs. Also yields the nearest 16-bit nodes before each of these nodes."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]

@@ -17,7 +17,8 @@ from .source import FLOAT, FORMATS, Source, Typing, to_low
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
-# Operators that move values without computing. Nodes of these operators stay float32 between two float32 nodes.
+# Operators that move values without computing. If the nodes before and after such an operator are float32, the operator
+# stays float32 too.
 MOVEMENT = frozenset(
     {
         "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split",
@@ -72,8 +73,8 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Writes the retyped graph. The keys of ``have`` are pairs of a tensor's old name and a dtype. The values are the
-    tensor's new names in these dtypes."""
+    """Writes the retyped graph. ``have`` maps each pair of a tensor's old name and a dtype to the tensor's new name in
+    this dtype."""
 
     source: Source
     kept: frozenset[int]

@@ -1,5 +1,5 @@
-"""Chooses the nodes that have to stay float32 whatever the input data. The rules read the graph and its constants, and
-don't run the model."""
+"""Chooses the nodes that have to stay float32 for any input data. The rules read the graph and its constants, and don't
+run the model."""
 
 from __future__ import annotations
 
@@ -67,11 +67,12 @@ def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
     """Yields the nodes that cast floats to integers, and the nodes that compute sizes or positions (index arithmetic).
     In 16 bits, rounding could change a large size or position.
 
-    Index arithmetic computes one of these inputs:
+    Index arithmetic is arithmetic whose result becomes one of these inputs:
 
-    - the input of a cast to integers
-    - the inputs of Range, of TopK, and of a Resize that can't be cast
-    - the inputs that stay float32 although their node is cast to 16 bits
+    - the input of a Cast to integers
+    - an input of a Range or TopK
+    - an input of a Resize that can't be cast to 16 bits
+    - an input that stays float32 at a node that is cast to 16 bits, such as the scales of a Resize
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -120,8 +121,8 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. Rounding values to int8 causes a larger error
-# than this limit.
+# The largest accepted relative error of a quantization scale. An error below this limit doesn't matter, because the
+# rounding of the values to int8 causes an error of similar size.
 _SCALE_ERROR = 2**-6
 
 
@@ -143,8 +144,8 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes after ``start``, up to the divisions by the result of ``start``. The node ``start`` adds an
-    epsilon. Leaves out ``start``."""
+    """Yields the nodes that the result of ``start`` flows into, up to and including the next Div or Mul. The node
+    ``start`` adds an epsilon. Leaves out ``start``."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}
@@ -161,8 +162,8 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors that a clamped constant flows into. If a tensor depends on a clamped constant, the format's
-    lowest number may be a mask."""
+    """Returns the tensors that a clamped constant flows into. If a tensor depends on a clamped constant, very large
+    values of the tensor may be mask values instead of overflows."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

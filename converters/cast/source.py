@@ -37,9 +37,9 @@ class Typing:
     """The dtypes of a node after the cast. ``inputs`` and ``outputs`` map the position of each float32 input or output
     to float32 or to the 16-bit format.
 
-    ``inputs`` and ``outputs`` leave out tensors that aren't float32 before the cast, and inputs and outputs that may
-    have any dtype. ``reason`` tells why the node can't be 16-bit. If the model's opset is too low for 16 bits,
-    ``least_opset`` is the first opset that allows 16 bits.
+    ``inputs`` has no entry for the input of a Cast, Shape or Size, which takes any dtype. ``reason`` tells why the node
+    can't be 16-bit. If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16
+    bits.
     """
 
     inputs: Mapping[int, int]

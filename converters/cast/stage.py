@@ -82,8 +82,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the inputs of the search. The first inputs are random, one for each case of the signature with a batch of
-    at most two. The other inputs are samples from ``config.data``."""
+    """Yields the inputs of the search. The first inputs are random: one set of inputs for each combination of dim sizes
+    to test, with a batch of at most two. The other inputs are samples from ``config.data``."""
     from accel.proof.stream import SampleStream
 
     signature = src.signature
@@ -123,7 +123,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
     A model with most weights in float32 would be slower than the original.
     """
     sizes = {name: math.prod(tensor.dims) for name, tensor in source.constants.items()}
-    # Counts the weights that can't be cast, by reason and by the first opset that would allow the cast.
+    # Counts the weights that can't be cast. Each key has the reason and the first opset that would allow the cast.
     stuck: dict[tuple[str, int | None], int] = {}
     for name, size in sizes.items():
         typings = [source.typing(i) for i in source.consumers.get(name, [])]
@@ -161,7 +161,7 @@ def _check_types(model: Any) -> None:
 def _check_loads(path: Path) -> None:
     """Raises ``CastFailed`` if ONNX Runtime can't load the float16 model.
 
-    ONNX Runtime can compute every float16 node in float32. If ONNX Runtime refuses a float16 model, the model is wrong.
+    ONNX Runtime can compute every float16 node in float32, so it refuses a float16 model only if the model is invalid.
     Models in bfloat16 aren't checked, because ONNX Runtime can't run them.
     """
     import onnxruntime

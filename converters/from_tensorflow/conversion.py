@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TF2ONNX_OPSET = 18
 
 # The result of a conversion: the model, notes on its layout, the names of the inputs, and the names of the outputs.
-# Each dict of names maps the user's name of a tensor to its name in the graph.
+# Each dict of names maps the name that the user sees to the name in the graph.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
@@ -126,7 +126,8 @@ def run_tf2onnx(
 
 @contextmanager
 def _operators_noted(file: Path) -> Iterator[None]:
-    """Writes the name of each operator to ``file`` before the conversion of the operator, which may end the process."""
+    """Before each operator is converted, writes the operator's name to ``file``, because the conversion may crash the
+    process."""
     from tf2onnx import handler
 
     kept = (handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping)
@@ -180,8 +181,8 @@ def _as_specified(model: onnx.ModelProto) -> None:
     """Replaces the mode ``tf_half_pixel_for_nn`` in Resize nodes. Opset 13 removed the mode ``tf_half_pixel_for_nn``,
     but tf2onnx still writes it.
 
-    The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded to the
-    nearest integer, with halves rounded up.
+    The replacement, ``half_pixel`` with ``round_prefer_ceil``, gives the same result: ``half_pixel`` subtracts 0.5 from
+    a position ``v``, and rounding ``v - 0.5`` to the nearest integer, halves up, equals ``floor(v)``.
     """
     for node in model.graph.node:
         said = {a.name: a for a in node.attribute}
@@ -224,6 +225,6 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
                 f"{where} can't be converted from opset {opset_of(model)} to opset {opset} "
                 f"({one_line(error)}); pass {option('opset', opset_of(model))} to keep the opset"
             ) from error
-    del model.graph.value_info[:]  # the converter's symbols would replace the names of the dims
+    del model.graph.value_info[:]  # the version converter's symbols for dims would replace the dims' names
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

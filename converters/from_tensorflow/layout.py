@@ -23,9 +23,9 @@ def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProt
     transposes in the result. ``inside`` counts the transposes in the result that aren't directly at an input or output
     of the model.
 
-    ``auto`` tries channels first. If a model has convolutions and the result has transposes inside, ``auto`` also tries
-    channels last. ``auto`` then takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs
-    in the TensorFlow process.
+    ``auto`` tries channels first. If the model has convolutions and transposes remain inside its graph, ``auto`` also
+    tries channels last. ``auto`` then takes the layout with fewer transposes. ``tried`` has the counts of both layouts.
+    Runs in the TensorFlow process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)

@@ -20,8 +20,8 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     """If a fault of the model makes every exporter fail, returns a text that names the fault and the fix. The text
     begins with ``; ``. Returns "" if no fault is found.
 
-    ``module`` is the module of ``src``. ``off`` has the comparisons that exceed the error limit, as one list for each
-    exporter.
+    ``module`` is the module of ``src``. ``off`` has one list for each exporter, with the comparisons that exceed the
+    error limit.
     """
     if training := in_training(module):
         return f"; {training}"
@@ -31,7 +31,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     feeds = src.signature.example_inputs(**sizes)
     try:
         found = run_named(module, src.signature, feeds)
-    except Exception:  # the model may raise any error, and the caller reports the exporters' errors
+    except Exception:  # a model may raise anything; the caller already reports why the exporters failed
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
@@ -71,7 +71,7 @@ def _from_float64(
         with torch.no_grad():
             tensors = [wide(to_tensor(feeds[spec.name])) for spec in src.signature.inputs]
             wanted = {name: to_array(value) for name, value in flatten(tuple(double(*tensors))).items()}
-    except Exception:  # the model's code may need float32
+    except Exception:  # some models run only in float32
         return 0.0
     names = list(found)
     if len(wanted) != len(names):

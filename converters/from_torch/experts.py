@@ -11,11 +11,11 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Makes each expert process every token within the ``with`` block. The output of a token uses only the results of
-    its chosen experts.
+    """Within the ``with`` block, each expert processes every token. The output of a token uses only the results of its
+    chosen experts.
 
-    The library transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of the chosen
-    experts would copy weights for every token.
+    The library transformers sorts the tokens by expert, which ONNX can't express. Gathering only the weights of the
+    chosen experts would copy weights for every token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)

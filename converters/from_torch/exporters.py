@@ -33,8 +33,8 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the dim's size divided by the step. The exporter must not see a size of
-        # 1, so the example's size is at least two steps.
+        # For a dim with a step, the exporter's symbol stands for the size divided by the step. The symbol must not be
+        # 1, so the example's size is at least twice the step.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -118,7 +118,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
     spaces = [vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
-    # The code of a copied class has its own globals.
+    # The methods of a copied class don't use the globals of the class's module.
     spaces += [one.__globals__ for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
     spaces = [space for space in {id(space): space for space in spaces}.values() if "len" not in space]
     for space in spaces:
@@ -132,7 +132,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _roots() -> Iterator[None]:
-    """Makes ``math.sqrt`` of a tensor or of a dynamic size a part of the graph.
+    """Lets the exporters record ``math.sqrt`` of a tensor or of a dynamic size in the graph.
 
     Python's own ``math.sqrt`` has to return a number, so the exporters would record this number as a constant.
     """
@@ -180,12 +180,13 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
     """Writes the file ``exported`` to ``out``, with the names and dims in the signature of ``src``.
 
-    Outputs are exported under unique names, because the name of an output may also be the name of an inner value. This
-    function restores the names of the outputs. The signature's names of dims replace the exporter's symbols. An output
-    dim that never changed in PyTorch is declared fixed. The output gate later runs the file at every shape.
+    During the export, the outputs have unique names, because the graph may use the user's name of an output for an
+    inner value. This function restores the names of the outputs. The signature's names of dims replace the exporter's
+    symbols. If the signature has a fixed size for an output dim, the file declares the same fixed size. The output gate
+    later runs the file at several shapes.
     """
     model = read_detached(exported)
-    del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
+    del model.graph.output[len(outputs) :]  # removes the outputs that _with_packed_outputs appended
     if any(node.domain == "accel" for node in model.graph.node):
         from accel.kernels.onnx.export import add_functions
 
@@ -225,8 +226,9 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     module, tensors = named(src), example(src)
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
-            # The exporter can't trace TorchScript inside another module, so torch.jit.trace turns both modules into one
-            # TorchScript module. The combined module keeps the branches of the inner module.
+            # The exporter can't trace a TorchScript module inside its wrapper, so torch.jit.trace first turns the
+            # wrapper and the module into one TorchScript module. The combined module keeps the branches of the inner
+            # module.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -298,8 +300,8 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2, because the older exporter prints warnings, and prints the whole graph if it
-    fails."""
+    """Silences file descriptors 1 and 2, because the older exporter prints warnings. If the older exporter fails, it
+    also prints the whole graph."""
     kept = {}
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed

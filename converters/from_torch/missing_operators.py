@@ -36,8 +36,8 @@ def _of_numbers() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of the torchvision operators that are registered in this process. If a library other
-    than torchvision declares the operators, the exporter has no translations of its own."""
+    """Returns the translations of the torchvision operators that are registered in this process. If another library
+    declares these operators in the place of torchvision, torch's exporter can't translate them."""
     import torch
 
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -48,8 +48,8 @@ def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _operators() -> Any:
-    """Returns ONNX's operators as onnxscript functions. The return type is Any, because the operators' annotations
-    allow only values with a fixed dtype."""
+    """Returns ONNX's operators as onnxscript functions. The return type is Any, because onnxscript's annotations only
+    allow tensors whose dtype is known to the type checker."""
     from onnxscript import opset18
 
     return opset18

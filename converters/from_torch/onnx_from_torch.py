@@ -34,7 +34,7 @@ SEEDS = {"dynamo": 3, "legacy": 16}
 # The largest number of source lines that an error message lists.
 _SHOWN = 3
 
-# Patterns for the exporters' messages about an operator without an ONNX translation, and for color codes in messages.
+# Two patterns for the exporters' messages: an operator without an ONNX translation, and a color code.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
 )
@@ -59,27 +59,27 @@ class OutputsOff(ExportFailed):
 
 
 class OpsetNotGiven(ExportFailed):
-    """Raised if an exporter wrote another opset than the requested opset."""
+    """Raised if the opset of an exporter's file differs from the requested opset."""
 
 
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of an exporter has to pass the ONNX checker and match the signature of ``src``. The file's outputs have to
-    agree with eager PyTorch at every case of the signature. ``proof`` has the gates of the run, which check the
-    signature and the outputs. If ``proof`` has no gate for outputs, the error limit is the default for the source's
-    precision. The notes name the chosen exporter, and
-    tell why each earlier exporter was refused.
+    agree with eager PyTorch at every combination of dim sizes in ``src.signature.cases()``. ``proof`` has the gates
+    that check the signature and the outputs of the file. If ``proof`` has no gate for outputs, the largest allowed
+    error is the default for the precision of ``src``. The notes name the chosen exporter, and tell why each earlier
+    exporter was refused.
 
-    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
-    exceeds the range that the model takes.
+    Raises ``ExportFailed`` if no exporter succeeds, with the reason for each failure. Raises ``BadInputSpec`` if
+    PyTorch can't run the model at the smallest or largest declared size of a dim.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # True if torch.export found branches that depend on values.
-    read: list[Place] | None = None  # The lines that read values of the inputs, or None if not known yet.
+    read: list[Place] | None = None  # None until accel has searched for lines that read values of the inputs.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -151,7 +151,8 @@ def _where(read: Sequence[Place]) -> str:
 
 
 def _fixes(read: Sequence[Place]) -> str:
-    """Returns a text with the first places in ``read``, how to rewrite each place, and how many places follow."""
+    """Returns a text that lists the first places in ``read`` with their rewrites, and the number of places that the
+    text leaves out."""
     more = f"; {len(read) - _SHOWN} more follow" if len(read) > _SHOWN else ""
     return "; ".join(map(str, read[:_SHOWN])) + more
 
@@ -166,7 +167,8 @@ def _remove(out: Path) -> None:
 
 
 def _advice(src: Artifact) -> str:
-    """Returns a clause that advises to export one size, or "" if no dim is dynamic.
+    """Returns the end of an error message, with the advice to export the model for one fixed size. Returns "" if no dim
+    is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
@@ -180,7 +182,7 @@ def _advice(src: Artifact) -> str:
 
 def _too_far(src: Artifact) -> str:
     """Returns a part of an error message about a dim whose declared range is too wide for the model. The text gives the
-    bound up to which the model runs.
+    largest or smallest size at which the model runs.
 
     Returns an empty string if PyTorch runs the model at the smallest and largest size of each dim.
     """
@@ -248,8 +250,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int, proof: Proof) -> Artifact:
-    """Checks the file that an exporter wrote to ``out`` on ``seeds`` inputs of the first case, and returns the
-    artifact.
+    """Checks the file that an exporter wrote to ``out``, and returns the artifact. At the first combination of dim
+    sizes, compares the outputs with PyTorch on ``seeds`` different inputs.
 
     Raises ``OpsetNotGiven``, ``OutputsOff`` or ``ExportFailed`` if the file is wrong.
     """

@@ -10,10 +10,11 @@ from unittest import mock
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Makes torch's transformer layers use the given mask and no fused operators within the ``with`` block.
+    """Within the ``with`` block, torch's transformer layers use the given mask, and use no fused operators.
 
-    ``nn.Transformer`` compares its mask with the causal mask to choose a faster form of the same attention. A traced
-    program can't compare values. The fused operators of evaluation mode have no ONNX translation.
+    ``nn.Transformer`` compares its mask with the causal mask to choose a faster form of the same attention. The
+    exporters can't record a choice that depends on the values of a mask. The fused operators of evaluation mode have no
+    ONNX translation.
     """
     import torch
     from torch.nn.modules import transformer

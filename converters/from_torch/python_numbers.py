@@ -55,7 +55,8 @@ class _Found:
     """``values`` has the tensors that depend on values of the inputs. ``sizes`` has the tensors whose size depends on
     values of the inputs.
 
-    ``spans`` has the places that read tensors in ``values``. ``others`` has the lines that read any other tensor.
+    ``spans`` has the places in the user's code that read a tensor in ``values``. ``others`` has the lines that read a
+    tensor outside ``values``.
     """
 
     values: _Storages = field(default_factory=lambda: _Storages())
@@ -88,9 +89,9 @@ def _is_strided(value: Any) -> bool:
 def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[WarningMessage] = ()) -> list[Place]:
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
-    A place that only prints or checks values is left out, because it doesn't change the outputs. Also leaves out
-    places that only read tensors that don't depend on the inputs, such as buffers. ``said`` has warnings of the older
-    exporter, which also warns about branches on sizes that depend on values.
+    A place that only prints or checks values is left out, because it doesn't change the outputs. A place is also left
+    out if the tensors that it reads are independent of the inputs, such as buffers. ``said`` has warnings of the older
+    exporter. This exporter also warns about a branch on a size, if the size depends on values.
     """
     import torch
 
@@ -122,7 +123,8 @@ def _branches(said: Sequence[WarningMessage]) -> set[tuple[str, int]]:
 
 
 def _follow(found: _Found) -> Any:
-    """Returns a dispatch mode that marks the results of every operator that reads values of the inputs."""
+    """Returns a dispatch mode that adds the results of an operator to ``found.values`` if an argument of the operator
+    is in ``found.values``."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 

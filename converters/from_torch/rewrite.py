@@ -15,7 +15,7 @@ from .tensor_expression import condition, function_name, is_condition, module_fu
 Span = tuple[int, int | None, int | None, int | None]
 
 _UNKNOWN = "use functions of tensors there"
-# Functions of ``math`` that torch.export can record if they take the result of ``item()``.
+# Functions of ``math`` that torch.export can record if the argument is the result of ``item()``.
 _FOLLOWED = (
     *("acos", "asin", "atan", "ceil", "cos", "cosh", "floor"),
     *("log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
@@ -27,7 +27,7 @@ _SHOWS = ("print", "warn", "warning", "debug", "info")
 @dataclass(frozen=True)
 class Rewrite:
     """``text`` is the user's expression, or "" if the source code isn't known. ``fix`` is an imperative clause with
-    advice. If ``certain`` is true, no exporter can record the expression."""
+    advice. If ``certain`` is true, no exporter can export the expression as it is."""
 
     text: str
     fix: str
@@ -56,7 +56,8 @@ def rewrite(file: str, span: Span) -> Rewrite | None:
 def branch(file: str, line: int) -> Rewrite | None:
     """Returns how to write the condition on ``line`` without a branch, or None if the branch only checks values.
 
-    The condition may test a size instead of a tensor, so the advice is always to use a mask with ``torch.where``.
+    The advice is always the same (a mask with ``torch.where``), because the condition may test a size instead of a
+    tensor.
     """
     fix = "choose by a mask with torch.where"
     tree, _ = _parsed(file)
@@ -154,10 +155,12 @@ def _of_loop(one: ast.For, chain: list[ast.AST]) -> Rewrite:
 
 
 def _of_expression(chain: list[ast.AST]) -> Rewrite:
-    """Returns the rewrite of the largest expression around ``chain[0]`` that computes only with Python numbers."""
+    """Starts at ``chain[0]``, finds the largest enclosing expression that computes only with Python numbers, and
+    returns the rewrite of this expression."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
-    # No function of ``math`` takes a tensor, but torch.export can record some of these functions if they take numbers.
+    # Except for sqrt, no exporter can record a function of ``math`` on a tensor. On a number from ``item()``,
+    # torch.export can record the functions in ``_FOLLOWED``.
     certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
     for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:
@@ -191,15 +194,14 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
 
 
 def _is_size(user: ast.AST) -> bool:
-    """Tells whether ``user`` takes a size that must be a Python number."""
+    """Tells whether the syntax node ``user`` is a call or an argument that needs a size as a Python number."""
     if isinstance(user, ast.Call):
         return function_name(user) == "interpolate"
     return isinstance(user, ast.keyword) and user.arg in ("size", "scale_factor", "output_size", "kernel_size")
 
 
 def _cuts(user: ast.AST, function: ast.AST) -> bool:
-    """Tells whether ``user`` cuts a tensor to a length, directly or with a variable that ``user`` sets in
-    ``function``."""
+    """Tells whether the syntax node ``user`` is a slice, or sets a variable that ``function`` uses in a slice."""
     if isinstance(user, ast.Slice):
         return True
     name = _set(user)[0] if isinstance(user, ast.stmt) else ""
@@ -213,8 +215,8 @@ def _shows(node: ast.AST) -> bool:
 
 
 def _checks(node: ast.AST, chain: list[ast.AST]) -> bool:
-    """Returns True for an assertion. Also returns True if ``node`` is an ``if`` that only raises or prints, and its
-    condition is in ``chain``."""
+    """Returns True for an assertion. Also returns True for an ``if`` that only raises or prints, if the condition of
+    the ``if`` is in ``chain``."""
     if isinstance(node, ast.Assert):
         return True
     if not isinstance(node, ast.If) or node.test not in chain or node.orelse:
@@ -242,7 +244,7 @@ def _at(tree: ast.Module, span: Span) -> ast.expr | None:
     """Returns the smallest expression that covers ``span``. If ``span`` covers a whole loop or branch, returns the
     condition or iterable of that statement.
 
-    Python reports the span of the whole statement for a loop, and for a branch that only raises.
+    Python reports the span of a whole statement in two cases: for a loop, and for an ``if`` that only raises.
     """
     first, last, start, end = span
     if start is None:

@@ -14,12 +14,12 @@ _CONDITIONS = ("all", "any", "isnan", "isinf", "isfinite", "equal", "eq", "ne", 
 
 
 def tensors(node: ast.expr) -> ast.expr:
-    """Returns ``node`` with functions on tensors in place of Python's functions on numbers."""
+    """Returns a copy of ``node`` that calls functions of torch on tensors instead of Python's functions on numbers."""
     return _made(_Tensors().visit(copy.deepcopy(node)))
 
 
 def condition(node: ast.expr) -> ast.expr:
-    """Returns ``node`` as an expression for the tensor of bools that torch.where needs."""
+    """Rewrites ``node`` as an expression that gives a tensor of bools, as torch.where needs it."""
     return _made(_condition(_Tensors().visit(copy.deepcopy(node))))
 
 

@@ -13,7 +13,8 @@ from accel.progress import report
 from accel.runtimes.base import open_session
 from accel.signature import Dim, Signature
 
-# A batch of this size shows whether an output has a batch dim. A larger batch would take longer and show no more.
+# The largest batch in the runs. Batches up to this size are enough to detect the batch dim of an output. A larger batch
+# would take longer and show no more.
 _LARGEST_BATCH = 3
 
 
@@ -60,7 +61,7 @@ def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequen
             expected = [dim] * len(cases)
         elif all(dim in case for case in cases):
             expected = [case[dim] for case in cases]
-        else:  # this output dim is computed from input dims, so its size has to differ between the cases
+        else:  # a dim that is computed from input dims must not have the same size in all runs
             expected = sizes if len(set(sizes)) > 1 else []
         if sizes != expected:
             return False

@@ -31,9 +31,9 @@ class FusedGraphInvalid(StageFailed):
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
     """Fuses the matrix products and convolutions of ``src``, and writes the model to ``out``.
 
-    ``notes["functions"]`` counts the fused products for each function. If no product can be fused, the model is written
-    unchanged. Raises ``UnsupportedHere`` if the opset or IR is
-    too old for functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
+    ``notes["functions"]`` maps the name of each ONNX function in the fused graph to the number of its uses. If no
+    product can be fused, the model is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
+    functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx
 

@@ -111,7 +111,8 @@ def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def rename_in_nodes(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Renames the values that ``nodes`` and their subgraphs read and produce, but not the graph's declarations."""
+    """Renames the values that ``nodes`` and their subgraphs read and produce. Doesn't rename the inputs, outputs and
+    initializers of the graph that contains ``nodes``."""
     for node in nodes:
         for field in (node.input, node.output):
             for index, name in enumerate(field):

@@ -50,8 +50,9 @@ class NotBroughtOver(StageFailed):
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
     """Changes the opset and shapes of ``src``. ``notes["repaired"]`` lists each repair with its reason.
 
-    Turns weights in Constant nodes into initializers, and removes initializers from the list of inputs. Declares the
-    output shapes that a run of the model gives. Quantized models keep all QuantizeLinear and DequantizeLinear nodes.
+    Turns weights in Constant nodes into initializers, and removes initializers from the list of inputs. Runs the model
+    at several sizes, and declares the measured output shapes. Quantized models keep all QuantizeLinear and
+    DequantizeLinear nodes.
 
     Raises ``NotBroughtOver`` if onnx can't convert an operator, or if the model doesn't run with the given shapes. Also
     raises ``NotBroughtOver`` if the model's opset or one of its dtypes needs a newer IR than ``max_ir``.
@@ -74,7 +75,8 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
 
 
 def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig, out: Path) -> dict[str, Any]:
-    """Does the work of ``onnx_from_onnx``. Runs in a child process, because onnx and ONNX Runtime are native code."""
+    """Does the work of ``onnx_from_onnx``. Runs in a child process, because onnx and ONNX Runtime are native code that
+    may crash."""
     import onnx
 
     model = read_detached(path)
@@ -198,9 +200,9 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    The version converter of onnx fails at many operators whose newer version only adds dtypes. After a failure, only
-    the declared opset is lowered, and newer attributes are dropped. Later, the checker refuses an invalid model, and
-    the gate refuses changed outputs.
+    The version converter of onnx fails at many operators whose newer version only adds dtypes. If the converter fails,
+    this function lowers only the declared opset. Attributes that the lower opset doesn't have are dropped. Mistakes are
+    found after the conversion: the checker refuses an invalid model, and the output gate refuses changed outputs.
     """
     from onnx import version_converter
 
@@ -224,7 +226,7 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
-    """Removes attributes that operators don't have yet at ``opset``, because onnx's converter doesn't remove them.
+    """Removes attributes that don't exist at ``opset``, because onnx's converter doesn't remove them.
 
     Removes an attribute only if its value is the default. Also removes a Reshape's ``allowzero`` if none of the sizes
     is 0. The checker later refuses the model if other newer attributes remain.
@@ -250,7 +252,8 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns a pair (IR version, dtype name) for each newer dtype in ``graph``, after a first pair (0, "")."""
+    """Returns a list of pairs (IR version, dtype name), with one pair for each newer dtype in ``graph``. The list
+    begins with the pair (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -290,8 +293,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs the model only at sizes that the user gave: at the default sizes, and at one end of each range. Many models
-    # accept only multiples of a step, such as 32, and would refuse other sizes in the range.
+    # Runs the model only at sizes that the user gave: at the default sizes, and for each dim also at the largest or
+    # smallest size. Many models accept only multiples of a step, such as 32, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

@@ -33,7 +33,7 @@ class PreprocessConfig(StageConfig):
     pixels from 0 to 1, so uint8 pixels are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
     ``resize`` is the height and width that the model takes. If ``resize`` is set, images of any size are resized
     bilinearly with half-pixel centers, as in OpenCV. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to
-    the only output. ``dims`` maps ``height`` and ``width`` to their ranges before the resize.
+    the only output. ``dims`` maps dims of the incoming images, such as ``height`` and ``width``, to ranges.
     """
 
     mean: tuple[float, ...] = ()
@@ -57,8 +57,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
     """Adds the preprocessing and postprocessing of ``config`` to ``src``, and writes the result to ``out``.
 
     The input and the output keep their names. With ``topk``, the outputs are ``<output>_values`` and
-    ``<output>_indices``. Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly
-    one output of scores.
+    ``<output>_indices``. Raises ``NotPreprocessed`` if the model takes no image or several images, or if the model's
+    only output isn't a float tensor of scores.
     """
     model = read_proto(src.path, weights=True)
     if config.on_the_input:
@@ -86,8 +86,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Adapts the ranges in ``dims`` to the new input. An image that gets resized may have any height and width, so
-    these two dims get the step 1."""
+    """Adapts the ranges in ``dims`` to the new input. If the model resizes its images, an incoming image may have any
+    height and width, so the ranges of both dims get the step 1."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
@@ -112,7 +112,7 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
 
 
 class _Steps:
-    """Collects the nodes between the input ``name`` and the model, in order."""
+    """Collects the preprocessing nodes that are inserted after the input ``name``, in order."""
 
     def __init__(self, graph: onnx.GraphProto, name: str) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -210,7 +210,7 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
 
 
 def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
-    """Removes the Transpose nodes that undo ``perm`` if no other node reads the value ``name``.
+    """If all nodes that read the value ``name`` are Transposes that undo ``perm``, removes these Transposes.
 
     Returns whether a node was removed. Models from TensorFlow begin with a Transpose that undoes ``perm``. The nodes
     after a removed Transpose read ``name`` directly.
@@ -232,7 +232,8 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
 
 
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns float32[channels] ``scale`` and ``shift`` so that ``(x / top - mean) / std == x * scale + shift``."""
+    """Returns the float32 arrays ``scale`` and ``shift``. For each channel, ``x * scale + shift`` equals ``(x / top -
+    mean) / std``."""
     import numpy as np
 
     for name, numbers in (("mean", config.mean), ("std", config.std)):

@@ -3,8 +3,8 @@
 A stage doesn't check its own output. Instead, ``accel.stage`` compares the signature of the written file with the
 signature of the stage's input. Each function reads one kind of file. ``path`` is the file, and ``known`` is the
 signature of the source model. ``known`` supplies only the information that the file's format can't store. The names of
-dynamic dims are stored only in ONNX files, and in OpenVINO IRs from accel. Programs of torch.export and ncnn nets
-identify tensors by position. An ncnn net stores neither dtypes nor a batch dim.
+dynamic dims are stored only in ONNX files, and in OpenVINO IRs from accel. A torch.export program identifies its inputs
+and outputs by position, and so does an ncnn net. An ncnn net stores neither dtypes nor a batch dim.
 
 This module has no reader for TensorRT engines, because an engine can only be opened on a machine with the right GPU.
 ``engine_from_onnx`` takes an engine's signature from its TensorRT network.
@@ -114,7 +114,8 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Makes a signature from the rows of the inputs and outputs. Dynamic axes get their names from ``known``."""
+    """Makes a signature from the names, dtypes and sizes of the inputs and outputs. Dynamic axes get their names from
+    ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
@@ -141,7 +142,8 @@ def _shape(
     *,
     output: bool = False,
 ) -> tuple[Dim, ...]:
-    """Returns ``sizes`` with the dim names of ``like``. ``symbols`` maps each symbol in the file to a dim's name."""
+    """Returns a shape with the sizes from the file (``sizes``) and the names of dims from ``like``. ``symbols`` maps
+    each symbol in the file to a dim's name."""
     declared: Sequence[Dim | None] = [None] * len(sizes)
     if like is not None and len(like.shape) == len(sizes):
         declared = like.shape
@@ -151,7 +153,8 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # A constant output size may be dynamic in the file if the model computes this size from dynamic sizes.
+            # The file may declare an output size as dynamic although the size never changes, because the model computes
+            # this size from dynamic sizes.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)
@@ -161,16 +164,16 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Checks whether the file may have the fixed ``size`` for ``dim``. A fixed size is allowed if the dim's range has
-    only this size, or if the dim occurs in an output but in no input."""
+    """Tells whether the file may have a fixed ``size`` although the source model has a dynamic dim called ``dim``. A
+    fixed size is allowed if the dim's range has only this size, or if the dim occurs in an output but in no input."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 
 
 def _dim_of(symbol: str | None, dim: str, own: str, symbols: dict[str, str]) -> str:
-    """Returns the name of the dim for ``symbol``, by default ``dim``.
+    """Returns the name of the dim that ``symbol`` stands for, which is usually ``dim``.
 
-    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If ``dim`` is already the name of another symbol,
+    If ``symbols`` already maps ``symbol`` to a dim, returns this dim. If another symbol already stands for ``dim``,
     returns ``own``.
     """
     if symbol is None:

@@ -34,7 +34,8 @@ class SimplifyFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class SimplifyConfig(StageConfig):
-    """``skip`` names further onnxsim passes to leave out. After ``timeout`` seconds the model stays unsimplified."""
+    """``skip`` names further onnxsim passes to leave out. If onnxsim takes longer than ``timeout`` seconds, the model
+    stays unsimplified."""
 
     skip: tuple[str, ...] = ()
     timeout: float = 600.0

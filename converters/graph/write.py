@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
 
-# Writing detached weights into one message needs four times as much memory as the weights.
+# If the detached weights exceed this size, they go into a second file. Writing detached weights into the main file
+# needs four times their memory.
 _ATTACHED_BYTES = 1 << 29
 
 # Tensors with fewer bytes than this limit stay in the main file, because shape inference reads some of them.
@@ -101,7 +102,8 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
 
 
 def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Turns detached weights into inputs, for libraries that take a model as one message. Returns the weights."""
+    """Turns detached weights into inputs, because some libraries take the model as one protobuf message, which can't
+    hold large weights. Returns the weights."""
     from onnx import helper
 
     apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
@@ -169,8 +171,8 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
 
 
 def is_unknown_operator(error: Exception) -> bool:
-    """Checks whether ``onnx.checker`` refused an operator that has no schema. Only the text of the error identifies a
-    missing schema."""
+    """Returns True if ``error`` from ``onnx.checker`` says that an operator has no schema. Only the text of the error
+    identifies a missing schema."""
     return "No Op registered" in str(error) or "No opset import" in str(error)
 
 

@@ -68,7 +68,7 @@ def _save(collector: Collector, done: int, path: Path) -> None:
 def _resume(collector: Collector, path: Path | None) -> int:
     """Restores ``collector`` from the file ``path``, and returns the number of batches in the file.
 
-    Ignores a damaged file. Reading the file verifies the checksums of the zip archive.
+    Detects a damaged file by the checksums of the zip archive, and ignores the file.
     """
     if path is None or not path.is_file():
         return 0
@@ -88,7 +88,7 @@ class Histograms:
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
         self._plain = RoundedModel(model)
-        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps input shapes to chunks of tensor names
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps input shapes to the tensors of each run
         made = set(self._plain.tensors)
         self._inner = [name for name in names if name in made]
         self.found = {name: Histogram() for name in names}

@@ -3,8 +3,8 @@
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value is at least 2**e or below
 -2**e, e grows and neighboring bins are merged. All bin widths are powers of two, so merged bins give the same counts as
 a histogram that starts with the final range. The counts therefore don't depend on the order and the size of the
-batches. The range from ``minmax`` is exact. The ranges from other methods are off by less than one bin, which is at
-most 1/2048 of the largest absolute value.
+batches. The range from ``minmax`` is exact. ``percentile``, ``entropy`` and ``mse`` compute the range from the bins.
+The width of a bin is at most 1/2048 of the largest absolute value.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Histogram:
             self.exponent = exponent
         elif exponent > self.exponent:
             self._widen(exponent)
-        # The factor is a power of two, so the product is exact in float64, even for the smallest values.
+        # The values are multiplied by a power of two, so the products are exact in float64, even for the smallest
+        # values.
         scaled = piece.astype(np.float64) * math.ldexp(_HALF, -self.exponent)
         index = np.floor(scaled, out=scaled).astype(np.int32) + _HALF
         self.counts += np.bincount(index, minlength=BINS)
@@ -96,12 +97,12 @@ def value_range(
 ) -> tuple[float, float]:
     """Returns the lowest and the highest value to represent in 8 bits. If ``symmetric``, lowest = -highest.
 
-    ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
-    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which rounding the absolute values
-    to 128 levels causes the least Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017).
-    ``mse`` takes the range with the least sum of squared errors. For a value inside the range, the squared error is
-    step**2 / 12, the mean squared rounding error. For a value outside the range, the squared error is the squared
-    distance to the range.
+    ``minmax`` takes the range of all values. The method ``percentile`` cuts off equal shares of the values on both
+    sides, so that the percentage in the argument ``percentile`` remains. ``entropy`` takes the range [-t, t] in which
+    rounding the absolute values to 128 levels causes the least Kullback-Leibler divergence (Migacz, "8-bit inference
+    with TensorRT", GTC 2017). ``mse`` takes the range with the least sum of squared errors. For a value inside the
+    range, the squared error is step**2 / 12, the mean squared rounding error. For a value outside the range, the
+    squared error is the squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -173,7 +174,8 @@ def _divergence(inside: np.ndarray, outside: float) -> float:
 
 
 def _smoothed(counts: np.ndarray) -> np.ndarray | None:
-    """Divides ``counts`` by their sum, and moves a small share to each empty bin, so that the divergence is finite.
+    """Moves a small share of ``counts`` to each empty bin, because an empty bin would make the divergence infinite.
+    Then divides the counts by their sum.
 
     Returns None if all counts are zero, or if a count is too small to move a share to the empty bins.
     """
@@ -189,7 +191,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # the smallest factor is about 2**-11: smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # factors down to 2**-11, because smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -202,8 +204,8 @@ def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
 
 
 def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
-    """Returns the sum of the squared errors of all values for each pair of a range's low end and high end, as an array
-    [lows, highs]."""
+    """Returns the sum of the squared errors of all values, for each combination of a low end in ``lows`` and a high end
+    in ``highs``. The shape of the result is (lows, highs)."""
     edges = found.edges
     centers = (edges[:-1] + edges[1:]) / 2
     counts = found.counts.astype(np.float64)

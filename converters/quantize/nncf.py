@@ -56,9 +56,9 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8, and adds 128 to their zero points so that the results don't
     change.
 
-    Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
-    computes these nodes wrongly. In a U-Net, NNCF quantizes a skip tensor to int8 if a Concat joins
-    the skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    OpenVINO (2026.4) gives wrong results if a pooling node and another node read the same int8 tensor. The function
+    changes the model only in this case. In a U-Net, NNCF quantizes a skip tensor to int8 if a Concat joins the skip
+    tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -85,7 +85,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # the names of unused zero points and of tensors whose dtype changed
+    spent = (set(unsigned) - used) | quantized  # entries to delete: unused zero points, tensors with a changed dtype
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:

@@ -60,7 +60,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     config = task.config
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # avoids the three copies of the weights that ONNX Runtime's quantizer makes
+    if _is_large(task.path):  # unlike ONNX Runtime's quantizer, ``_with_shapes`` doesn't copy the weights three times
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -106,7 +106,7 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=ort.CalibrationMethod.MinMax,  # not used, because accel passes its own calibrated ranges
+        calibrate_method=ort.CalibrationMethod.MinMax,  # this method is not used, because accel passes its own ranges
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
@@ -217,7 +217,7 @@ def _preprocessed(task: Task) -> Path:
     fails, returns the path of the unchanged model."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # avoids the three copies of the weights that quant_pre_process makes
+    if _is_large(task.path):  # unlike quant_pre_process, ``_with_shapes`` doesn't copy the weights three times
         inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):

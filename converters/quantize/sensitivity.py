@@ -105,8 +105,8 @@ def measure(task: Task) -> list[Sensitivity]:
 
 
 def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
-    """Returns the number of multiply-adds of ``node`` for one sample. Every weight is multiplied at every input
-    position, except the positions that a stride skips."""
+    """Returns the number of multiply-adds of ``node`` for one sample. Every weight is used once for each position in
+    the input. Positions that a stride skips don't count."""
     dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
     weights = math.prod(dims)
     if node.op_type in ("Conv", "Gemm"):

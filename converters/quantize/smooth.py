@@ -2,8 +2,8 @@
 
 The activations of a transformer have a few channels that are many times larger than the others. With one scale for all
 channels, the small channels use only a few of the int8 values. Smoothing divides channel j of a product's input by s_j,
-and multiplies row j of the weights by s_j. In exact arithmetic, the product's result doesn't change. The ranges become
-more even with s_j = max|X_j|^alpha / max|W_j|^(1-alpha) (SmoothQuant, arXiv 2211.10438, eq. 4).
+and multiplies row j of the weights by s_j. In exact arithmetic, the product's result doesn't change. The factors s_j =
+max|X_j|^alpha / max|W_j|^(1-alpha) make the ranges of the channels more even (SmoothQuant, arXiv 2211.10438, eq. 4).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def smooth(
 ) -> int:
     """Smooths ``model`` in place, and returns the number of smoothed activations.
 
-    All products that read the same activation share smoothing factors. If only products with the same factors read the
-    output of a layer normalization, the factors are folded into the normalization. For ``batches`` and ``unfinished``,
-    see ``collect``.
+    All products that read the same activation share smoothing factors. If a layer normalization produces the
+    activation, and no other node reads the activation, the factors are folded into the layer normalization. For
+    ``batches`` and ``unfinished``, see ``collect``.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}

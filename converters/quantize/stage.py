@@ -58,8 +58,8 @@ class Form:
 # For openvino, NNCF decides which tensors to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
 #     because TensorRT refuses some quantized biases and outputs, and can't fuse the others. The products of attention
-#     stay float, because TensorRT fuses these products only in float. Cast a model to fp16 after its quantization, so
-#     that the cast also converts the scales to the dtype of the engine's layers.
+#     stay float, because TensorRT fuses these products only in float. For an fp16 engine, a model is first
+#     quantized and then cast to fp16, so that the cast also converts the scales to the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -97,7 +97,7 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale. Only 8-bit weights for openvino have a scale for each channel.
+    of ``block_size`` weights has a scale, but 8-bit weights for openvino have one scale for each channel instead.
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``). The form openvino only supports minmax and percentile.
@@ -120,11 +120,11 @@ class QuantizeConfig(StageConfig):
     block_size: int = 32
     smallest: int = 1 << 16
     # If True, weights for ort-cpu have 7 bits instead of 8, because sums of 8-bit products saturate on some CPUs. If
-    # reduce_range is None, accel uses 7 bits on CPUs with this problem.
+    # reduce_range is None, accel uses 7 bits on CPUs that saturate.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce_range is None:  # set here, so that the manifest and the cache key record reduce_range
+        if self.reduce_range is None:  # sets the value early, so that the manifest and the cache key record it
             products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
@@ -202,7 +202,7 @@ def _form(config: QuantizeConfig) -> Form:
 
 def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
     """Returns the task of a child process that works on ``model`` in ``folder``. Gives every node a name."""
-    inside = folder.absolute()  # the child process has another working folder
+    inside = folder.absolute()  # an absolute path, because the child process has another working folder
     return Task(
         path=inside / "prepared.onnx",
         out=inside / "quantized.onnx",
@@ -356,10 +356,10 @@ def _counts(model: onnx.ModelProto) -> dict[str, Any]:
 
 
 def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the calibration inputs, ``size`` samples at a time, after the first ``skip`` batches.
+    """Yields the calibration inputs in batches of ``size`` samples. Leaves out the first ``skip`` batches.
 
-    The inputs come from the config's ``data``. Without ``data``, the inputs are random numbers in all sizes of the
-    signature.
+    The inputs come from the config's ``data``. Without ``data``, the inputs are random, at every combination of dim
+    sizes in ``signature.cases()``.
     """
     from accel.proof.stream import SampleStream
 

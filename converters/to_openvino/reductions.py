@@ -14,8 +14,8 @@ def keep_reduced_dims(model: Any) -> int:
 
     The CPU plugin (2026.4) fuses the elementwise operations after a reduction into the reduction. If the reduction
     drops dims (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following
-    multiplication along the wrong axis. For example, NNCF's SmoothQuant inserts a multiplication before a FakeQuantize.
-    Without the rewrite, outputs were wrong by 40% to 75%.
+    multiplication along the wrong axis. A multiplication after a reduction may come from NNCF's SmoothQuant, for
+    example. Without the rewrite, outputs were wrong by 40% to 75%.
     """
     import openvino.opset13 as opset
 

@@ -22,8 +22,8 @@ def remove_softmax_guards(model: Any) -> int:
     only -inf gives NaN. With a finite mask, such as the dtype's lowest number in transformers, no row gives NaN.
     OpenVINO fuses an attention into one kernel only if the attention has no guard.
 
-    Also raises the mask to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. The raised mask
-    doesn't change the softmax in float32 if the scores are below 1e30.
+    Also clips the mask to the range of bfloat16, so that the mask is finite in bfloat16, too. The clipped mask doesn't
+    change the softmax in float32 if the scores are below 1e30.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -80,7 +80,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
         elif kind == "Select":
             open_ends += inputs[1:]
         else:
-            return False  # an input of the model, Log and Divide may give -inf
+            return False  # other nodes, such as an input of the model or a Log, may give -inf
     return True
 
 

@@ -117,7 +117,7 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         shapes = [f"[{','.join(map(str, spec.resolve(one)))}]{_DTYPES[spec.dtype]}" for spec in signature.inputs]
         words.append(f"{option}={','.join(shapes)}")
         if set(signature.dims) <= {batch}:
-            break  # one shape is enough, because only the batch dim is dynamic
+            break  # pnnx needs no second shape, because only the batch dim is dynamic
     try:
         return run_program(words, folder=folder, timeout=timeout)
     except TimeoutError as error:
@@ -132,7 +132,8 @@ def _last(said: str) -> str:
 def _advice(src: Artifact) -> str:
     """Returns the advice for a model that pnnx can't convert.
 
-    Simplifying does not help a model with a Loop, Scan or If, such as the masked recurrent layers of Keras.
+    If the model has a Loop, Scan or If, simplifying the model doesn't help. Keras's masked recurrent layers become a
+    Loop, for example.
     """
     kinds = {node.op_type for node in read_proto(src.path).graph.node}
     if loops := sorted(kinds & {"Loop", "Scan", "If"}):

@@ -75,7 +75,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 part.rename(out.parent / part.name)
             break
     else:
-        # If both options fail, an error that names an operator tells the user more.
+        # If both layout options fail, raises the error that names an operator, because this error tells the user more.
         raise max(refused.values(), key=lambda error: bool(error.operator))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
@@ -203,10 +203,10 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
 def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
-    """Returns the permutation that transposes each output to the layout in the ONNX file. Outputs in the right layout
-    get an empty list. Layouts may differ, because onnx2tf prefers channels last. Compares the outputs of both models,
-    because a square output has the same shape after a transposition. Raises ``NotTensorFlow`` if no transposition gives
-    the right values.
+    """Maps the name of each output to the permutation that transposes the output to the layout in the ONNX file.
+    Outputs in the right layout get an empty list. Layouts may differ, because onnx2tf prefers channels last. Compares
+    the values of the outputs, because the shape of a square output doesn't show a transposition. Raises
+    ``NotTensorFlow`` if no transposition gives the right values.
     """
     import itertools
 

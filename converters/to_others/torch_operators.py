@@ -48,9 +48,9 @@ def _filled(given: Sequence[Any], count: int) -> list[Any]:
 
 
 def _pads(a: Attributes, x: torch.Tensor, spatial: int) -> tuple[torch.Tensor, list[int]]:
-    """Returns the padded input and the padding that the caller has to apply.
+    """Returns the input, and the padding that the caller still has to apply.
 
-    Applies asymmetric padding to the input, and leaves symmetric padding to the caller.
+    This function itself applies asymmetric padding to the input, and leaves symmetric padding to the caller.
     """
     if a.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
         kind = a["auto_pad"].decode()
@@ -170,7 +170,8 @@ def _gather(a: Attributes, x: Any, index: Any) -> Any:
 def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     axis = a.get("axis", 0) % x.ndim
     index = torch.where(index < 0, index + x.shape[axis], index)
-    # ONNX requires equal sizes on all dims except ``axis``. In torch, the sizes of ``index`` may also be smaller.
+    # ONNX requires that ``x`` and ``index`` have equal sizes on all dims except ``axis``. torch also accepts an
+    # ``index`` that is smaller than ``x``.
     return torch.gather(x, axis, index)
 
 

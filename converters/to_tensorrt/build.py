@@ -145,8 +145,8 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # The toolkit reads the header and the layout before its first call to CUDA. Without a GPU, an intact engine file
-    # passes these checks, and loading fails at the first call to CUDA.
+    # The toolkit reads the header and the layout before its first call to CUDA. On a machine without a GPU, loading an
+    # intact engine file therefore fails only at the first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"

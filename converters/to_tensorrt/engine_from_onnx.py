@@ -29,7 +29,8 @@ MAX_BUILDER_LEVEL = 5
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFromOnnxConfig(StageConfig):
-    """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
+    """The options of an engine. An engine has the precision of the ONNX graph, because accel builds strongly typed
+    TensorRT networks.
 
     ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text with the shapes min, opt and max for each
     dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for the same input gives the shapes in a second
@@ -40,7 +41,8 @@ class EngineFromOnnxConfig(StageConfig):
     TensorRT run the engine. ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If
     ``kernels`` is set, the engine uses plugins for accel's operators. An operator without a plugin is built from its
     function body. With ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if
-    there is no library. With the sha256, the cache distinguishes engines for different libraries.
+    there is no library. The cache uses the sha256 to distinguish engines that were built with different plugin
+    libraries.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -63,8 +65,8 @@ class EngineFromOnnxConfig(StageConfig):
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; use 0 to {MAX_BUILDER_LEVEL}, or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; use {', '.join(HARDWARE)} or None")
-        # TensorRT for RTX doesn't refuse the unsupported options version_compatible and hardware. It only logs a
-        # message, or searches for a library that is not part of the toolkit.
+        # TensorRT for RTX doesn't refuse the unsupported options version_compatible and hardware. TensorRT for RTX only
+        # logs a message, or searches for a library that is not part of the toolkit.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "an engine of tensorrt-rtx only runs with the toolkit version that built it; leave out "
@@ -95,9 +97,10 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Builds an engine from the ONNX model ``src``, and writes the engine to ``out``.
 
     The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
-    the ranges of the profiles. The property ``plugins`` maps each of accel's operators to its implementation. For
-    an operator with two implementations, ``plugins`` names the plugin library, because the engine needs the library to
-    run. The notes have the ONNX nodes of each kernel, the warnings, and the reasons why operators use function bodies.
+    the ranges of the profiles. The property ``plugins`` maps each of accel's operators to its implementation. For an
+    operator with two implementations, ``plugins`` names the plugin library, because the engine needs the library to
+    run. The notes have the ONNX nodes of each kernel, and TensorRT's warnings. If an operator uses its function body,
+    the notes give the reason.
 
     Raises ``MissingExtra`` if the toolkit isn't installed, ``BadInputSpec`` for a wrong profile, and
     ``UnsupportedHere`` for an unsupported compute capability. Raises ``InvalidModel`` for a broken file, and
@@ -150,7 +153,7 @@ def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
 
 def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
-        # The parent process makes the folder, so that no files are left if the child process dies.
+        # The parent process makes the folder, because a child process that dies can't delete its folder.
         with beside(out) as temporary, TemporaryDirectory(prefix="weights-", dir=out.parent) as weights:
             built: dict[str, Any] = run_in_child(
                 "accel.converters.to_tensorrt.build:build",
@@ -200,7 +203,7 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 
 
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
-    """Returns the error in an engine file as one line, or None. Needs no GPU.
+    """Checks an engine file, and returns a line that describes the problem, or None. Needs no GPU.
 
     First compares the file's sha256 with the manifest beside the file, if present. Only the comparison with the
     manifest finds a flipped bit in the weights. After the comparison, ``toolkit`` reads the file in a child process. By

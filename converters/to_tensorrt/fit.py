@@ -53,7 +53,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # uint8 with zero point 128 has the scale of symmetric int8
+        if self.low == 0 and (offset == 128).all():  # symmetric int8 has the same scale as uint8 with zero point 128
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -63,11 +63,11 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     """Rewrites the quantization and the float64 parts of the ONNX model ``src`` for TensorRT.
 
     An int32 bias becomes a float bias with the same values. Uint8 and asymmetric int8 become symmetric int8. The change
-    from uint8 to int8 is exact for zero point 128. For other zero points, the scale becomes coarser, and the gate
-    compares the outputs. Nodes in float64 become float32, because TensorRT would silently compute them in float32. If
-    an input or output of the model is float64, nodes in float64 stay unchanged. The notes count the changed ``biases``,
-    ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises
-    ``NotFitted`` if the result fails the checker.
+    from uint8 to int8 is exact for zero point 128. For other zero points, the scale becomes coarser, which changes the
+    outputs a little. The gate checks the change. Nodes in float64 become float32, because TensorRT would silently
+    compute them in float32. If an input or output of the model is float64, nodes in float64 stay unchanged. The notes
+    count the changed ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64
+    were changed. Raises ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # If the model computes in float64, its local functions are inlined, so that the nodes inside them can be rewritten.
@@ -122,8 +122,9 @@ class _Fit:
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # The outputs of the nodes to remove.
-        self.before: dict[str, onnx.NodeProto] = {}  # Maps the output of a node to a new node before that node.
-        for node in graph.node:  # A DequantizeLinear without a zero point reads the dtype of its QuantizeLinear.
+        # Maps the output of a node to the new node that is inserted before the node.
+        self.before: dict[str, onnx.NodeProto] = {}
+        for node in graph.node:  # A DequantizeLinear without a zero point has the dtype that QuantizeLinear writes.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 
@@ -191,8 +192,9 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Inserts a Relu before ``node``. With zero point 0, a quantization to uint8 cuts off negative values, so
-        quantizers leave out the Relu before the quantization."""
+        """Inserts a Relu before ``node``. A quantization to uint8 with zero point 0 cuts off negative values, so
+        quantizers remove the Relu before the quantization. A quantization to int8 keeps negative values and needs the
+        Relu."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name

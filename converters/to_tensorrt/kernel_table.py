@@ -72,8 +72,8 @@ def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _split_sides(rest: str) -> tuple[str, str]:
-    """Returns the texts of the fields Inputs and Outputs. A text ends at the next field name, because brackets may be
-    nested."""
+    """Returns the texts of the fields Inputs and Outputs. Each text is read up to the name of the next field, because
+    the first closing bracket may be an inner bracket."""
     inputs = rest.partition("Inputs: ")[2].partition("], Constants: ")[0].partition("], Outputs: ")[0]
     outputs = rest.partition("Outputs: ")[2].partition("], TacticName: ")[0]
     return inputs, outputs

@@ -27,7 +27,7 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # Copied from accel.kernels.onnx.function, because importing that module loads torch.
+DOMAIN = "accel"  # The same value as in accel.kernels.onnx.function, whose import would load torch.
 # The library's plugins. The options in an operator's name become fields of the plugin.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
@@ -40,9 +40,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
-    """``operator`` is a name in the domain ``accel``. ``nodes`` is the number of nodes with this choice.
-    ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` tells why the operator uses its
-    function body."""
+    """``operator`` is a name in the domain ``accel``. ``nodes`` is the number of the operator's nodes that use the
+    implementation ``by``. ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` tells why the
+    operator uses its function body."""
 
     operator: str
     nodes: int

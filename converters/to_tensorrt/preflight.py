@@ -59,9 +59,9 @@ def preflight(
 ) -> list[Refusal]:
     """Returns every node of ``path`` that TensorRT refuses or silently computes in another dtype.
 
-    ``capabilities`` lists the GPUs to build for. ``supported`` is the result of ``ask_parser``, and may be empty.
-    ``read`` is the model of the file if the caller has already loaded it. Raises ``InvalidModel`` if ``path`` is not an
-    ONNX file.
+    ``capabilities`` lists the GPUs to build for. ``supported`` is the result of ``ask_parser``, and may be empty. If
+    the caller has already loaded the model, ``read`` is this model. Raises ``InvalidModel`` if ``path`` is not an ONNX
+    file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
@@ -106,7 +106,7 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
     )
 
     trt = load_toolkit(toolkit)
-    if offered := offered_capabilities(trt):  # an empty list means that the toolkit builds only for this machine's GPU
+    if offered := offered_capabilities(trt):  # if ``offered`` is empty, the toolkit builds only for this machine's GPU
         choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
     return known_operators(trt, trt.Builder(logger), logger, read_proto(path))

@@ -41,7 +41,8 @@ class InputShapes:
         return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
 
     def range(self, axis: int, step: int = 1) -> DimRange:
-        """Returns the range of sizes of an axis. Raises ``BadInputSpec`` if a size is not a multiple of ``step``."""
+        """Returns a range with the sizes of an axis at min, opt and max. Raises ``BadInputSpec`` if a size is not a
+        multiple of ``step``."""
         try:
             return DimRange(self.min[axis], self.opt[axis], self.max[axis], step)
         except BadInputSpec as error:
@@ -147,8 +148,8 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
     """Raises ``BadInputSpec`` if a dynamic input isn't in ``given``. The error lists the shapes that the user has to
     add.
 
-    ``dims`` has the ranges of the dims that occur in the given inputs. The listed shapes use these ranges. For a dim
-    that is not in ``dims``, the listed shapes use the range in the signature.
+    The listed shapes use the ranges in ``dims``, which come from the inputs in ``given``. For a dim that is not in
+    ``dims``, the listed shapes use the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

@@ -22,9 +22,9 @@ def check_onnx(
     """Raises an error if TensorRT can't build an engine from the ONNX file ``path``. ``model`` is the result of
     ``read_proto(path)``.
 
-    Raises ``InvalidModel`` if the ONNX checker refuses the file, because TensorRT reads an empty file or a text file as
-    an empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes in another
-    dtype.
+    Raises ``InvalidModel`` if the ONNX checker refuses the file. TensorRT itself doesn't refuse an empty file or a text
+    file, but reads an empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently
+    computes in another dtype.
     """
     import onnx
 

@@ -24,8 +24,8 @@ _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
     """Replaces the second input of each node in ``nodes`` with the transposed weight.
 
-    Puts all weight files into ``folder``. Returns a path in ``folder``. A parser that gets this path with the changed
-    model finds the weight files.
+    Puts all weight files into ``folder``. Returns a path in ``folder``, which tells TensorRT's parser the folder of the
+    weight files.
 
     ``model`` was read from ``source``. The second input of each node has to be an initializer of rank 2 with a dtype of
     one or two bytes. An initializer is removed if no other node uses the initializer. The function loads only one
