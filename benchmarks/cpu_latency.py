@@ -46,7 +46,7 @@ GOAL_SPEEDUP, GOAL_LOSS = 7.0, 0.01
 
 
 def main() -> None:
-    """Measures the requested rows, or all rows without a result."""
+    """Measures the requested rows (all rows by default) that have no result yet."""
     parser = row_arguments(__doc__, "resnet50-b8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=30.0, help="in which rounds go on while an interval is wide")

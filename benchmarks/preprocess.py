@@ -63,7 +63,7 @@ ROWS = {
 
 
 def main() -> None:
-    """Measures the requested rows, or all rows without a result."""
+    """Measures the requested rows (all rows by default) that have no result yet."""
     parser = row_arguments(__doc__, "digits")
     parser.add_argument("--rounds", type=int, default=200)
     asked = parser.parse_args()

@@ -258,7 +258,9 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
     try:
         for shape, words in (((1, 3, 33, 32), "33 in dim 'height'"), ((1, 3, 32, 20), "20 in dim 'width'")):
-            with pytest.raises(ServeError, match=f"has the size {words}, but model 'unet' takes multiples of") as caught:
+            with pytest.raises(
+                ServeError, match=f"has the size {words}, but model 'unet' takes multiples of"
+            ) as caught:
                 call(np.zeros(shape, np.float32), queue.Queue())
             assert caught.value.code is Code.INVALID_ARGUMENT
         x = np.random.default_rng(2).standard_normal((2, 3, 28, 32)).astype(np.float32)

@@ -283,7 +283,9 @@ FORMATS: dict[str, Case] = {
         says="the chain is broken at",
     ),
     "a tflite of text": exported(make.raw("net.tflite", b"no flatbuffer" * 9), "not a TFLite file", "net.tflite"),
-    "half a tflite": exported(make.truncated("nmp.tflite", to="net.tflite"), "(convert|save) the model again", "net.tflite"),
+    "half a tflite": exported(
+        make.truncated("nmp.tflite", to="net.tflite"), "(convert|save) the model again", "net.tflite"
+    ),
     "a tflite, bits turned around": exported(make.flipped("nmp.tflite", 4, bits=400), "", "nmp.tflite", None),
     "a Keras file of text": exported(make.raw("net.keras", b"no archive" * 9), "net.keras", "net.keras"),
     "a Keras file with code": exported(
