@@ -69,8 +69,7 @@ def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
     unknown key or a value of the wrong type.
     """
     if not isinstance(body, Mapping):
-        table = where.rstrip(".")
-        raise BadConfig(f"the config key {table} has to be a table, but is {body!r}; write [{table}]")
+        raise BadConfig(f"the config key {where[:-1]} has to be a table, but is {body!r}; write [{where[:-1]}]")
     hints = typing.get_type_hints(kind)
     unknown = [key for key in body if key not in hints]
     if unknown:
