@@ -178,9 +178,9 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first to get the reference outputs. The twin, a second process of the baseline, is
-        # loaded last. The process that is loaded last tends to be 1% or 2% faster. Because the twin is loaded last, the
-        # baseline's times and the noise floor include the advantage of the last process.
+        # The baseline is loaded first to get the reference outputs. The process that is loaded last tends to be 1% or
+        # 2% faster, so a second process of the baseline is loaded last. No candidate gets this advantage, and the noise
+        # floor, the difference between the two processes of the baseline, includes the advantage.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None

@@ -15,8 +15,8 @@ from . import page
 from .columns import as_text, fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# If the outputs of two models have a cosine similarity below this value, the weights of the models differ. Even the
-# outputs of a badly quantized model and of its source model have a cosine similarity above this value.
+# If the outputs of two models have a cosine similarity below this value, the models have different weights. A badly
+# quantized model stays above this value when its outputs are compared with the outputs of its source model.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:

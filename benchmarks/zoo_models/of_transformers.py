@@ -52,8 +52,8 @@ _SMALL = {
 # Maps each model that ONNX can't express to a text that the error message of accel.export must contain. The text
 # encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# The zoo first reduces all sizes of an architecture. If the reduced sizes don't fit together, the zoo reduces only the
-# sizes in this list.
+# The zoo first reduces all sizes in a model's config. If transformers refuses the reduced config, the zoo reduces only
+# the sizes whose names contain a word of this list.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 

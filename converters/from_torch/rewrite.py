@@ -159,8 +159,8 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
     returns the rewrite of this expression."""
     whole: ast.AST = chain[0]
     index_of: ast.Subscript | ast.Call | None = None
-    # Except for sqrt, no exporter can record a function of ``math`` on a tensor. On a number from ``item()``,
-    # torch.export can record the functions in ``_FOLLOWED``.
+    # Except for sqrt, no exporter can record a function of ``math`` on a tensor. torch.export
+    # records the functions in ``_FOLLOWED`` if their argument is a number from ``item()``.
     certain = isinstance(whole, ast.Call) and module_function(whole)[0] == "math" and function_name(whole) != "sqrt"
     for child, one in pairwise(chain):
         if isinstance(one, ast.Call) and child is not one.func:

@@ -231,7 +231,7 @@ def test_several_feeds_are_run_equally_often() -> None:
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the benchmark runs further rounds if an interval is too wide and the time budget isn't used up."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # The test replaces ``is_narrow``, because its result depends on the measured times, even if the target width is 0.
+    # Even if the target width is 0, the result of ``is_narrow`` depends on the measured times. So the test replaces it.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def foreign(path: Path, zero: int = 128) -> Artifact:
-    """Makes a model that another toolkit might quantize, with uint8 activations, uint8 weights and a quantized bias."""
+    """Makes an int8 model as other toolkits write it, with uint8 activations, uint8 weights and a quantized bias."""
     weight = RNG.integers(0, 256, (8, 8)).astype(np.uint8)
     return artifact(
         path,

@@ -116,8 +116,8 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
-    """Checks that the reference runs learn. Also checks that each special setting changes the losses: clipping,
-    rounding, an uneven last batch, and packing. Otherwise, ``test_parity`` would prove nothing."""
+    """Checks that the reference runs learn. Also checks that clipping, rounding, an uneven last batch and packing
+    each change the losses. Otherwise, ``test_parity`` would prove nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
