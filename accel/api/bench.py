@@ -65,9 +65,9 @@ def bench(
     first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate uses the threads and streams that its manifest records. If the manifest doesn't
-    record them, the candidate uses one stream, and one thread for each core that this process may use. With several streams, the report
-    compares throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of
+    candidate uses the threads and streams that its manifest records. If the manifest doesn't record them, the candidate
+    uses one stream, and one thread for each core that this process may use. With several streams, the report compares
+    throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of
     ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that

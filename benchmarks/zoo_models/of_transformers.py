@@ -53,7 +53,7 @@ _SMALL = {
 # encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
 # The zoo first reduces all sizes in a model's config. If transformers refuses the reduced config, the zoo reduces only
-# the sizes whose names contain a word of this list.
+# the sizes whose names end with a word of this list.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 

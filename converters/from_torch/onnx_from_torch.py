@@ -140,8 +140,8 @@ def _name(src: Artifact) -> str:
 
 
 def _read(src: Artifact, said: Sequence[warnings.WarningMessage]) -> list[Place]:
-    """Returns the lines of the model's source code that read values of the inputs. ``said`` has the warnings of the older exporter,
-    which also warns about sizes that depend on values."""
+    """Returns the lines of the model's source code that read values of the inputs. ``said`` has the warnings of the
+    older exporter, which also warns about sizes that depend on values."""
     with _quiet():
         return places(named(src), example(src), said)
 

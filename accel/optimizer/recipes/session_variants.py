@@ -11,9 +11,9 @@ from ..measure.workload import Objective
 def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
     """Returns copies of ``row`` with different session options. The copies that are probably faster come first. Returns
     no copies if the runtime has no options to vary. If the objective is latency, the copies have fewer threads, graph
-    optimizations that keep the tensor layout, or idle threads that sleep. Fewer threads help small models, which spend most of their time
-    on distributing work to threads. Some convolutions are faster if graph optimizations keep the tensor layout. For
-    throughput, the copies use several streams, and each stream runs whole requests.
+    optimizations that keep the tensor layout, or idle threads that sleep. Fewer threads help small models, which spend
+    most of their time on distributing work to threads. Some convolutions are faster if graph optimizations keep the
+    tensor layout. For throughput, the copies use several streams, and each stream runs whole requests.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
     if options is None:

@@ -121,7 +121,8 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
     """Checks the errors for one-hot labels, for float class numbers, and for class numbers that start at 1. Each error
-    must say which labels to save. The error for labels that match none of these forms must not suggest labels to save."""
+    must say which labels to save. The error for labels that match none of these forms must not suggest labels to
+    save."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 
