@@ -93,7 +93,9 @@ def optimize(
 
     Quality:
 
-    - ``data``: samples for calibration and comparison, in an .npz file or a folder of .npz files.
+    - ``data``: samples for calibration and comparison: an .npz file, a folder of .npz files, a batch, or an iterable of
+      batches such as a ``DataLoader``. A batch is an array, a dict of arrays, or a tuple of arrays in the order of the
+      inputs.
     - ``metric``: a function ``f(outputs, data) -> float``, or the function's name as ``module:function``. Higher is
       better. The metric is computed on ``eval_data`` (default: ``data``).
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
