@@ -29,9 +29,10 @@ $(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/demo-ready  ## train one model, take another's weights: measured artifacts and engines
 	$(BIN)/python -m accel.examples.demo demo
 
-# Three workers keep two cores busy, because many tests wait for processes that they started.
+# Training has processes of its own: it forks ranks, which must not inherit the thread pools of five runtimes.
 test: $(VENV)/ready $(OLD)/ready  ## run the suite
-	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 3 --dist loadfile
+	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/accel/train
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/accel/train
 
 # Some 1,100 tests of all parts that need neither an export nor a process of their own.
 FAST := $(addprefix tests/accel/, tables runtimes test_signature.py test_stage.py test_spelling.py test_cpu_limit.py \
