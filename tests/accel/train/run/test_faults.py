@@ -181,8 +181,12 @@ def _unreadable(index: int) -> int:
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
     """Checks that the message shows the error of the sample, not the truncated traceback of a data loader's process."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
+    before = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
+    # The loader has set a handler for SIGCHLD. If this process also holds threads of other runtimes, a later SIGCHLD can
+    # end the process.
+    signal.signal(signal.SIGCHLD, before)
     leave(tmp_path, 0, caught.value)
     said = str(first_errors(tmp_path, [0], 1))
     assert said.startswith("ValueError: sample 0 is cut short (in a process of the loader); the tracebacks are in")
