@@ -184,8 +184,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
-    # The loader has set a handler for SIGCHLD. If this process also holds threads of other runtimes, a later SIGCHLD can
-    # end the process.
+    # The loader has set a handler for SIGCHLD. In a process with threads of other runtimes, a later SIGCHLD could end
+    # the process.
     signal.signal(signal.SIGCHLD, before)
     leave(tmp_path, 0, caught.value)
     said = str(first_errors(tmp_path, [0], 1))
