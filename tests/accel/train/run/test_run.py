@@ -234,18 +234,22 @@ def _plain(config: TrainConfig) -> dict[str, object]:
 # Each rank raises a different error. The second rank ignores SIGTERM, waits for the first rank's error file, and then
 # raises an error of its own.
 _TWO_FAIL = """
-
-import signal
-import time
+import signal, time
 from pathlib import Path
 
+def wait_for(file):
+    deadline = time.monotonic() + 20
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
 def fails(outputs, targets):
+    folder = Path(__file__).parent
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        first, deadline = Path(__file__).parent / "run/errors/rank-0.json", time.monotonic() + 20
-        while not first.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        (folder / "ready").touch()
+        wait_for(folder / "run/errors/rank-0.json")
         raise ValueError("the disk of this rank is gone")
+    wait_for(folder / "ready")  # before this moment, the end of rank 0 would also end rank 1
     raise KeyError("a label nobody knows")
 """
 
