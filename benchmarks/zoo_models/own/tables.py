@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .case import Case
+from ..case import Case
 
 
 class Bag(nn.Module):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from .case import Case
+from ..case import Case
 
-_MODULES = ("own_tables", "own_sequences", "own_images", "own_control")
+_MODULES = ("tables", "sequences", "images", "control")
 
 
 def _all() -> dict[str, Callable[[], Case]]:
     found: dict[str, Callable[[], Case]] = {}
     for module in _MODULES:
-        found |= importlib.import_module(f"zoo_models.{module}").MODELS
+        found |= importlib.import_module(f"zoo_models.own.{module}").MODELS
     return found
 
 

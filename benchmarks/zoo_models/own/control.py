@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .case import Case
+from ..case import Case
 
 
 class Cond(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import Case
+from ..case import Case
 
 
 def conv(a: int, b: int, stride: int = 1) -> nn.Sequential:

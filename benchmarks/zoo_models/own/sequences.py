@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .case import Case
+from ..case import Case
 
 
 class Tagger(nn.Module):
