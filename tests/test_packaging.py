@@ -70,8 +70,8 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """In this test, the checkout's links are text files, because git writes text files if its support for links is off.
-    Checks that the error of ``import accel`` names the git setting to change."""
+    """Checks that the error of ``import accel`` names the git setting to change if the checkout's links are text files.
+    Git writes text files if its support for links is off."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()

@@ -85,11 +85,14 @@ class StepLog:
             stream.write(json.dumps(body) + "\n")
 
 
-def _board(folder: Path) -> Any:
-    # TensorBoard imports TensorFlow if TensorFlow is installed. The import takes seconds and prints warnings, and
-    # scalars don't need TensorFlow. With a module ``tensorboard.compat.notf``, TensorBoard uses its own stub instead of
-    # TensorFlow.
+def keep_tensorflow_out() -> None:
+    """Makes TensorBoard use its own stub instead of importing TensorFlow. The import of TensorFlow would take seconds
+    and print warnings, and scalars don't need TensorFlow."""
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+
+
+def _board(folder: Path) -> Any:
+    keep_tensorflow_out()
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -111,8 +111,8 @@ if __name__ == "__main__":
 
 
 def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(tmp_path: Path, own_cache: Path) -> None:
-    """In this test, a stage swallows the exception of Ctrl-C. Checks that accel ends the run after this stage, and
-    doesn't cache the stage's result."""
+    """Checks that accel ends the run after a stage that swallows the exception of Ctrl-C, and doesn't cache the stage's
+    result."""
     onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "a.onnx")
     (tmp_path / "deaf.py").write_text(DEAF)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -145,8 +145,8 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this test, the config names a model factory, and doesn't give the model's shape. Checks that the plan counts
-    the model's parameters and measures its activations."""
+    """Checks that the plan of a model factory counts the model's parameters and measures its activations. The config
+    doesn't give the model's shape."""
     source = tmp_path / "made.py"
     source.write_text(
         "import torch\n"

@@ -111,8 +111,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """In this test, a factory declares no inputs. Verify and bench must use the inputs and ranges that the other model
-    declares. The net fails outside the ranges, for example at 12 positions or with token 20."""
+    """Checks that verify and bench take the inputs and ranges of a factory without declared inputs from the other
+    model. The net fails outside the ranges, for example at 12 positions or with token 20."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"

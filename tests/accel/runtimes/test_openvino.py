@@ -221,10 +221,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """In this test, each input has a valid shape, but the matrix product can't multiply the two shapes. Checks that the
-    user sees an accel error instead of OpenVINO's own error, and that the session can run again. Without accel's
-    checks, OpenVINO with one thread would return the outputs of the run before, and a bfloat16 session could never run
-    again."""
+    """Checks that the user sees an accel error instead of OpenVINO's own error if a matrix product can't multiply two
+    valid input shapes. The session must be able to run again. Without accel's checks, OpenVINO with one thread would
+    return the outputs of the run before, and a bfloat16 session could never run again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])

@@ -314,8 +314,8 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
 
 
 def test_a_failed_growth_loses_no_memory() -> None:
-    """In this test, a buffer can't grow, because the GPU has too little memory. Fails if accel frees the old buffer
-    twice, or still counts it as allocated."""
+    """Fails if accel frees a buffer twice, or still counts the freed buffer as allocated, when a larger buffer doesn't
+    fit into the GPU's memory."""
     cuda = FakeCuda(limit=4096)
     memory = DeviceMemory(cuda)
     memory.device("x", 1000)

@@ -106,9 +106,9 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this test, bench compares an artifact with a source. Checks the error about a size outside a dim's range. If
-    the range is from the artifact, the error must name the artifact and say how to widen the range. If the user
-    declared the range for the source, the error must name the source."""
+    """Checks the error of bench about a size outside a dim's range, for an artifact and a source. If the range is from
+    the artifact, the error must name the artifact and say how to widen the range. If the user declared the range for
+    the source, the error must name the source."""
 
     def declare(most: int) -> None:
         made = Source(model).open()

@@ -256,8 +256,8 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """In this test, the overflow search doesn't read the sample that overflows. Fails if ``OutputGate`` misses an
-    overflow in the first 16 samples, or if ``Judge`` misses an overflow in the first 128 samples."""
+    """Fails if ``OutputGate`` misses an overflow in the first 16 samples, or if ``Judge`` misses an overflow in the
+    first 128 samples. The overflow search doesn't read the sample that overflows."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

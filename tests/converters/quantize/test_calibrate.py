@@ -175,8 +175,8 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
-    """In this test, a model has a fixed batch of two, and the data has five samples. Checks that the model gets two
-    batches of two samples, and not the fifth sample."""
+    """Checks that a model with a fixed batch of two gets two batches of two from five samples, and not the fifth
+    sample."""
     signature = Signature((TensorSpec("x", "float32", (2, 3)),))
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 3)))
     assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]

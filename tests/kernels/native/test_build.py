@@ -137,7 +137,7 @@ def test_the_next_build_clears_up_after_a_killed_one(start: Start, cache: Path) 
 
 
 def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
-    """Fails if dispatch loads the library that `accel kernels check` compiles. The check's library has no GEMM."""
+    """Fails if dispatch loads the library that `accel kernels check` compiles, because this library has no GEMM."""
     mine = build.build(["sm_90a"], units=["sm90_fp16"])
     proof = check._hand_written(lambda _message, _fraction: None)
     assert proof.passed is False, "what the stand-in writes is no library"

@@ -23,8 +23,8 @@ from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Checks that accel derives the same config from a model file as Triton. The config that Triton derives enables
-    batching and leaves the batch out of the dims."""
+    """Checks that accel derives the same config from a model file as Triton does. Triton's config enables batching and
+    leaves the batch out of the dims."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")

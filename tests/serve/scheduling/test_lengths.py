@@ -224,8 +224,8 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
 
 
 def test_sizes_are_part_of_the_cost() -> None:
-    """In this test, each run must have eight rows. Checks that the scheduler counts the cost of all eight rows, and
-    that a padding row is a copy of a valid row."""
+    """Checks that the scheduler counts the cost of all eight rows if each run must have eight rows, and that a padding
+    row is a copy of a valid row."""
     executor, session, _ = by_length(allowed=(8,))
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
     run_all(executor)

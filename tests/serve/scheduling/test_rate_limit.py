@@ -167,8 +167,7 @@ def test_many_threads() -> None:
 
 
 def test_who_gave_up_waiting_keeps_nothing() -> None:
-    """In this test, a model's request expires while it waits for a resource. Fails if the model still blocks other
-    models afterwards."""
+    """Fails if a model still blocks other models after its request expired while waiting for a resource."""
     limiter = RateLimiter()
     running, released = threading.Semaphore(0), threading.Event()
     holder = FakeSession()

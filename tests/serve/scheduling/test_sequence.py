@@ -242,8 +242,8 @@ def test_cancelling_a_step() -> None:
 
 
 def test_a_start_that_is_cancelled_begins_nothing() -> None:
-    """In this test, a request that starts a sequence is canceled while it waits. Checks that the next step is refused
-    and doesn't continue the previous sequence."""
+    """Checks that the next step is refused, and doesn't continue the previous sequence, if the request that starts a
+    sequence is canceled while it waits."""
     executor, _, _ = make()
     first, second = (Caller(executor, step(1, x, "s")) for x in (1, 5))
     second.ticket.cancel()

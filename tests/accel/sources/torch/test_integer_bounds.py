@@ -79,8 +79,8 @@ def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_a_live_model_are_found(net: str) -> None:
-    """In this test, a model takes the lengths of sequences as an input, and the user declares no bounds for this input.
-    Fails if accel refuses the model, or exports the model without bounds."""
+    """Fails if accel refuses a model that takes the lengths of sequences as an input, or exports the model without
+    bounds. The user declares no bounds for this input."""
     example = (torch.randint(0, 20, (3, 12)), torch.tensor([3, 12, 7]))
     dynamic = {"ids": {0: "batch", 1: "length"}, "lengths": {0: "batch"}}
     made = accel.Source(live(net), example=example, dynamic=dynamic).open()

@@ -32,8 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
-    """In this test, the best checkpoint was never written, is damaged, or is the best for another metric. Checks that
-    the run no longer names this checkpoint as the best, and marks the next evaluated step as the best."""
+    """Checks that a run no longer names its best checkpoint if this checkpoint was never written, is damaged, or is the
+    best for another metric. The run must mark the next evaluated step as the best."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})

@@ -236,9 +236,8 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str, Any]], world: int) -> None:
-    """In this test, one rank's shard of the newest checkpoint is damaged. Checks that all ranks name the damaged file,
-    and resume from the same older checkpoint. Also fails if the losses after the resume differ from the losses of the
-    first run."""
+    """Checks that all ranks name the damaged file, and resume from the same older checkpoint, if one rank's shard of
+    the newest checkpoint is damaged. Also checks that the losses after the resume equal the losses of the first run."""
     for rank in results[world]["ranks"]:
         seen = rank["damaged"]
         assert seen["step"] == 1
@@ -249,9 +248,8 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
-    """In this test, two ranks save AdamW's moments and the float32 copies of the weights, and four ranks load them.
-    Checks that the loaded values are bit-identical. The next losses must equal the losses of a run that never stopped,
-    except for bfloat16's rounding error."""
+    """Checks that four ranks load AdamW's moments and the float32 copies of the weights that two ranks saved, bit for
+    bit. The next losses must equal the losses of a run that never stopped, except for bfloat16's rounding error."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
