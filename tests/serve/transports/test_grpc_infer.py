@@ -26,7 +26,7 @@ X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 @pytest.fixture
 def process(repository: Path, start: Start) -> ServingProcess:
-    return start(repository)
+    return start(repository, grpc_threads=64)  # more than the 32 calls that a test sends at once
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_the_callback_client(client: Any) -> None:
     answers = {}
     for _ in range(32):
         result, error = found.get(timeout=30)
-        assert error is None
+        assert error is None, str(error)
         answers[result.get_response().id] = result.as_numpy("y")
     assert len(answers) == 32
     for i in range(32):
