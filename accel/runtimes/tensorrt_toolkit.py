@@ -108,6 +108,16 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
     return [offered[text] for text in dict.fromkeys(asked)]
 
 
+def check_this_gpu(toolkit: str, offered: dict[str, Any], capability: str) -> None:
+    """Raises ``UnsupportedHere`` if the toolkit has no engines for a GPU of the given compute capability, such as
+    ``9.0``. TensorRT-RTX has no engines for most data-center GPUs, but builds for these GPUs without an error."""
+    if offered and capability not in offered:
+        raise UnsupportedHere(
+            f"{toolkit} has no engines for the GPU of this machine (compute capability {capability}); build with "
+            f"{option('target', 'tensorrt')}, or for another GPU with {option('compute_capabilities', ['8.6'])}"
+        )
+
+
 class Log:
     """Collects a toolkit's messages: errors, warnings, and the most recent list of an engine's layers."""
 
@@ -141,9 +151,11 @@ def make_logger(trt: Any, log: Log) -> Any:
     return Logger()
 
 
-def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
+def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes, *, for_any_gpu: bool = False) -> str | None:
     """Returns the problems that the toolkit finds in an engine's header. Returns None if the header has no problems, or
     if the toolkit can't check headers. Without a GPU, the toolkit finds only malformed headers.
+
+    If ``for_any_gpu`` is true, an engine for other GPUs than this machine's is no problem.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None
@@ -151,7 +163,8 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
     log.errors.clear()
     _, found = runtime.get_engine_validity(header)
     members = getattr(trt.EngineInvalidityDiagnostics, "__members__", {})
-    reasons = [text for name, text in DIAGNOSTICS.items() if name in members and int(found) & int(members[name])]
+    asked = [name for name in DIAGNOSTICS if name in members and not (for_any_gpu and name == "UNSUPPORTED_CC")]
+    reasons = [DIAGNOSTICS[name] for name in asked if int(found) & int(members[name])]
     return " and ".join(reasons) or None
 
 

@@ -15,6 +15,7 @@ from accel.progress import report
 from accel.runtimes.cuda_memory import device_capability
 from accel.runtimes.tensorrt_toolkit import (
     Log,
+    check_this_gpu,
     choose_capabilities,
     engine_problem,
     field_dtype,
@@ -73,7 +74,11 @@ def build(
 
     def body() -> dict[str, Any]:
         trt = load_toolkit(toolkit)
-        members = choose_capabilities(toolkit, offered_capabilities(trt), tuple(capabilities))
+        offered = offered_capabilities(trt)
+        members = choose_capabilities(toolkit, offered, tuple(capabilities))
+        here = _capability()
+        if here is not None and not capabilities:
+            check_this_gpu(toolkit, offered, here)
         report(f"{toolkit}: checking the model", 0.0)
         log = Log()
         logger = make_logger(trt, log)
@@ -103,7 +108,8 @@ def build(
         if data is None:
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
-        if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
+        elsewhere = bool(capabilities) and here not in capabilities
+        if problem := engine_problem(trt, Log(), trt.Runtime(logger), content, for_any_gpu=elsewhere):
             raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it can't load: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
@@ -136,8 +142,10 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     data = path.read_bytes()
     if not data:
         return "the file is empty"
-    if problem := engine_problem(trt, log, runtime, data):
+    if problem := engine_problem(trt, log, runtime, data, for_any_gpu=True):
         return problem
+    if engine_problem(trt, log, runtime, data):  # the engine is for other GPUs, so this GPU can't load it
+        return None
     capability = _capability() if plugins else None
     # Without a GPU, the right plugin library is unknown. A missing library is reported when the engine is run.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):

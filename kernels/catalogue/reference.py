@@ -155,7 +155,8 @@ def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, t
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)
-    scale = (largest / QMAX[dtype]).clamp(min=SMALLEST_SCALE)
+    # The divisor is a tensor, because PyTorch multiplies by the reciprocal of a number on a GPU, which rounds twice.
+    scale = (largest / torch.full_like(largest, QMAX[dtype])).clamp(min=SMALLEST_SCALE)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     ratio = (wide / scale[:, None]).clamp(-QMAX[dtype], QMAX[dtype])
     if dtype == "int8":

@@ -1,4 +1,4 @@
-"""Makes small models that several engine tests build."""
+"""Makes small models that several engine tests build, and chooses the toolkit for this machine's GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,29 @@ from onnx import TensorProto, helper, numpy_helper
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
+from accel.errors import MissingExtra, UnsupportedHere
+from accel.runtimes.base import RUNTIMES
+from accel.runtimes.cuda_memory import device_capability
+from accel.runtimes.tensorrt_toolkit import check_this_gpu, load_toolkit, offered_capabilities
 from accel.signature import DimRange
 from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
 
 FLOAT = TensorProto.FLOAT
+NEEDS_TOOLKIT = "needs [tensorrt] and an NVIDIA GPU, or [tensorrt-rtx] and an RTX GPU"
+
+
+def toolkit_of_this_gpu() -> str | None:
+    """Returns the toolkit whose engines run on this machine's GPU, or None."""
+    if RUNTIMES["tensorrt"].runnable():
+        return "tensorrt"
+    if not RUNTIMES["tensorrt-rtx"].runnable():
+        return None
+    try:
+        check_this_gpu("tensorrt-rtx", offered_capabilities(load_toolkit("tensorrt-rtx")), device_capability())
+    except (UnsupportedHere, MissingExtra):
+        return None
+    return "tensorrt-rtx"
 
 
 def save(

@@ -71,15 +71,15 @@ class Stage(nn.Module):
 class _Place(PipelineStage):
     """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Before the first step, torch runs the module once to learn the shapes. In this run, the
-    input of every stage except the first is uninitialized memory. After the run, the module's buffers get their
-    previous values back.
+    Before the first step, torch calls ``_prepare_forward_infra``, which runs the module once to learn the shapes. In
+    this run, the input of every stage except the first is uninitialized memory. After the run, the module's buffers get
+    their previous values back.
     """
 
-    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         try:
-            return super()._compute_outputs(*args, module=module, **kwargs)
+            return super()._prepare_forward_infra(*args, **kwargs)
         finally:
             for buffer, value in before:
                 buffer.data.copy_(value)  # writes through .data, so that autograd doesn't see a change

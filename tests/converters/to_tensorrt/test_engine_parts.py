@@ -14,7 +14,13 @@ from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, 
 from accel.converters.to_tensorrt.kernel_table import parse_layers, summary
 from accel.errors import BadInputSpec, UnknownName, UnsupportedHere
 from accel.runtimes.engine_options import engine_option_words, parse_engine_options
-from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabilities
+from accel.runtimes.tensorrt_toolkit import (
+    Log,
+    check_this_gpu,
+    choose_capabilities,
+    engine_problem,
+    offered_capabilities,
+)
 
 
 @pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
@@ -52,6 +58,25 @@ def test_capabilities_are_probed_on_the_toolkit() -> None:
     assert choose_capabilities("tensorrt-rtx", offered_capabilities(rtx), ("8.6", "7.5", "8.6")) == [86, 75]
     with pytest.raises(UnsupportedHere, match="builds engines only for the GPU"):
         choose_capabilities("tensorrt", {}, ("8.6",))
+    check_this_gpu("tensorrt-rtx", offered_capabilities(rtx), "8.6")
+    check_this_gpu("tensorrt", {}, "9.0")
+    with pytest.raises(UnsupportedHere, match=r"tensorrt-rtx has no engines for the GPU of this machine .*9\.0"):
+        check_this_gpu("tensorrt-rtx", offered_capabilities(rtx), "9.0")
+
+
+def test_an_engine_for_other_gpus_is_no_problem() -> None:
+    """Fails if a machine with a GPU can't build an engine for another GPU, because its own GPU can't load the engine.
+    Also fails if the flag hides another problem of the engine."""
+    members = {"UNSUPPORTED_CC": 2, "OLD_CUDA_DRIVER": 4}
+    trt = SimpleNamespace(EngineInvalidityDiagnostics=SimpleNamespace(__members__=members))
+
+    def problem(found: int, **flag: bool) -> str | None:
+        runtime = SimpleNamespace(get_engine_validity=lambda _header: (None, found))
+        return engine_problem(trt, Log(), runtime, b"engine", **flag)
+
+    assert problem(2) == "it was not built for the compute capability of this GPU"
+    assert problem(2, for_any_gpu=True) is None
+    assert problem(6, for_any_gpu=True) == "the CUDA driver is too old for it"
 
 
 LISTING = "\n".join(

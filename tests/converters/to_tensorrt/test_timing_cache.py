@@ -146,7 +146,7 @@ def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "read_proto": lambda _: onnx.ModelProto(),
         "_parse": lambda *_: network,
         "_config": lambda *_: config,
-        "engine_problem": lambda *_: None,
+        "engine_problem": lambda *_, **__: None,
         "device_capability": lambda: "9.0",
     }.items():
         monkeypatch.setattr(tensorrt_build, name, value)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from accel.runtimes.base import has_nvidia_gpu
@@ -77,6 +78,9 @@ def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs the extra [cuda]"
+)
 def test_on_the_gpu(tmp_path: Path, start: Start) -> None:
     """Checks that KIND_GPU loads the model on the GPU, and doesn't change the model's answers."""
     assert has_nvidia_gpu()

@@ -17,6 +17,7 @@ import accel
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.runtimes import base
 from accel.signature import DimRange, Signature, TensorSpec
+from tests.support.engine_models import NEEDS_TOOLKIT, toolkit_of_this_gpu
 from tests.support.serving import WEIGHTS, Start, ask, client, linear
 
 
@@ -131,6 +132,7 @@ def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(toolkit_of_this_gpu() is None, reason=NEEDS_TOOLKIT)
 def test_an_engine(tmp_path: Path, serve: Any) -> None:
     """Checks that an engine gives the same answers as the original ONNX model for batch sizes of the engine's
     profile."""
@@ -138,7 +140,8 @@ def test_an_engine(tmp_path: Path, serve: Any) -> None:
     from accel.sources.onnx.file import open_onnx
     from accel.stage import run_stage
 
-    toolkit = "tensorrt-rtx" if base.RUNTIMES["tensorrt-rtx"].installed else "tensorrt"
+    toolkit = toolkit_of_this_gpu()
+    assert toolkit is not None
     source = open_onnx(linear(tmp_path / "source"), dims={"batch": DimRange(1, 2, 8)})
     folder = tmp_path / "models" / "linear" / "1"
     folder.mkdir(parents=True)
