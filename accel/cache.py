@@ -49,20 +49,25 @@ def kept_folder() -> Path | None:
 _DEFAULT_GIGABYTES = 20.0
 
 
+def users_cache() -> Path:
+    """Returns the path of the user's cache: ``$ACCEL_CACHE_DIR``, or else the system's folder for caches."""
+    import platformdirs
+
+    given = os.environ.get("ACCEL_CACHE_DIR")
+    return Path(given) if given else platformdirs.user_cache_path("accel")
+
+
 class StageCache:
     """Stores the results of stages in the folder ``root``. The default is ``$ACCEL_CACHE_DIR`` or, if this variable
     isn't set, the user's cache folder (platformdirs).
 
-    Removes the least recently used entries if the cache exceeds ``$ACCEL_CACHE_GB`` gigabytes (20 by default).
+    Removes the least recently used entries if the cache exceeds ``$ACCEL_CACHE_GB`` gigabytes (20 by default). Files
+    that fail a gate are kept in the folder ``rejected`` (default: a subfolder of ``root``).
     """
 
-    def __init__(self, root: Path | None = None) -> None:
-        if root is None:
-            import platformdirs
-
-            given = os.environ.get("ACCEL_CACHE_DIR")
-            root = Path(given) if given else platformdirs.user_cache_path("accel")
-        self.root = root.absolute()
+    def __init__(self, root: Path | None = None, *, rejected: Path | None = None) -> None:
+        self.root = (root or users_cache()).absolute()
+        self.rejected = rejected or self.root / "rejected"
         self._stages = self.root / "stages"
         self._records = self.root / "records"
         self._scratch = self.root / "scratch"

@@ -279,7 +279,7 @@ def _make(
     result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):
         _check_room(stage, src, folder)
-        aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{KINDS[stage.gives].ending}")
+        aside = _set_aside(result, out or cache.rejected / f"{stage.name}{KINDS[stage.gives].ending}")
         finding = f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.finding}"
         error = GateFailed(f"{finding}; the file is set aside as {aside}")
         error.finding, error.value = finding, failed.value

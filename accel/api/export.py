@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
-from accel.cache import StageCache
+from accel.cache import StageCache, users_cache
 from accel.child import resolve
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
 from accel.progress import shows_progress
@@ -316,10 +316,12 @@ def _from_onnx(src: Artifact, kind: Kind, limit: float | None, cache: StageCache
 
 
 def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:
-    """Returns the user's cache, or an empty cache that is deleted when ``stack`` closes."""
+    """Returns the user's cache, or an empty cache that is deleted when ``stack`` closes. Rejected files are always kept
+    in the user's cache, because error messages name them."""
     if use_cache:
         return StageCache()
-    return StageCache(Path(stack.enter_context(TemporaryDirectory(prefix="accel-"))))
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="accel-")))
+    return StageCache(folder, rejected=users_cache() / "rejected")
 
 
 def check_writable(out: Path) -> None:

@@ -19,6 +19,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from accel.api.export import open_cache
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import CannotWrite, ChainBroken, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
@@ -114,10 +115,11 @@ def source(tmp_path: Path, own_cache: Path) -> Artifact:
     return open_onnx(path, dims={"batch": DimRange(1, 1, 8)}, probe=False)
 
 
-def run(source: Artifact, fault: str, out: Path | None = None, limit: float = 1e-4) -> Artifact:
-    return run_stage(
-        "planted", source, PlantedConfig(fault=fault), gates=[OutputGate(limit=limit)], out=out, stage=STAGE
-    )
+def run(
+    source: Artifact, fault: str, out: Path | None = None, limit: float = 1e-4, cache: StageCache | None = None
+) -> Artifact:
+    config, gates = PlantedConfig(fault=fault), [OutputGate(limit=limit)]
+    return run_stage("planted", source, config, gates=gates, out=out, stage=STAGE, cache=cache)
 
 
 def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
@@ -190,6 +192,18 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
     with pytest.raises(GateFailed):
         run(source, "wrong", out)
     assert CALLS == ["wrong", "wrong"], "a failed stage must not be taken from the cache"
+
+
+def test_the_rejected_file_outlives_a_temporary_cache(source: Artifact, own_cache: Path) -> None:
+    """Fails if the error names a file that is deleted with the temporary cache of ``use_cache=False``."""
+    with ExitStack() as stack:
+        cache = open_cache(stack, use_cache=False)
+        with pytest.raises(GateFailed) as error:
+            run(source, "wrong", cache=cache)
+    assert not cache.root.exists()
+    named = Path(str(error.value).rpartition("set aside as ")[2])
+    assert named.parent == own_cache / "rejected"
+    assert onnx.load(str(named)).graph.node
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
