@@ -31,6 +31,8 @@ _OWN_HEADS = {
     "mpnet": "MODEL", "xlm-roberta": "MODEL", "electra": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
     "modernbert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "layoutlm": "MODEL_FOR_TOKEN_CLASSIFICATION",
 }  # fmt: skip
+# Maps an architecture whose code branches on values of its inputs to the line that the error message must name.
+_REFUSALS = {"fsmt": "if not padding_mask.any()", "switch_transformers": "for expert_idx in expert_hit"}
 _SMALL = {
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32, "model_dim": 32, "embedding_size": 32,
     "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
@@ -194,7 +196,7 @@ def _case(model: Any) -> Case:
 
     if boxes:
         dynamic["bbox"] = {0: "batch", 1: "sequence"}
-    return Case(model, example, dynamic, (16, 11, 24) if text else (0,))
+    return Case(model, example, dynamic, (16, 11, 24) if text else (0,), refusal=_REFUSALS.get(config.model_type, ""))
 
 
 def _pixels(config: Any) -> tuple[int, ...]:

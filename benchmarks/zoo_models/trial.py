@@ -135,6 +135,8 @@ def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
             return {"class": "refused", "message": message}
         if case.refusal and case.refusal in message:
             return {"class": "refused", "message": message}
+        if "float32 is not enough" in message and _needs_float64(case, calls[0]):
+            return {"class": "refused", "message": message}
         advice = _advice(str(error))
         if not advice:
             return {"class": "failed", "message": message}
@@ -179,6 +181,14 @@ def _draws_random_numbers(case: Case, arguments: Any) -> bool:
         torch.manual_seed(seed)
         results.append(leaves(call(case.module, copied(arguments))))
     return error(results[0], results[1]) > 0
+
+
+def _needs_float64(case: Case, first: tuple[int, int, Any, Any]) -> bool:
+    """Tells whether the model's outputs in float32 differ much from its outputs in float64."""
+    from zoo_models.compare import LIMIT, call, copied, error, in_double, leaves
+
+    *_, arguments, wanted = first
+    return error(wanted, leaves(call(copied(case.module).double(), in_double(arguments)))) > LIMIT
 
 
 def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:

@@ -224,7 +224,7 @@ MODELS = {
     "torch-cond": lambda: Case(Cond(), _rows(6)),
     "loop-over-length-fixed": lambda: Case(LoopOverLength(), _rows(5, 6)),
     "loop-over-length": lambda: Case(LoopOverLength(), lambda b, s: (torch.randn(b, s, 6),), _LONG, (5, 3, 8)),
-    "branch-on-values": lambda: Case(Branch(), _rows(6), refusal="write torch.where or torch.cond there"),
+    "branch-on-values": lambda: Case(Branch(), _rows(6), refusal="write `torch.where(x.mean() > 0"),
     "branch-on-size": lambda: Case(BranchOnShape(), lambda b, s: (torch.randn(b, s, 6),), _LONG, (6, 5, 8)),
     "random-noise": lambda: Case(Noise(), _rows(6)),
     "dropout-on": lambda: Case(MonteCarlo(), _rows(6)),
