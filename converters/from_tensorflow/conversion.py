@@ -22,6 +22,7 @@ from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.names import Contract, give_names
+from ..graph.padding import keep_zero_padding
 from ..graph.write import check_file, onnx_artifact, write_onnx
 from .layout import LAYOUTS
 
@@ -117,6 +118,7 @@ def run_tf2onnx(
     _as_specified(model)
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.path)
+    keep_zero_padding(model)
     write_onnx(model, out)
     if fault := check_file(out):
         raise ExportFailed(f"the file that tf2onnx made of {spec.path} fails the ONNX checker: {fault}")

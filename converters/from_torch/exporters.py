@@ -18,6 +18,7 @@ from accel.sources.onnx.weights import read_detached
 
 from ..graph import write as onnx_write
 from ..graph.names import rename_values
+from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .experts import every_expert
 from .plain_attention import plain_attention
@@ -191,6 +192,7 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
         from accel.kernels.onnx.export import add_functions
 
         add_functions(model)
+    keep_zero_padding(model)
     wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(wanted)
     rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}

@@ -26,7 +26,7 @@ from accel.tables.stage_table import get_stage
 
 from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
-from .python_numbers import Place, places
+from .python_numbers import Place, during_export, places
 
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
@@ -79,7 +79,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # True if torch.export found branches that depend on values.
-    read: list[Place] | None = None  # None until accel has searched for lines that read values of the inputs.
+    warned: Sequence[warnings.WarningMessage] = ()
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -88,8 +88,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             with _quiet() as said:
                 _RUNGS[rung](src, config.opset, out)
             if rung == "legacy":
-                read = _read(src, said if by_values else ())
-                if read:
+                warned = said if by_values else ()
+                if read := _read(src, warned):
                     raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
@@ -113,7 +113,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             "pad_packed_sequence directly after the RNN; an RNN of one direction can also run on the padded batch: "
             "select its outputs by the lengths or a mask, as in output.gather(1, lengths - 1)"
         )
-    read = _read(src, ()) if read is None else read
+    # Many libraries read values only if they don't run inside torch.export, and these lines need no rewrite.
+    read = _read(src, warned, exporting=True)
     if certain := [place for place in read if place.rewrite.certain]:
         raise ExportFailed(
             f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
@@ -139,10 +140,11 @@ def _name(src: Artifact) -> str:
     return Path(spec).stem if spec.endswith(".module") else spec
 
 
-def _read(src: Artifact, said: Sequence[warnings.WarningMessage]) -> list[Place]:
+def _read(src: Artifact, said: Sequence[warnings.WarningMessage], *, exporting: bool = False) -> list[Place]:
     """Returns the lines of the model's source code that read values of the inputs. ``said`` has the warnings of the
-    older exporter, which also warns about sizes that depend on values."""
-    with _quiet():
+    older exporter, which also warns about sizes that depend on values. If ``exporting`` is true, the model runs as it
+    does inside ``torch.export``."""
+    with _quiet(), during_export() if exporting else contextlib.nullcontext():
         return places(named(src), example(src), said)
 
 

@@ -5,12 +5,14 @@ A tracing exporter would record the example's numbers as constants.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 from warnings import WarningMessage
 
 from .rewrite import Rewrite, Span, branch, rewrite
@@ -108,6 +110,16 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
     lines = found.others | {(file, span[0]) for file, span in found.spans}
     made += [Place(file, line, one) for file, line in _branches(said) - lines if (one := branch(file, line))]
     return list(dict.fromkeys(made))
+
+
+@contextlib.contextmanager
+def during_export() -> Iterator[None]:
+    """Within the ``with`` block, ``torch.compiler.is_exporting()`` and ``is_compiling()`` are true."""
+    import torch
+
+    names = [name for name in ("_is_exporting_flag", "_is_compiling_flag") if hasattr(torch.compiler, name)]
+    with mock.patch.dict(vars(torch.compiler), dict.fromkeys(names, True)):
+        yield
 
 
 def _branches(said: Sequence[WarningMessage]) -> set[tuple[str, int]]:

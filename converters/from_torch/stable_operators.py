@@ -1,4 +1,5 @@
-"""Gives ONNX translations of operators that overflow if torch's own exporter translates them."""
+"""Gives ONNX translations of operators whose translation by torch's own exporter overflows, or replaces infinity by a
+large number."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns a table for ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)``."""
     import torch
 
-    return {torch.ops.aten.log_sigmoid.default: _log_sigmoid, torch.ops.aten.logaddexp.default: _logaddexp}
+    aten = torch.ops.aten
+    return {
+        aten.log_sigmoid.default: _log_sigmoid,
+        aten.logaddexp.default: _logaddexp,
+        aten.scaled_dot_product_attention.default: _attention,
+    }
 
 
 def _log_sigmoid(x: Any) -> Any:
@@ -33,3 +39,38 @@ def _logaddexp(x: Any, y: Any) -> Any:
     apart: Any = op.Sub(x, y)
     added: Any = op.Softplus(op.Neg(op.Abs(apart)))
     return op.Where(op.IsNaN(apart), op.Add(x, y), op.Add(op.Max(x, y), added))
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Computes attention. If a mask excludes all keys of a query, the result for this query is 0, as in PyTorch.
+
+    torch's exporter adds the smallest float32 to the scores of excluded keys. A query without keys would then get the
+    mean of all values.
+    """
+    import onnx_ir as ir
+    from onnxscript import opset18
+    from onnxscript.function_libs.torch_lib.ops import nn
+
+    op: Any = opset18
+
+    def attend(mask: Any) -> Any:
+        arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        return nn.aten_scaled_dot_product_attention(*arguments)
+
+    if attn_mask is None or attn_mask.dtype != ir.DataType.BOOL:
+        return attend(attn_mask)
+    zero, lowest = (op.Constant(value=ir.tensor(number, dtype=query.dtype)) for number in (0.0, float(query.dtype.min)))
+    added = op.Where(attn_mask, zero, lowest)
+    added.dtype = query.dtype
+    last = op.Constant(value_ints=[-1])
+    has_key = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), last, keepdims=1), to=ir.DataType.BOOL)
+    return op.Where(has_key, attend(added), zero)

@@ -155,15 +155,16 @@ def in_training(module: torch.nn.Module) -> str:
 
 class ByValue(TorchDispatchMode):
     """Sets ``seen`` if an operator returns a Python number (like ``item``), or a tensor with a size that depends on
-    values (like ``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs."""
+    values (like ``nonzero``). Also sets ``seen`` if an operator of a library other than torch runs, or an operator that
+    takes functions (like ``torch.cond``)."""
 
+    supports_higher_order_operators = True
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-        self.seen = (
-            self.seen or func.namespace not in ("aten", "prim", "prims") or any(tag in func.tags for tag in tags)
-        )
+        own = func.namespace in ("aten", "prim", "prims")
+        self.seen = self.seen or not own or any(tag in func.tags for tag in tags)
         return func(*args, **(kwargs or {}))
 
 

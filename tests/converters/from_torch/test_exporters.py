@@ -14,6 +14,7 @@ import torch
 
 import accel
 from accel.converters.from_torch import onnx_from_torch as stage
+from accel.errors import ExportFailed
 from accel.sources.python_object import load_object
 from accel.sources.source import Source
 from accel.sources.torch.source import module_of
@@ -278,3 +279,69 @@ def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
     out = tmp_path / "m.onnx"
     assert stage.onnx_from_torch(source, stage.OnnxFromTorchConfig(ladder=(rung,)), out).notes["rung"] == rung
     assert "len" not in vars(sys.modules[type(module_of(source)).__module__])
+
+
+class Masked(torch.nn.Module):
+    """Attends to the last two tokens that ``mask`` keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        place = torch.arange(x.shape[1])
+        near = (place[:, None] >= place) & (place[:, None] < place + 2)
+        kept = near & (mask > 0)[:, None, None, :]
+        found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept)
+        return found.transpose(1, 2).flatten(2)
+
+
+def test_a_query_without_keys(tmp_path: Path) -> None:
+    """Checks that the attention of a token is 0 if the mask excludes all its keys, as in PyTorch. Fails if the result
+    is the mean of all values, as in the file of torch's exporter."""
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0]])
+    dynamic = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "length"}}
+    made = accel.export(Masked(), example=(x, mask), dynamic=dynamic, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        found = session(x, mask)
+    torch.testing.assert_close(found, Masked()(x, mask), rtol=1e-5, atol=1e-6)
+    assert not found[0, :3].any()
+    assert not found[1, 3:].any()
+
+
+class Shortcut(torch.nn.Module):
+    """Reads the mask's values only outside an export, like many libraries. Adds up ``x`` in a loop over its length,
+    which no exporter can write for a dynamic length."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and mask.all():
+            return x.cumsum(1)
+        rows = [x[:, 0]]
+        for index in range(1, x.shape[1]):
+            rows.append(rows[-1] + x[:, index] * mask[:, index, None])
+        return torch.stack(rows, 1)
+
+
+def test_values_that_are_read_only_outside_an_export() -> None:
+    """Fails if the message blames a line that never runs during an export, and hides the real reason."""
+    dynamic = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "length"}}
+    with pytest.raises(ExportFailed) as caught:
+        accel.export(Shortcut(), example=(torch.randn(2, 5, 3), torch.ones(2, 5, dtype=torch.bool)), dynamic=dynamic)
+    assert "turned the dim 'length' of the input 'x' into 5" in str(caught.value)
+    assert "instead of `" not in str(caught.value)
+
+
+def test_a_branch_of_torch_cond(tmp_path: Path) -> None:
+    """Fails if a live model with ``torch.cond`` can't be opened, or has only one branch in the file."""
+
+    class Cond(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+            return found
+
+    made = accel.export(Cond(), example=(torch.randn(2, 3),), out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        for x in (torch.ones(2, 3), -torch.ones(2, 3)):
+            torch.testing.assert_close(session(x), Cond()(x))
