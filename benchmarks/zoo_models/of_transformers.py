@@ -31,8 +31,6 @@ _OWN_HEADS = {
     "mpnet": "MODEL", "xlm-roberta": "MODEL", "electra": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
     "modernbert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "layoutlm": "MODEL_FOR_TOKEN_CLASSIFICATION",
 }  # fmt: skip
-# Maps an architecture whose code branches on values of its inputs to the line that the error message must name.
-_REFUSALS = {"fsmt": "if not padding_mask.any()", "switch_transformers": "for expert_idx in expert_hit"}
 _SMALL = {
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32, "model_dim": 32, "embedding_size": 32,
     "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
@@ -53,7 +51,11 @@ _SMALL = {
 
 # Maps each model that ONNX can't express to a text that the error message of accel.export must contain. The text
 # encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
-_REFUSED = {"aimv2": "the file's outputs are off"}
+_REFUSED = {
+    "aimv2": "the file's outputs are off",
+    "fsmt": "instead of `if not padding_mask.any()`",
+    "switch_transformers": "instead of `for expert_idx in expert_hit`",
+}
 # The zoo first reduces all sizes in a model's config. If transformers refuses the reduced config, the zoo reduces only
 # the sizes whose names end with a word of this list.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
@@ -196,7 +198,7 @@ def _case(model: Any) -> Case:
 
     if boxes:
         dynamic["bbox"] = {0: "batch", 1: "sequence"}
-    return Case(model, example, dynamic, (16, 11, 24) if text else (0,), refusal=_REFUSALS.get(config.model_type, ""))
+    return Case(model, example, dynamic, (16, 11, 24) if text else (0,))
 
 
 def _pixels(config: Any) -> tuple[int, ...]:

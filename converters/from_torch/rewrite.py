@@ -78,11 +78,21 @@ def _of_branch(one: ast.If | ast.While | ast.IfExp, simple: bool, parents: dict[
     if isinstance(one, ast.While):
         step = f"keep the result of a step with torch.where({test}, new, old),"
         return Rewrite(f"while {before}", f"repeat a fixed number of times, and {step}")
+    if not isinstance(one, ast.While) and _gives_none(one):
+        text = ast.unparse(one) if isinstance(one, ast.IfExp) else f"if {before}"
+        return Rewrite(text, "keep a tensor in both cases, such as a mask that changes nothing,")
     if isinstance(one, ast.IfExp) and simple:
         return Rewrite(ast.unparse(one), f"write `{ast.unparse(tensors(one))}`")
     if isinstance(one, ast.If) and simple and (whole := _chosen(one, test, parents)):
         return Rewrite(f"if {before}", f"write `{whole}`")
     return Rewrite(f"if {before}", f"compute both results, and choose with torch.where({test}, this, that)")
+
+
+def _gives_none(one: ast.If | ast.IfExp) -> bool:
+    """Tells whether a case of the branch ``one`` gives None, which ``torch.where`` can't choose."""
+    parts = [one.body, one.orelse] if isinstance(one, ast.IfExp) else [*one.body, *one.orelse]
+    values = [part.value if isinstance(part, ast.Return | ast.Assign) else part for part in parts]
+    return any(isinstance(value, ast.Constant) and value.value is None for value in values)
 
 
 def _chosen(one: ast.If, test: str, parents: dict[ast.AST, ast.AST]) -> str:
