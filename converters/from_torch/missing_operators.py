@@ -22,6 +22,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.prims.prod.default: _product,
         aten.amax.default: _largest_of_dims,
         aten.amin.default: _smallest_of_dims,
+        aten.squeeze.dim: _squeeze,
+        aten.squeeze.dims: _squeeze,
     }
     return table | _of_numbers() | _of_torchvision()
 
@@ -126,6 +128,15 @@ def _smallest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = 
     op = _operators()
 
     return op.ReduceMin(x, list(dim), keepdims=int(keepdim)) if dim else op.ReduceMin(x, keepdims=int(keepdim))
+
+
+def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
+    """Removes the dims in ``dim`` whose size is 1, and keeps the other dims. The exporter's own translation removes all
+    dims in ``dim``. ``torch.export`` assumes that the size of a dynamic dim isn't 1."""
+    op, rank = _operators(), len(x.shape)
+    axes = [axis % rank for axis in (dim if isinstance(dim, Sequence) else [dim])] if rank else []
+    axes = [axis for axis in axes if x.shape[axis] == 1]
+    return op.Squeeze(x, op.Constant(value_ints=axes)) if axes else op.Identity(x)
 
 
 def _of_number(operator: str) -> Callable[..., Any]:

@@ -31,6 +31,13 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "median of all": lambda x: x.median(),
     "k-th value": lambda x: x.kthvalue(2, -1, keepdim=True),
     "cumulative product": lambda x: x.cumprod(-1),
+    "squeeze of sizes other than 1": lambda x: (
+        x.squeeze(1),
+        x[:, None].squeeze(1),
+        x[:, None].squeeze((-1, 1)),
+        x[:, None].squeeze((1, 2)),
+        x.sum().squeeze(0),
+    ),
 }
 
 
