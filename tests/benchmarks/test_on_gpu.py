@@ -225,7 +225,7 @@ def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
     }
     wanted |= {
         "test_cuda_gives_the_same",
-        "test_minilm_engine_agrees_with_onnxruntime",
+        "test_the_engine_of_a_gpt_agrees_with_onnxruntime",
         "test_nccl_collectives_and_shards",
     }
     assert wanted <= functions
