@@ -6,7 +6,7 @@ from .bounds import Bound
 from .dim_range import BATCH, DimRange, merged_ranges
 from .integers import IntegerRanges, OutOfRange
 from .signature import Feeds, Signature, shapes_of
-from .spec import DTYPES, Dim, TensorSpec, new_names, numpy_dtype, with_values_of
+from .spec import DTYPES, Dim, TensorSpec, as_tuples, new_names, numpy_dtype, with_values_of
 
 __all__ = [
     "BATCH",
@@ -19,6 +19,7 @@ __all__ = [
     "OutOfRange",
     "Signature",
     "TensorSpec",
+    "as_tuples",
     "merged_ranges",
     "new_names",
     "numpy_dtype",

@@ -11,7 +11,7 @@ from accel.errors import BadFeeds, BadInputSpec
 from accel.spelling import option
 
 from .dim_range import BATCH, DimRange, merged_ranges
-from .spec import TensorSpec, dtype_name, numpy_dtype
+from .spec import TensorSpec, as_tuples, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,8 +135,8 @@ class Signature:
         dynamic dims.
 
         Floats are normally distributed. Integers are drawn from the input's range ``values``, or else from ``seen``, or
-        else from 0 and 1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of
-        ones in each row. Optional inputs are left out.
+        else from 0 and 1. An input with a ``sample`` repeats this sample. An input whose name ends in ``mask`` holds
+        ones followed by zeros, with a random count of ones in each row. Optional inputs are left out.
 
         Raises ``BadInputSpec`` if an input has no valid integer at ``sizes``.
         """
@@ -155,6 +155,8 @@ class Signature:
             elif spec.name.endswith("mask") and spec.dtype not in ("float32", "float16", "bfloat16") and shape:
                 lengths = rng.integers((shape[-1] + 1) // 2, shape[-1] + 1, size=(*shape[:-1], 1))
                 feeds[spec.name] = (np.arange(shape[-1]) < lengths).astype(kind)
+            elif spec.sample is not None:
+                feeds[spec.name] = spec.repeated(shape, seed)
             elif spec.dtype.startswith(("int", "uint")):
                 low, high = self._drawn_from(spec, resolved)
                 feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
@@ -247,6 +249,7 @@ class Signature:
             body: dict[str, Any] = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
             body |= {"values": list(spec.values)} if spec.values else {}
             body |= {"seen": list(spec.seen)} if spec.seen else {}
+            body |= {"sample": spec.sample} if spec.sample is not None else {}
             return body | ({"optional": True} if spec.optional else {})
 
         return {
@@ -266,6 +269,7 @@ class Signature:
                     tuple(r["values"]) if r.get("values") else None,
                     bool(r.get("optional")),
                     tuple(r["seen"]) if r.get("seen") else None,
+                    as_tuples(r["sample"]) if r.get("sample") else None,
                 )
                 for r in rows
             )

@@ -51,7 +51,9 @@ class TensorSpec:
     ``values`` is the range of valid integers, such as token ids. A bound of ``values`` may be a sum of dims, as in
     ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example.
     Integers outside ``seen`` may be valid too. Example inputs are drawn from ``values``, or else from ``seen``.
-    ``optional`` is True if the model has a default for this input.
+    ``optional`` is True if the model has a default for this input. ``sample`` holds the integers of the user's example
+    as nested tuples, if the model doesn't accept random integers. An example are boxes, whose second corner may not be
+    left of the first corner. Example inputs then repeat ``sample``.
     """
 
     name: str
@@ -60,6 +62,7 @@ class TensorSpec:
     values: tuple[Bound, Bound] | None = None
     optional: bool = False
     seen: tuple[int, int] | None = None
+    sample: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -120,6 +123,22 @@ class TensorSpec:
         low, high = self.values
         return bound_at(low, sizes), bound_at(high, sizes)
 
+    def repeated(self, shape: Sequence[int], start: int = 0) -> np.ndarray:
+        """Returns ``sample``, repeated or cut to ``shape``. Begins with the row ``start``. Along an axis on which the
+        integers are sorted, such as the offsets of bags, repeats only the last integer, and begins with the first.
+        """
+        import numpy as np
+
+        value = np.array(self.sample, numpy_dtype(self.dtype))
+        for axis, size in enumerate(shape):
+            have, at = value.shape[axis], np.arange(size)
+            steps = np.diff(value, axis=axis)
+            if (steps >= 0).all() and (steps > 0).any():
+                value = np.take(value, np.minimum(at, have - 1), axis=axis)
+            else:
+                value = np.take(value, (at + (0 if axis else start)) % have, axis=axis)
+        return value
+
     @property
     def bound_dims(self) -> frozenset[str]:
         """Returns the names of the dims in the bounds of ``values``."""
@@ -132,6 +151,11 @@ class TensorSpec:
         return replace(self, shape=shape, values=low_high or None)  # type: ignore[arg-type]
 
 
+def as_tuples(nested: Any) -> Any:
+    """Returns nested lists as nested tuples, and any other object unchanged."""
+    return tuple(map(as_tuples, nested)) if isinstance(nested, list | tuple) else nested
+
+
 def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str, Dim]:
     """Maps each dynamic dim of ``old`` to its size or name in ``new``. Tensors of ``old`` and ``new`` are matched by
     name."""
@@ -141,9 +165,12 @@ def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str,
 
 
 def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns ``specs`` with ``values`` and ``seen`` copied from the inputs of the same name in ``known``."""
+    """Returns ``specs`` with ``values``, ``seen`` and ``sample`` copied from the inputs of the same name in ``known``."""
     specs = tuple(specs)
     names = new_names(known, specs)
     takes = {spec.name: spec.with_dims(names) for spec in known}
     own = [takes.get(spec.name, TensorSpec(spec.name, spec.dtype, ())) for spec in specs]
-    return tuple(replace(spec, values=one.values, seen=one.seen) for spec, one in zip(specs, own, strict=True))
+    return tuple(
+        replace(spec, values=one.values, seen=one.seen, sample=one.sample)
+        for spec, one in zip(specs, own, strict=True)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ class Found:
     ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
     ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
     module. Running the module shows which signature is right. ``example`` holds example declarations of the module's
-    inputs. ``name`` is the name of a live module in messages. ``live`` holds the facts that the manifest records about
-    a live module.
+    inputs, and ``tensors`` holds example tensors by name. ``name`` is the name of a live module in messages. ``live``
+    holds the facts that the manifest records about a live module.
     """
 
     module: torch.nn.Module
@@ -34,5 +34,6 @@ class Found:
     checkpoint: Checkpoint | None = None
     forms: tuple[Signature, ...] = ()
     example: tuple[str, ...] = ()
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     name: str = ""
     live: Mapping[str, Any] | None = None

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.signature import Bound, Feeds, Signature, TensorSpec
+from accel.signature import Bound, Feeds, Signature, TensorSpec, as_tuples
 
 if TYPE_CHECKING:
     import numpy as np
 
 # The largest batch size in the runs of the model. A larger batch would take longer and use the same embedding tables.
 _LARGEST_BATCH = 3
+# The largest number of integers of a sample. A manifest holds the sample.
+_LARGEST_SAMPLE = 1 << 14
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
 
@@ -88,36 +90,43 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
     return replace(spec, seen=rows)
 
 
-def find_bounds(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
-    """Finds a dim, such as the sequence length, that limits the integers that ``run`` accepts. Returns ``signature``
-    with this limit.
+def find_bounds(
+    signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]
+) -> Signature:
+    """Finds the integers that ``run`` accepts, if ``run`` doesn't accept random integers. Returns ``signature`` with
+    these integers.
 
-    Tries each dim, and each dim minus 1, as the largest value. First changes one input at a time, and then all inputs
-    together. Returns ``signature`` unchanged if ``run`` already accepts its integers, or if no bound helps. Only inputs
-    without declared ``values`` are changed.
+    Tries each dim, such as the sequence length, and each dim minus 1, as the largest value. If no dim helps, tries the
+    integers of the user's example inputs ``tensors``. First changes one input at a time, and then all inputs together.
+    Returns ``signature`` unchanged if ``run`` already accepts its integers, or if nothing helps. Only inputs without
+    declared ``values`` are changed.
     """
     batch = signature.batch_dim
     dims = [dim for dim in signature.dims if dim != batch]
     free = [spec for spec in signature.inputs if _is_free(spec)]
-    if not dims or not free or _runs(signature, run):
+    if not free or _runs(signature, run):
         return signature
-    for names in [*([spec.name] for spec in free), *([[spec.name for spec in free]] if len(free) > 1 else [])]:
-        for dim, less in product(dims, ("", "-1")):
-            values = {spec.name: _values(spec, f"{dim}{less}") for spec in free if spec.name in names}
-            inputs = tuple(replace(s, values=values.get(s.name, s.values)) for s in signature.inputs)
-            tried = replace(signature, inputs=inputs)
-            if _runs(tried, run):
-                return tried
+    groups = [[spec] for spec in free] + ([free] if len(free) > 1 else [])
+    bounded = (
+        [replace(spec, values=_values(spec, f"{dim}{less}")) for spec in group]
+        for group, dim, less in product(groups, dims, ("", "-1"))
+    )
+    sampled = ([_with_sample(spec, tensors.get(spec.name)) for spec in group] for group in groups)
+    for changed in chain(bounded, sampled):
+        by_name = {spec.name: spec for spec in changed}
+        tried = replace(signature, inputs=tuple(by_name.get(spec.name, spec) for spec in signature.inputs))
+        if tried != signature and _runs(tried, run):
+            return tried
     return signature
 
 
 def bounds_words(before: Signature, after: Signature) -> str:
-    """Returns a text about the bounds that ``find_bounds`` found, or "" if it found no bounds."""
-    found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
-    if not found:
-        return ""
-    said = " and ".join(f"{spec.name} is in {spec.values[0]}..{spec.values[1]}" for spec in found if spec.values)
-    return f"{said}: the model fails on larger integers at some sizes"
+    """Returns a text about what ``find_bounds`` changed, or "" if it changed nothing."""
+    found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old != new]
+    if ranged := " and ".join(f"{spec.name} is in {spec.values[0]}..{spec.values[1]}" for spec in found if spec.values):
+        return f"{ranged}: the model fails on larger integers at some sizes"
+    sampled = " and ".join(spec.name for spec in found if spec.sample)
+    return f"{sampled}: only the integers of the example are used, because the model fails on random ones" * bool(found)
 
 
 def _is_integer(spec: TensorSpec) -> bool:
@@ -130,6 +139,14 @@ def _is_free(spec: TensorSpec) -> bool:
 
 def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:
     return (1 if spec.seen is not None and spec.seen[0] > 0 else 0), high
+
+
+def _with_sample(spec: TensorSpec, tensor: torch.Tensor | None) -> TensorSpec:
+    """Returns ``spec`` with the integers of ``tensor`` as its sample. Returns ``spec`` unchanged if it has no such
+    tensor, or if the tensor is too large for a manifest."""
+    if tensor is None or tensor.ndim != len(spec.shape) or not 0 < tensor.numel() <= _LARGEST_SAMPLE or not tensor.ndim:
+        return spec
+    return replace(spec, sample=as_tuples(tensor.tolist()))
 
 
 def _runs(signature: Signature, run: Callable[[Feeds], object]) -> bool:
@@ -151,7 +168,7 @@ def _draws(signature: Signature, case: Mapping[str, int]) -> Iterator[dict[str, 
 
     feeds = signature.example_inputs(**case)
     yield feeds
-    free = [spec for spec in signature.inputs if _is_integer(spec)]
+    free = [spec for spec in signature.inputs if _is_integer(spec) and spec.sample is None]
     for end in (0, 1):
         ends = {spec.name: (spec.range_at(signature.sizes(**case)) or spec.seen or (0, 1))[end] for spec in free}
         yield {name: np.full_like(value, ends[name]) if name in ends else value for name, value in feeds.items()}

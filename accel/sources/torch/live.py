@@ -136,6 +136,7 @@ def open_captured(path: Path) -> Found:
         files=(),
         name=facts["class"],
         forms=(signature,) if signature else _forms(module),
+        tensors=kept["inputs"],
         live=facts,
     )
 

@@ -74,6 +74,7 @@ def open_exported_program(path: Path) -> Found:
         files=(path,),
         inputs=tuple(specs),
         dims={d: r for d, (_, r) in dims.items()},
+        tensors=tensors,
     )
 
 

@@ -90,7 +90,7 @@ def open_torch(
     named = NamedModule(found.module, [one.name for one in specs])
     run = partial(run_named, named, signature)
     signature = with_table_ranges(signature, run)
-    bounded = find_bounds(signature, run)
+    bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
     signature = bounded
     outputs, result = discover_outputs(found.module, signature, names, found.name or spec)

@@ -223,3 +223,44 @@ def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], s
         fixed = substituted(bound, {dim: sizes[dim]})
         assert dim not in dims_of(fixed)
         assert bound_at(fixed, sizes) == total
+
+
+class Widths(torch.nn.Module):
+    """Looks up the width of each box in a table, so a second corner left of the first corner is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 4)
+
+    def forward(self, boxes: torch.Tensor) -> torch.Tensor:
+        return self.table(boxes[..., 2] - boxes[..., 0]) + self.table(boxes[..., 3] - boxes[..., 1])
+
+
+class Bags(torch.nn.Module):
+    """Sums the rows of each bag. The first offset has to be 0, and the offsets have to be sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(20, 4, mode="sum")
+
+    def forward(self, items: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.bag(items, offsets)
+
+
+def test_integers_of_the_example(tmp_path: Path) -> None:
+    """Fails if accel refuses a model because the model fails on random integers. Accel then has to use the integers of
+    the example, also after the model was loaded from its file."""
+    corners = torch.randint(0, 30, (2, 5, 2))
+    boxes = torch.cat([corners, corners + torch.randint(0, 30, (2, 5, 2))], -1)
+    source = accel.Source(Widths(), example=(boxes,), dynamic={"boxes": {0: "batch", 1: "n"}})
+    assert "boxes: only the integers of the example are used" in source.open().source["bounds"]
+    accel.export(source, out=tmp_path / "widths.onnx")
+    spec = accel.Source(tmp_path / "widths.onnx").open().signature.input("boxes")
+    assert spec.sample is not None
+    assert spec.repeated((3, 7, 4), start=1).tolist()[0][:2] == boxes[1, :2].tolist()
+    bags = (torch.arange(7), torch.tensor([0, 2, 5]))
+    accel.export(Bags(), example=bags, dynamic={"offsets": {0: "bags"}}, out=tmp_path / "bags.onnx")
+    spec = accel.Source(tmp_path / "bags.onnx").open().signature.input("offsets")
+    assert spec.repeated((5,)).tolist() == [0, 2, 5, 5, 5]
+    torch.export.save(torch.export.export(Bags(), bags), tmp_path / "bags.pt2")
+    accel.export(tmp_path / "bags.pt2", out=tmp_path / "again.onnx")
