@@ -116,7 +116,8 @@ def prepare(family: str, packages: str) -> None:
     if family in WITH_PACKAGES and packages:
         os.environ["ACCEL_ZOO_PACKAGES"] = packages
     os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, folders)))
     import zoo_models.preload  # noqa: F401 - some families read their names from a package
 
 
