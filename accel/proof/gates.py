@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# If the model's files are larger than this number of bytes, the two compared models are loaded one after the other.
-_ONE_AT_A_TIME_BYTES = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutputGate:
@@ -84,16 +81,15 @@ class OutputGate:
                 )
             ]
         results: list[GateResult] = []
+        feeds_by_case = list(draw())
+        refused: list[RunFailed] = []
+        # The models are loaded one after the other, because two models and their buffers may not fit into memory.
         with ExitStack() as stack:
-            reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
-            feeds_by_case = list(draw())
-            refused: list[RunFailed] = []
-            references = _references(reference, feeds_by_case, refused)
-            if sum(file.stat().st_size for file in src.files) > _ONE_AT_A_TIME_BYTES:
-                references = iter(list(references))
-                stack.close()
+            references = list(_references(Outputs(src, gate_runtime(src), stack), feeds_by_case, refused))
+        with ExitStack() as stack:
+            candidate = Outputs(out, runtime, stack)
             for index, (case, feeds, wanted) in enumerate(references):
-                report("gate", index / len(feeds_by_case))
+                report("gate", 0.5 + 0.5 * index / len(references))
                 try:
                     found = candidate.of(feeds)
                 except Exception as error:
@@ -135,7 +131,8 @@ def _references(
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds on which the source itself
     fails, because such a failure isn't the fault of the stage. Appends the errors of the source to ``refused``."""
-    for case, feeds in feeds_by_case:
+    for index, (case, feeds) in enumerate(feeds_by_case):
+        report("gate", 0.5 * index / len(feeds_by_case))
         try:
             wanted = reference.of(feeds)
         except RunFailed as error:

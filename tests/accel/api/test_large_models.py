@@ -140,7 +140,7 @@ def test_smoothing_detached_weights(tmp_path: Path) -> None:
     assert all(np.array_equal(value, before[name]) for name, value in weights_of(path).items())
 
 
-def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_holds_one_model_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a gate unloads the reference before it loads the candidate. The gate must still compare the candidate
     with the reference."""
     src = open_onnx(chain(tmp_path / "m", 64, 2), probe=False)
@@ -158,7 +158,6 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
         return session
 
     monkeypatch.setattr(gates, "open_session", counted)
-    monkeypatch.setattr(gates, "_ONE_AT_A_TIME_BYTES", 0)
     results = OutputGate(limit=0.1).check(src, made)
     assert most == [1]
     assert all(result.passed and result.value and result.value > 1e-4 for result in results)
