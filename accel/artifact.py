@@ -203,7 +203,8 @@ class Artifact:
                 worst = max(compared, key=lambda g: g["value"] / g["limit"])
                 cases = len({g["case"] for g in compared})
                 what = f"{worst['metric']} {worst['value']:.2g} at {worst['case']} (limit {worst['limit']:g})"
-                summary = f"{what}, {cases} shapes"
+                left_out = f", {len(skipped)} not run" if skipped else ""
+                summary = f"{what}, {cases} shapes{left_out}"
                 found.append({"stage": record["name"], "passed": True, "worst": worst, "summary": summary})
             elif skipped:
                 found.append({"stage": record["name"], "passed": None, "worst": None, "summary": skipped[0]["note"]})

@@ -18,6 +18,7 @@ from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
 from .compare import Difference, compare
+from .room import MemoryRoom
 from .stream import SampleStream
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 # stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
+
+# The memory that each artifact takes with a runtime. A later gate may run the same artifact at a larger size only.
+_rooms: dict[tuple[str, str], MemoryRoom] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +72,21 @@ class OutputGate:
         runtime = gate_runtime(out)
         if runtime is None:
             note = f"{out.kind} can't run on this machine; run accel verify on a machine that can"
-            return [
-                GateResult(
-                    gate=self.name,
-                    case="all",
-                    output="*",
-                    metric="rel_l2",
-                    value=None,
-                    limit=None,
-                    passed=None,
-                    note=note,
-                )
-            ]
+            return [self._not_run("all", note)]
         results: list[GateResult] = []
         feeds_by_case = list(draw())
         refused: list[RunFailed] = []
+        too_large: dict[str, str] = {}
         # The models are loaded one after the other, because two models and their buffers may not fit into memory.
         with ExitStack() as stack:
-            references = list(_references(Outputs(src, gate_runtime(src), stack), feeds_by_case, refused))
+            references = list(_references(Outputs(src, gate_runtime(src), stack), feeds_by_case, refused, too_large))
         with ExitStack() as stack:
             candidate = Outputs(out, runtime, stack)
             for index, (case, feeds, wanted) in enumerate(references):
                 report("gate", 0.5 + 0.5 * index / len(references))
+                if reason := candidate.too_large(feeds):
+                    too_large[case] = reason
+                    continue
                 try:
                     found = candidate.of(feeds)
                 except Exception as error:
@@ -103,7 +100,12 @@ class OutputGate:
         # invalid. If the source model refuses all samples, the gate raises the first error.
         if refused and not (self.data and results):
             raise refused[0]
-        return results
+        return results + [self._not_run(case, note) for case, note in too_large.items()]
+
+    def _not_run(self, case: str, note: str) -> GateResult:
+        return GateResult(
+            gate=self.name, case=case, output="*", metric="rel_l2", value=None, limit=None, passed=None, note=note
+        )
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         dataset = SampleStream(self.data, src.signature) if self.data else None
@@ -127,12 +129,19 @@ class OutputGate:
 
 
 def _references(
-    reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
+    reference: Outputs,
+    feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]],
+    refused: list[RunFailed],
+    too_large: dict[str, str],
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds on which the source itself
-    fails, because such a failure isn't the fault of the stage. Appends the errors of the source to ``refused``."""
+    fails, because such a failure isn't the fault of the stage. Appends the errors of the source to ``refused``. Also
+    leaves out the cases that need too much memory, and adds the reasons to ``too_large``."""
     for index, (case, feeds) in enumerate(feeds_by_case):
         report("gate", 0.5 * index / len(feeds_by_case))
+        if reason := reference.too_large(feeds):
+            too_large[case] = reason
+            continue
         try:
             wanted = reference.of(feeds)
         except RunFailed as error:
@@ -207,20 +216,30 @@ class Outputs:
         self._digest = artifact.digest
         self._stack = stack
         self._session: BaseSession | None = None
+        self._room = _rooms.setdefault((self._digest, str(runtime)), MemoryRoom())
+
+    def too_large(self, feeds: Mapping[str, np.ndarray]) -> str:
+        """Returns the reason why the artifact's run on ``feeds`` doesn't fit into memory, or "" if it fits."""
+        return "" if self._key(feeds) in _outputs else self._room.lacks(feeds)
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Casts the feeds to the artifact's dtypes and returns the outputs."""
-        key = (self._digest, str(self._runtime), _digest(feeds))
+        key = self._key(feeds)
         if key in _outputs:
             _outputs.move_to_end(key)
             return _outputs[key]
         if self._session is None:
             self._session = self._stack.enter_context(open_session(self._artifact, self._runtime))
-        found = detached(self._session.run(cast_feeds(self._session, feeds)))
+            self._room.opened()
+        with self._room.watched(feeds):
+            found = detached(self._session.run(cast_feeds(self._session, feeds)))
         _outputs[key] = found
         while sum(v.nbytes for kept in _outputs.values() for v in kept.values()) > _OUTPUT_BYTES:
             _outputs.popitem(last=False)
         return found
+
+    def _key(self, feeds: Mapping[str, np.ndarray]) -> tuple[str, str, str]:
+        return self._digest, str(self._runtime), _digest(feeds)
 
 
 def _digest(feeds: Mapping[str, np.ndarray]) -> str:

@@ -165,12 +165,11 @@ def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str,
 
 
 def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns ``specs`` with ``values``, ``seen`` and ``sample`` copied from the inputs of the same name in ``known``."""
+    """Returns ``specs`` with ``values``, ``seen`` and ``sample`` of the inputs of the same name in ``known``."""
     specs = tuple(specs)
     names = new_names(known, specs)
     takes = {spec.name: spec.with_dims(names) for spec in known}
     own = [takes.get(spec.name, TensorSpec(spec.name, spec.dtype, ())) for spec in specs]
     return tuple(
-        replace(spec, values=one.values, seen=one.seen, sample=one.sample)
-        for spec, one in zip(specs, own, strict=True)
+        replace(spec, values=one.values, seen=one.seen, sample=one.sample) for spec, one in zip(specs, own, strict=True)
     )

@@ -90,9 +90,7 @@ def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
     return replace(spec, seen=rows)
 
 
-def find_bounds(
-    signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]
-) -> Signature:
+def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]) -> Signature:
     """Finds the integers that ``run`` accepts, if ``run`` doesn't accept random integers. Returns ``signature`` with
     these integers.
 
