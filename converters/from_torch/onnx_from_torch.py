@@ -8,7 +8,8 @@ import logging
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from accel.tables.stage_table import get_stage
 from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
 from .python_numbers import Place, during_export, places
+from .traced_branches import value_branches
 
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
@@ -79,17 +81,17 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
     by_values = False  # True if torch.export found branches that depend on values.
-    warned: Sequence[warnings.WarningMessage] = ()
+    branches: Collection[tuple[str, int]] = ()
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
         try:
-            with _quiet() as said:
+            with _quiet(), value_branches() if rung == "legacy" else nullcontext(()) as traced:
                 _RUNGS[rung](src, config.opset, out)
             if rung == "legacy":
-                warned = said if by_values else ()
-                if read := _read(src, warned):
+                branches = traced if by_values else ()
+                if read := _read(src, branches):
                     raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
@@ -114,7 +116,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             "select its outputs by the lengths or a mask, as in output.gather(1, lengths - 1)"
         )
     # Many libraries read values only if they don't run inside torch.export, and these lines need no rewrite.
-    read = _read(src, warned, exporting=True)
+    read = _read(src, branches, exporting=True)
     if certain := [place for place in read if place.rewrite.certain]:
         raise ExportFailed(
             f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
@@ -140,12 +142,12 @@ def _name(src: Artifact) -> str:
     return Path(spec).stem if spec.endswith(".module") else spec
 
 
-def _read(src: Artifact, said: Sequence[warnings.WarningMessage], *, exporting: bool = False) -> list[Place]:
-    """Returns the lines of the model's source code that read values of the inputs. ``said`` has the warnings of the
-    older exporter, which also warns about sizes that depend on values. If ``exporting`` is true, the model runs as it
-    does inside ``torch.export``."""
-    with _quiet(), during_export() if exporting else contextlib.nullcontext():
-        return places(named(src), example(src), said)
+def _read(src: Artifact, branches: Collection[tuple[str, int]], *, exporting: bool = False) -> list[Place]:
+    """Returns the lines of the model's source code that read values of the inputs. ``branches`` has the lines of
+    branches that the older exporter found. If ``exporting`` is true, the model runs as it does inside
+    ``torch.export``."""
+    with _quiet(), during_export() if exporting else nullcontext():
+        return places(named(src), example(src), branches)
 
 
 def _where(read: Sequence[Place]) -> str:
@@ -288,21 +290,21 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences the prints and logs of exporters, and yields the list of the exporters' warnings."""
+def _quiet() -> Iterator[None]:
+    """Silences the prints, logs and warnings of exporters."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with (
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         try:
-            yield said
+            yield
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)

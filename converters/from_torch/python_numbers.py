@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
-from warnings import WarningMessage
 
 from .rewrite import Rewrite, Span, branch, rewrite
 
@@ -28,7 +27,7 @@ _READS = (
 # Operators whose results have a size that depends on values.
 _SIZED = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive")
 # Operators whose results depend on the shapes of their arguments, but not on the values.
-_SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros")
+SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros")
 _LIBRARIES = ("torch", "numpy", "accel")
 # The modules that may be on the call stack between the user's line and the method that reads the tensor.
 _METHODS = ("torch._tensor", "torch._tensor_str", "torch.overrides", __name__)
@@ -88,12 +87,12 @@ def _is_strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[WarningMessage] = ()) -> list[Place]:
+def places(module: torch.nn.Module, example: Sequence[Any], branches: Collection[tuple[str, int]] = ()) -> list[Place]:
     """Runs ``module`` on ``example``, and returns the places at which ``module`` reads values of its inputs.
 
     A place that only prints or checks values is left out, because it doesn't change the outputs. A place is also left
-    out if the tensors that it reads are independent of the inputs, such as buffers. ``said`` has warnings of the older
-    exporter. This exporter also warns about a branch on a size, if the size depends on values.
+    out if the tensors that it reads are independent of the inputs, such as buffers. ``branches`` has the files and
+    lines of branches that only a tracing exporter sees, such as a branch on a size that depends on values.
     """
     import torch
 
@@ -108,7 +107,7 @@ def places(module: torch.nn.Module, example: Sequence[Any], said: Sequence[Warni
         pass
     made = [Place(file, span[0], one) for file, span in found.spans if (one := rewrite(file, span))]
     lines = found.others | {(file, span[0]) for file, span in found.spans}
-    made += [Place(file, line, one) for file, line in _branches(said) - lines if (one := branch(file, line))]
+    made += [Place(file, line, one) for file, line in set(branches) - lines if (one := branch(file, line))]
     return list(dict.fromkeys(made))
 
 
@@ -120,18 +119,6 @@ def during_export() -> Iterator[None]:
     names = [name for name in ("_is_exporting_flag", "_is_compiling_flag") if hasattr(torch.compiler, name)]
     with mock.patch.dict(vars(torch.compiler), dict.fromkeys(names, True)):
         yield
-
-
-def _branches(said: Sequence[WarningMessage]) -> set[tuple[str, int]]:
-    """Returns the files and lines of the branches about which the older exporter warned."""
-    import torch
-
-    own = str(Path(torch.__file__).parent)
-    return {
-        (one.filename, one.lineno)
-        for one in said
-        if "tensor to a Python boolean" in str(one.message) and not one.filename.startswith(own)
-    }
 
 
 def _follow(found: _Found) -> Any:
@@ -146,7 +133,7 @@ def _follow(found: _Found) -> Any:
             name = func._schema.name.partition("::")[2]
             given = tree_leaves((args, kwargs or {}))
             made = tree_leaves(result) + (given if func._schema.is_mutable else [])
-            if not name.endswith(_SHAPE_ONLY) and any(map(found.values.has, given)):
+            if not name.endswith(SHAPE_ONLY) and any(map(found.values.has, given)):
                 for value in made:
                     found.values.add(value)
                 if name in _SIZED or any(map(found.sizes.has, given)):
@@ -165,7 +152,7 @@ def _watch(found: _Found) -> Any:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(func, "__name__", "")
             if args and (name in _READS or (name == "unbind" and found.sizes.has(args[0]))):
-                frame = _users(sys._getframe(1))
+                frame = users_frame(sys._getframe(1))
                 if frame is not None:
                     file, line = frame.f_code.co_filename, frame.f_lineno
                     first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -178,7 +165,7 @@ def _watch(found: _Found) -> Any:
     return Watch()
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the frame of the code that reads a tensor, or None if this code belongs to a library.
 
     The exporters support the functions of the libraries in ``_LIBRARIES``.

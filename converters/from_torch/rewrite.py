@@ -200,7 +200,8 @@ def _of_expression(chain: list[ast.AST]) -> Rewrite:
         return Rewrite(text, _UNKNOWN, certain)  # torch has no function with this name
     if isinstance(whole, ast.Call) and module_function(whole)[0]:
         return Rewrite(text, f"write `{ast.unparse(made)}`", certain)
-    return Rewrite(text, f"compute with the tensor `{ast.unparse(made)}`, or give a fixed number,", certain)
+    fixed = "True or False" if ast.unparse(condition(whole)) == ast.unparse(made) else "a fixed number"
+    return Rewrite(text, f"compute with the tensor `{ast.unparse(made)}`, or give {fixed},", certain)
 
 
 def _is_size(user: ast.AST) -> bool:
