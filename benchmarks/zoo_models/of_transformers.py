@@ -50,10 +50,14 @@ _SMALL = {
 }  # fmt: skip
 
 # Maps each model that ONNX can't express to a text that the error message of accel.export must contain. The text
-# encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values.
+# encoder of aimv2 uses causal attention if the mask has a zero. A traced graph can't depend on the mask's values. The
+# routers of afmoe start with zeros, and PyTorch doesn't define which of several equal scores topk chooses.
 _REFUSED = {
+    "afmoe": "the outputs depend on the order of equal or nearly equal scores in topk",
     "aimv2": "the file's outputs are off",
     "fsmt": "instead of `if not padding_mask.any()`",
+    "led": "compute with the tensor `is_index_global_attn.flatten().any()`",
+    "longformer": "compute with the tensor `is_index_global_attn.flatten().any()`",
     "switch_transformers": "instead of `for expert_idx in expert_hit`",
 }
 # The zoo first reduces all sizes in a model's config. If transformers refuses the reduced config, the zoo reduces only

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from accel.sources.torch.call import NamedModule
 
+_APART = "make the scores differ by more than rounding first (e.g. scores - 1e-3 * torch.arange(scores.shape[-1]))"
+
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
     """If a fault of the model makes every exporter fail, returns a text that names the fault and the fix. The text
@@ -25,7 +27,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     """
     if training := in_training(module):
         return f"; {training}"
-    if not off or not all(off):
+    if not any(off):
         return ""
     sizes = src.signature.sizes()
     feeds = src.signature.example_inputs(**sizes)
@@ -35,20 +37,45 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
-    if whole and len(whole) == len(outputs):
+    if all(off) and whole and len(whole) == len(outputs):
         return (
             f"; only the integers of {', '.join(map(repr, whole))} differ, all floats agree: topk, argmax and sort "
-            "order equal or nearly equal scores differently in each runtime; return the scores themselves, or make "
-            "the scores differ by more than rounding first (e.g. scores - 1e-3 * torch.arange(scores.shape[-1]))"
+            f"order equal or nearly equal scores differently in each runtime; return the scores themselves, or {_APART}"
         )
-    apart = _from_float64(src, module, feeds, found)
     limit = min(result.limit or 0.0 for results in off for result in results)
+    if place := _ties(src, module, feeds, found, limit):
+        return (
+            f"; the outputs depend on the order of equal or nearly equal scores in {place}, and each runtime orders "
+            f"them differently; {_APART}; a model may have equal scores because its weights are not trained"
+        )
+    apart = _from_float64(src, module, feeds, found) if all(off) else 0.0
     if apart > limit / 4:
         return (
             f"; float32 is not enough for this model: PyTorch's own result is off by {apart:.2g} from the result in "
             "float64, because an operation amplifies rounding errors (a difference of nearly equal numbers, or a "
             "BatchNorm over a channel that hardly varies: raise its eps, or leave that channel out)"
         )
+    return ""
+
+
+def _ties(
+    src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], found: dict[str, np.ndarray], limit: float
+) -> str:
+    """Returns the first place at which another order of equal scores changes the float outputs ``found`` by more than
+    ``limit``. Returns "" if the outputs don't depend on this order."""
+    from .ties import OtherOrder
+
+    floats = [name for name in found if holds_floats(found[name])]
+    for odd in (False, True):
+        try:
+            with OtherOrder(odd=odd) as other:
+                changed = run_named(module, src.signature, feeds)
+        except Exception:  # a mode of torch may not support an operator of the model
+            return ""
+        differences = [difference(name, found[name], changed[name]) for name in floats if name in changed]
+        if other.places and any(one.problem or one.rel_l2 > limit for one in differences):
+            place: str = other.places[0]
+            return place
     return ""
 
 

@@ -14,6 +14,19 @@ class Ties(torch.nn.Module):
     def forward(self, x):
         return torch.relu(x - 9).topk(5, 1)
 
+class Routed(torch.nn.Module):
+    def __init__(self, trained):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = torch.nn.Parameter(torch.randn(4, 12))
+        self.router = torch.nn.Linear(12, 4, bias=False)
+        if not trained:
+            torch.nn.init.zeros_(self.router.weight)
+
+    def forward(self, x):
+        chosen = self.router(x).sigmoid().topk(2)[1]
+        return x * self.experts[chosen].sum(1)
+
 class Narrow(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -43,6 +56,12 @@ class Training(torch.nn.Module):
 def ties():
     return Ties()
 
+def routed():
+    return Routed(False)
+
+def trained():
+    return Routed(True)
+
 def narrow():
     return Narrow()
 
@@ -58,6 +77,7 @@ def norm():
     ("factory", "words"),
     [
         ("ties", ["only the integers of 'output_1' differ", "return the scores themselves"]),
+        ("routed", ["scores in topk at net.py:18", "make the scores differ", "its weights are not trained"]),
         ("narrow", ["float32 is not enough for this model", "raise its eps"]),
         ("dropout", ["differs from run to run", "'layer' (Dropout) runs in training mode", "take that call out"]),
         ("norm", ["Expected more than 1 value per channel", "'layer' (BatchNorm1d) runs in training mode"]),
@@ -75,6 +95,17 @@ def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path,
     assert "one size" not in ran.stderr
     assert "correct --input" not in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
+
+
+def test_scores_that_differ(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model that follows the advice about equal scores can't be exported."""
+    (tmp_path / "trained.py").write_text(NETS)
+    apart = "(self.router(x).sigmoid() - 1e-3 * torch.arange(4))"
+    (tmp_path / "apart.py").write_text(NETS.replace("self.router(x).sigmoid()", apart))
+    for source in ("trained.py:trained", "apart.py:routed"):
+        given = ["--input", "x:float32[batch,12]", "-o", tmp_path / "m.onnx", "-q"]
+        ran = cli("export", f"{tmp_path / source}", *given)
+        assert ran.code == 0, ran.stderr
 
 
 def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
