@@ -25,6 +25,8 @@ Check = Callable[[], None]
 # The number of seconds between two calls of a check function. The calls come from the separate thread of
 # ``interruptible``, or from a waiting ``Child``.
 INTERVAL = 0.5
+# The number of seconds until a function that still runs is interrupted again. The function's cleanup gets this time.
+AGAIN = 5.0
 
 # Ctrl-C sets this event, because the exporters of some libraries swallow KeyboardInterrupt.
 _interrupted = threading.Event()
@@ -85,7 +87,8 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     raises this error.
 
     A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions.
-    A call of native code can't be interrupted, so the function ends only after this call.
+    A call of native code can't be interrupted, so the function ends only after this call. The function is interrupted
+    again every ``AGAIN`` seconds, because code with a bare ``except:`` may swallow the error.
     """
     if not cancellable():
         return function(*arguments)
@@ -110,12 +113,13 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _watch(caller: int, done: threading.Event) -> None:
-    while not done.wait(INTERVAL):
+    pause = INTERVAL
+    while not done.wait(pause):
         try:
             check_cancelled()
         except Exception:
             _raise_inside(caller, Interrupted)
-            return
+            pause = AGAIN
 
 
 def _raise_inside(thread: int, error: type[BaseException] | None) -> None:

@@ -13,6 +13,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from accel import cancel
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.cancel import cancelled_by, check_cancelled, interruptible
@@ -151,6 +152,24 @@ def test_what_has_ended_is_not_interrupted() -> None:
             assert interruptible(sum, (1, 2)) == 3
     with pytest.raises(ZeroDivisionError), cancelled_by(soon(60)):
         interruptible(lambda: 1 / 0)
+
+
+def test_a_swallowed_interrupt_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a function with a bare ``except:`` can't be cancelled. Such a function swallows the first interrupt."""
+    monkeypatch.setattr(cancel, "AGAIN", 0.1)
+    swallowed: list[BaseException] = []
+
+    def stubborn() -> None:
+        while len(swallowed) < 2:
+            try:
+                silent_for_ever()
+            except BaseException as error:
+                swallowed.append(error)
+        raise RuntimeError
+
+    with cancelled_by(soon()), pytest.raises(GivenUp):
+        interruptible(stubborn)
+    assert [type(error) for error in swallowed] == [cancel.Interrupted] * 2
 
 
 def test_the_outer_check_holds_inside_the_inner_one() -> None:
