@@ -51,6 +51,8 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
     from accel.sources.torch.dims import export_dim
 
+    from .complex_numbers import in_real_numbers
+
     dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
         {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
@@ -58,9 +60,10 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     outputs = _output_names(src)
     module = named(src)
     with torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _lengths_of_tensors(module), _roots():
+        tensors = example(src)
         program = torch.onnx.export(
-            module,
-            example(src),
+            in_real_numbers(module, tensors, (shapes,)),
+            tensors,
             dynamo=True,
             opset_version=opset,
             input_names=[spec.name for spec in src.signature.inputs],
@@ -73,8 +76,8 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
         )
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
-    tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-    large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
+    weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+    large = sum(tensor.nbytes for tensor in weights) > onnx_write.SINGLE_FILE_BYTES
     with _apart(out) as exported:
         program.save(str(exported), external_data=large)
         del program
