@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=3,
+        version=4,
         proves=True,
     ),
     Stage(

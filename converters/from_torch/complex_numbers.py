@@ -12,9 +12,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
-from accel.errors import ExportFailed
-
 from .complex_operators import pair, rule_of
+from .exporters import NoComplexRule
 from .fourier import Pair
 
 # The number of times that operators are decomposed. A decomposition may contain operators with decompositions.
@@ -25,7 +24,7 @@ def in_real_numbers(module: torch.nn.Module, example: Sequence[torch.Tensor], sh
     """Returns a module that computes the same results without complex numbers. If ``module`` doesn't use complex
     numbers, returns ``module`` itself.
 
-    ``shapes`` has the dynamic dims, as for ``torch.export.export``. Raises ``ExportFailed`` if an operator on complex
+    ``shapes`` has the dynamic dims, as for ``torch.export.export``. Raises ``NoComplexRule`` if an operator on complex
     numbers has no rule in ``complex_operators``.
     """
     if not _computes_with_complex(module, example):
@@ -79,9 +78,9 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
             break
         program = program.run_decompositions(table)
     if missing := sorted({str(node.target) for node in _on_complex(program) if rule_of(node.target) is None}):
-        raise ExportFailed(
-            f"accel can't export {missing[0]} of complex numbers; compute it from the real and imaginary parts "
-            "(torch.view_as_real)"
+        raise NoComplexRule(
+            f"no exporter can write {missing[0]} of complex numbers in ONNX; compute it from the real and imaginary "
+            "parts, which torch.view_as_real gives"
         )
     return program
 

@@ -24,6 +24,10 @@ from .experts import every_expert
 from .plain_attention import plain_attention
 
 
+class NoComplexRule(ExportFailed):
+    """Raised if accel can't compute an operator on complex numbers with real numbers."""
+
+
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns example tensors for tracing the model.
 

@@ -26,7 +26,7 @@ from accel.tables.limits import EXPORT_LIMITS
 from accel.tables.stage_table import get_stage
 
 from .advice import own_fault
-from .exporters import dynamo, example, legacy, named
+from .exporters import NoComplexRule, dynamo, example, legacy, named
 from .python_numbers import Place, during_export, places
 from .traced_branches import value_branches
 
@@ -80,6 +80,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
+    no_rule = ""
     by_values = False  # True if torch.export found branches that depend on values.
     branches: Collection[tuple[str, int]] = ()
     for rung in config.ladder:
@@ -96,6 +97,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
+            no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
             off.append(error.results if isinstance(error, OutputsOff) else ())
         except Exception as error:  # exporters may raise anything
             if full := no_space(error):
@@ -109,6 +111,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
         _remove(out)
     spec = _name(src)
+    if no_rule:
+        raise ExportFailed(f"{spec} can't be exported: {no_rule}")
     if _packs(src):
         raise ExportFailed(
             f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "

@@ -111,7 +111,7 @@ def test_an_operator_without_a_rule(tmp_path: Path) -> None:
     def inverse(x: torch.Tensor) -> torch.Tensor:
         return torch.linalg.inv(torch.complex(x, x.mT)).real
 
-    with pytest.raises(ExportFailed, match=r"linalg_inv.* of complex numbers; .* torch.view_as_real"):
+    with pytest.raises(ExportFailed, match=r"linalg_inv.* of complex numbers .* torch.view_as_real gives$"):
         accel.export(inverse, example=(torch.randn(2, 3, 3),), out=tmp_path / "m.onnx")
 
 
