@@ -166,13 +166,14 @@ def _attempts(
 
 def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
     """Returns the row of the source, which is the baseline for every candidate."""
+    runtime = default_runtime(src).name
     row = CandidateResult(
         name=SOURCE_NAME,
         target="ort-cpu" if src.kind == "onnx" else "",
         precision=str(src.properties.get("precision", "")),
         megabytes=megabytes(src),
         artifact=src,
-        runtime="onnxruntime" if src.kind == "onnx" else default_runtime(src).name,
+        runtime="onnxruntime" if src.kind == "onnx" and runtime != "onnx-rounded" else runtime,
         options={"threads": threads},
     )
     if judge.metric is not None:
@@ -207,6 +208,11 @@ def _choose_measured(
     if request.kernels and outcome.chosen is source:
         outcome.chosen = fused(source, [*runnable, *outcome.varied], outcome.notes)
     outcome.environment = search.environment
+    if search.environment and source.runtime == "onnx-rounded":
+        outcome.notes.append(
+            "the source is timed in the runtime onnx-rounded, which is slow: ONNX Runtime can't compute in bfloat16 on "
+            "a CPU"
+        )
     done = f"{search.workload.note}, {search.threads} threads"
     nothing = "anything was measured: the source itself was taken"
     outcome.notes.append(done if search.environment else search.budget.reason(nothing))

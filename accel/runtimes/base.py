@@ -259,12 +259,15 @@ def get_runtime(name: str) -> Runtime:
 def default_runtime(artifact: Artifact) -> Runtime:
     """Returns the runtime that the manifest names. If the manifest names no runtime, returns the first runtime that
     takes artifacts of this kind and can run on this machine. If none can run on this machine, returns the first runtime
-    that takes artifacts of this kind."""
+    that takes artifacts of this kind. An ONNX model in bfloat16 runs in ``onnx-rounded``, because the CPU provider of
+    ONNX Runtime has almost no kernels for bfloat16."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
     if toolkit := artifact.properties.get("toolkit"):  # an engine only runs on the toolkit that built it
         return get_runtime(toolkit)
+    if artifact.kind == "onnx" and "bfloat16" in artifact.properties.get("floats", ()):
+        return RUNTIMES["onnx-rounded"]
     kind = KINDS.get(artifact.kind)
     fitting = [RUNTIMES[name] for name in kind.runtimes] if kind is not None else []
     if not fitting:

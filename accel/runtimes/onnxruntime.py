@@ -168,9 +168,10 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     try:
         return _session(path, settings, provider)
     except native.NotImplemented as error:
+        low = {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
+        fix = "use the runtime onnx-rounded, or export the model in float32" if low else "export it again"
         raise UnsupportedHere(
-            f"ONNX Runtime lacks a kernel for an operator of the model {path} ({_reason(error)}); cast the model or "
-            "export it again"
+            f"ONNX Runtime lacks a kernel for an operator of the model {path} ({_reason(error)}); {fix}"
         ) from error
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error

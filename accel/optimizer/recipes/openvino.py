@@ -23,7 +23,7 @@ def obstacle(precision: str, request: RecipeRequest) -> str | None:
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
     """Returns the recipe for ``precision``. On a CPU with bf16, adds an int8 recipe whose float layers run in bf16."""
     reduced = quantized(src, target, precision, request) or weights_only(src, target, precision, request)
-    steps = [*prepared(src, target), *reduced, _to_openvino(precision)]
+    steps = [*prepared(src, target), *reduced, _to_openvino(src, precision)]
     options = {"threads": request.threads}
     in_bf16 = {**options, "precision": "bf16"}
     found = [recipe(target, precision, steps, in_bf16 if precision == "bf16" else options)]
@@ -32,9 +32,11 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
     return found
 
 
-def _to_openvino(precision: str) -> Step:
+def _to_openvino(src: Artifact, precision: str) -> Step:
     from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 
-    # OpenVINO's int8 kernels round differently from ONNX Runtime's.
-    limit = STAGE_LIMITS[precision if precision in ("int8", "int4") else "fp32"]
+    # OpenVINO's int8 kernels round differently from ONNX Runtime's. If the source is in bf16, OpenVINO rounds at other
+    # nodes than onnx-rounded.
+    own = "bf16" if src.properties.get("precision") == "bf16" else "fp32"
+    limit = STAGE_LIMITS[precision if precision in ("int8", "int4") else own]
     return Step("openvino_from_onnx", OpenVinoFromOnnxConfig(), limit)

@@ -10,9 +10,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from accel.runtimes.base import SessionOptions
+from accel.artifact import Artifact
+from accel.errors import UnsupportedHere
+from accel.runtimes.base import SessionOptions, default_runtime, open_session
 from accel.runtimes.onnx_rounded import RoundedSession
-from tests.support.onnx_builder import HALF, artifact, node, run, square_root_of_square
+from accel.sources.onnx.file import open_onnx
+from tests.support.onnx_builder import FLOAT, HALF, artifact, node, run, square_root_of_square
 
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -67,3 +70,24 @@ def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
     x = np.array([300, 2], np.float16)
     assert np.array_equal(run(src, x=x, c=np.array(True))["y"], np.array([np.inf, 2], np.float16))
     assert np.array_equal(run(src, x=x, c=np.array(False))["y"], -x)
+
+
+def test_a_bfloat16_model_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Fails if accel loads a bfloat16 model with ONNX Runtime, which has no kernels for bfloat16, or if the error for
+    this runtime doesn't name a runtime that works."""
+    src = _product_in_bfloat16(tmp_path / "m.onnx")
+    x = np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32)
+    low = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    with open_session(src) as session:
+        found = session.run({"x": x})["y"]
+    assert np.array_equal(found, (low @ low).astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert default_runtime(src).name == "onnx-rounded"
+    with pytest.raises(UnsupportedHere, match="use the runtime onnx-rounded, or export the model in float32"):
+        open_session(src, "onnxruntime")
+
+
+def _product_in_bfloat16(path: Path) -> Artifact:
+    cast = node("Cast", "x", "b", to=TensorProto.BFLOAT16)
+    nodes = [cast, node("MatMul", "b b", "p"), node("Cast", "p", "y", to=FLOAT)]
+    artifact(path, nodes, {"x": (FLOAT, [3, 3])}, {"y": (FLOAT, [3, 3])})
+    return open_onnx(path)

@@ -149,8 +149,8 @@ def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
-    """Fails if preflight reports a valid model as broken because ONNX Runtime has no CPU kernel for the model's
-    types."""
+    """Fails if preflight or ``accel bench`` refuses a valid model because ONNX Runtime has no CPU kernel for the
+    model's types."""
     cast = node("Cast", "x", "b", to=TensorProto.BFLOAT16)
     nodes = [cast, node("MatMul", "b b", "p"), node("Cast", "p", "y", to=FLOAT)]
     artifact(tmp_path / "b.onnx", nodes, {"x": (FLOAT, [3, 3])}, {"y": (FLOAT, [3, 3])})
@@ -158,8 +158,8 @@ def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
     assert "n_p" in [refusal.node for refusal in found.refusals]
     assert preflight(tmp_path / "b.onnx", compute_capabilities=["8.6"]).refusals == ()
     ran = cli("bench", str(tmp_path / "b.onnx"))
-    assert ran.code == 2
-    assert "ONNX Runtime lacks a kernel for" in ran.stderr
+    assert ran.code == 0, ran.stderr
+    assert "onnx-rounded" in ran.stdout
 
 
 def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
