@@ -55,7 +55,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
     from accel.sources.torch.dims import export_dim
 
-    from .complex_numbers import in_real_numbers
+    from .complex.numbers import in_real_numbers
 
     dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(

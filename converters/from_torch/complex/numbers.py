@@ -12,9 +12,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
-from .complex_operators import pair, rule_of
-from .exporters import NoComplexRule
+from ..exporters import NoComplexRule
 from .fourier import Pair
+from .operators import pair, rule_of
 
 # The number of times that operators are decomposed. A decomposition may contain operators with decompositions.
 _ROUNDS = 5
@@ -25,7 +25,7 @@ def in_real_numbers(module: torch.nn.Module, example: Sequence[torch.Tensor], sh
     numbers, returns ``module`` itself.
 
     ``shapes`` has the dynamic dims, as for ``torch.export.export``. Raises ``NoComplexRule`` if an operator on complex
-    numbers has no rule in ``complex_operators``.
+    numbers has no rule in ``operators``.
     """
     if not _computes_with_complex(module, example):
         return module
@@ -121,7 +121,7 @@ class _InRealNumbers(torch.nn.Module):
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Runs a graph, and computes the operators on complex numbers by the rules of ``complex_operators``."""
+    """Runs a graph, and computes the operators on complex numbers by the rules of ``operators``."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op != "call_function":
