@@ -9,6 +9,9 @@ Needs cosmic-ray (``pip install cosmic-ray``), which makes the mutants. The firs
 ``results/mutants.json``, and each run adds its results to this file. An interrupted run continues with the mutants that
 have no result yet. The tests run in a copy of the checkout.
 
+Only the tests near a mutant run. If older tests catch a mutant that today's near tests miss, the next run without
+``--before`` also tries today's test of the same name. The row then has ``"by_name": true``.
+
 A mutant counts as caught if the tests hang, or if a test fails only with the mutant. A mutant counts as absent if its
 original line of code isn't in the checkout, or occurs several times. With ``--before``, the results show whether the
 older tests catch a mutant that today's tests miss.
@@ -66,10 +69,14 @@ def main() -> None:
         copy = Path(folder) / "checkout"
         subprocess.run(["git", "clone", "--quiet", str(tree), str(copy)], check=True)
         for number, row in enumerate(rows):
-            if key in row or (asked.before and row.get("today") != "survived"):
+            named: list[str] = []
+            if key == "today" and row.get("before") == "caught" and row.get("today") == "survived":
+                named = same_name(row["before_by"], copy)
+            elif key in row or (asked.before and row.get("today") != "survived"):
                 continue
             mutant = find(Mutant(**{field.name: row[field.name] for field in fields(Mutant)}), copy)
-            row[key], row[f"{key}_by"] = run(mutant, copy, str(python)) if mutant else ("absent", "")
+            row[key], row[f"{key}_by"] = run(mutant, copy, str(python), named) if mutant else ("absent", "")
+            row |= {"by_name": True} if named else {}
             write(rows, asked.results)
             print(f"{number + 1}/{len(rows)} {row[key]:9} {row['path']}:{row['line'] + 1} {row['now'].strip()[:80]}")
     print(key, dict(Counter(row[key] for row in rows if key in row)))
@@ -154,9 +161,17 @@ def find(mutant: Mutant, tree: Path) -> Mutant | None:
     return Mutant(chosen[0][0], chosen[0][1], mutant.was, mutant.now, mutant.definition)
 
 
-def run(mutant: Mutant, tree: Path, python: str) -> tuple[str, str]:
-    """Returns ``caught``, ``survived`` or ``no tests``, and the test that caught the mutant."""
-    tests = near(mutant, tree)
+def same_name(test: str, tree: Path) -> list[str]:
+    """Returns the tests in ``tree`` whose function has the same name as ``test``."""
+    function = test.rpartition("::")[2].partition("[")[0]
+    files = [file for file in tracked(tree, ("tests",)) if f"def {function}(" in (tree / file).read_text("utf-8")]
+    return [f"{file}::{function}" for file in files if function]
+
+
+def run(mutant: Mutant, tree: Path, python: str, named: Sequence[str] = ()) -> tuple[str, str]:
+    """Runs the tests ``named``, or else the tests near the mutant. Returns ``caught``, ``survived`` or ``no tests``,
+    and the test that caught the mutant."""
+    tests = list(named) or near(mutant, tree)
     if not tests:
         return "no tests", ""
     file = tree / mutant.path
@@ -187,7 +202,7 @@ def _failed(tree: Path, python: str, arguments: Sequence[str]) -> str | None:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not gpu and not proof and not nightly",
+        "not gpu and not nightly" if "::" in arguments[0] else "not gpu and not proof and not nightly",
     ]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
