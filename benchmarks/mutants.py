@@ -163,7 +163,7 @@ def find(mutant: Mutant, tree: Path) -> Mutant | None:
 
 def same_name(test: str, tree: Path) -> list[str]:
     """Returns the tests in ``tree`` whose function has the same name as ``test``."""
-    function = test.rpartition("::")[2].partition("[")[0]
+    function = test.partition("::")[2].rpartition("::")[2].partition("[")[0]
     files = [file for file in tracked(tree, ("tests",)) if f"def {function}(" in (tree / file).read_text("utf-8")]
     return [f"{file}::{function}" for file in files if function]
 
