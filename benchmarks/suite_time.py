@@ -2,7 +2,8 @@
 
 Usage:
 
-    PYTEST_ADDOPTS="--durations=100 --durations-min=1 -rs" make test > test.log; make proof > proof.log  # the same options
+    export PYTEST_ADDOPTS="--durations=100 --durations-min=1 -rs"
+    make test > test.log; make proof > proof.log
     python benchmarks/suite_time.py test.log proof.log     # writes the results.
 
 Reads the logs of pytest and writes ``benchmarks/results/suite_time.md``.
@@ -23,8 +24,8 @@ _SUMMARY = re.compile(r"^((?:\d+ \w+(?:, )?)+) in (\d+\.\d+)s", re.MULTILINE)
 
 
 def page(logs: list[str], machine: dict[str, object], slowest: int = 100) -> str:
-    """Returns the results as Markdown: a row for each run of pytest in ``logs``, the slowest tests and fixtures, and the
-    reasons of the skipped tests."""
+    """Returns the results as Markdown: a row for each run of pytest in ``logs``, the slowest tests and fixtures, and
+    the reasons of the skipped tests."""
     runs = [found for log in logs for found in _SUMMARY.findall(log)]
     if not runs:
         raise SystemExit("no summary of pytest was found in the logs; pass the logs of `make test` and `make proof`")

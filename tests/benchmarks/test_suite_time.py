@@ -1,5 +1,5 @@
-"""Proves that the page about the test suite's run time lists every run of pytest, and sorts the slowest tests by
-time."""
+"""Proves that the page about the test suite's run time lists every run of pytest and the skipped tests, and sorts
+the slowest tests by time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ LOG = """
 ...                                                                      [100%]
 1.50s setup    tests/a.py::test_one
 12.04s call     tests/b.py::test_two[x-1]
+SKIPPED [2] tests/c.py:7: needs a GPU
 (3 durations < 1s hidden.  Use -vv to show these durations.)
 1 failed, 7 passed, 2 skipped in 61.25s (0:01:01)
 """
@@ -20,7 +21,8 @@ def test_the_page() -> None:
     """Checks that the page lists every run, failure and slow test, and that the tests are sorted by time."""
     text = page([LOG, LOG.replace("12.04", "2.00")], {"cpu": "a CPU", "cores": 2}, slowest=3)
     assert "| 1 | 1 failed, 7 passed, 2 skipped | 61 |\n| 2 | 1 failed" in text
-    rows = [line for line in text.splitlines() if "tests/" in line]
+    assert "| 2 | `tests/c.py` | needs a GPU |" in text
+    rows = [line for line in text.splitlines() if "tests/" in line and "GPU" not in line]
     assert rows == [
         "| 12.0 | call | `tests/b.py::test_two[x-1]` |",
         "| 2.0 | call | `tests/b.py::test_two[x-1]` |",
