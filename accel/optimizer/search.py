@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel.cache import StageCache
@@ -59,7 +59,8 @@ class Search:
         finalists = self._halved(self._fitting([row for row in rows if row.passed]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
-            self._measure(finalists, self._long(len(finalists), _SECONDS_OF_CANDIDATES))
+            effort = self._long(len(finalists), _SECONDS_OF_CANDIDATES)
+            self._measure(finalists, replace(effort, only_fastest=True))
         return fastest(self.source, finalists)
 
     def vary_sessions(

@@ -28,7 +28,7 @@ from accel.signature import Feeds
 from .blocks import Block, Candidate, FirstRun, Opened, passes_for
 from .environment import environment, peak_rss_mb
 from .report import BenchReport, Row
-from .statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarize
+from .statistics import MIN_FLOOR, MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarize
 from .statistics import baseline as baseline_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Lane:
         self.feeds = 1
         self.rounds: list[Block] = []
         self.found: dict[str, Any] = {"options": dict(candidate.options)}  # the fields of the candidate's row
+        self.is_slower = False  # True if the lane gets no further rounds, because another lane is surely faster
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
@@ -140,6 +141,7 @@ def measure(
     budget_seconds: float = 0.0,
     target_width: float = 0.05,
     limit_seconds: float | None = None,
+    only_fastest: bool = False,
 ) -> BenchReport:
     """Times ``candidates`` and compares them with ``baseline``, which is the index or the name of a candidate. All
     candidates run the same feeds.
@@ -156,7 +158,8 @@ def measure(
     speedup is at most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four times
     ``rounds``. No further round begins later than ``budget_seconds`` after the first round began. ``limit_seconds``
     limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
-    to end within ``limit_seconds``.
+    to end within ``limit_seconds``. If ``only_fastest`` is true, a candidate that is surely slower than another
+    candidate gets no further rounds after the first 5 rounds.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
@@ -201,7 +204,7 @@ def measure(
             raise ChildCrashed(
                 f"the baseline ran in one process and failed in a second process: {twin.error}; free some memory"
             )
-        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends)
+        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends, only_fastest)
         for lane in lanes:
             if lane.error is None:
                 lane.look_inside()
@@ -296,6 +299,7 @@ def _run_rounds(
     budget_seconds: float,
     target_width: float,
     ends: float,
+    only_fastest: bool,
 ) -> list[tuple[str, ...]]:
     """Runs the rounds and adds the blocks to ``lane.rounds``. Returns the order of the candidates in each round.
 
@@ -313,7 +317,9 @@ def _run_rounds(
         if len(order) >= MIN_ROUNDS and so_far + (so_far - begun) / len(order) > ends:
             break
         report(f"bench: round {len(order) + 1}", min(1.0, len(order) / rounds))
-        turn = [lane for lane in lanes if lane.error is None]
+        if only_fastest and len(order) >= MIN_ROUNDS:
+            _drop_slower(lanes[1:-1], seed)
+        turn = [lane for lane in lanes if lane.error is None and not lane.is_slower]
         shuffle(turn)
         for lane in turn:
             try:
@@ -326,9 +332,19 @@ def _run_rounds(
     return order
 
 
+def _drop_slower(lanes: Sequence[Lane], seed: int) -> None:
+    """Sets ``is_slower`` of the lanes that are surely slower than the fastest lane. Without other work on the machine,
+    two processes of one model differ by less than ``MIN_FLOOR``."""
+    timed = [lane for lane in lanes if lane.error is None and not lane.is_slower]
+    best = min(timed, key=lambda lane: float(lane.values().mean()), default=None)
+    for lane in timed:
+        if best is not None and lane is not best:
+            lane.is_slower = judge(speedup(lane.values(), best.values(), seed=seed), MIN_FLOOR) == "faster"
+
+
 def _all_narrow(lanes: Sequence[Lane], seed: int, target: float) -> bool:
     base = baseline_of(lanes[0].values(), lanes[-1].values(), seed=seed)
-    timed = [lane for lane in lanes[1:-1] if lane.error is None]
+    timed = [lane for lane in lanes[1:-1] if lane.error is None and not lane.is_slower]
     ratios = [speedup(base.medians, lane.values(), seed=seed) for lane in timed]
     return all(is_narrow(ratio, target) for ratio in (base.itself, *ratios))
 
@@ -355,7 +371,7 @@ def _report(
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])
-        ratio = speedup(both.medians, medians, seed=seed)
+        ratio = speedup(both.medians[: len(medians)], medians, seed=seed)
         rows.append(
             Row(
                 name=lane.name,

@@ -28,13 +28,14 @@ class Effort:
 
     If a confidence interval is still too wide after these rounds, further rounds take up to ``seconds``. ``limit`` is
     the maximum number of seconds for the whole measurement, including loading. A short limit reduces the number of
-    rounds. A ``limit`` of None means no limit.
+    rounds. A ``limit`` of None means no limit. If ``only_fastest`` is true, slower candidates get only 5 rounds.
     """
 
     rounds: int
     block_seconds: float
     seconds: float = 0.0
     limit: float | None = None
+    only_fastest: bool = False
 
 
 def measured(
@@ -77,7 +78,13 @@ def measured(
                     for feeds in workload.mix
                 ],
                 "requests": workload.requests,
-                "effort": [effort.rounds, effort.block_seconds, effort.seconds, effort.limit is None],
+                "effort": [
+                    effort.rounds,
+                    effort.block_seconds,
+                    effort.seconds,
+                    effort.limit is None,
+                    effort.only_fastest,
+                ],
                 "machine": machine(threads=threads, date=False),
                 "versions": versions(("torch", "onnxruntime", "openvino")),
             }
@@ -97,6 +104,7 @@ def measured(
             budget_seconds=effort.seconds,
             limit_seconds=effort.limit,
             threads=threads,
+            only_fastest=effort.only_fastest,
         )
         found = result.to_json() | {"percentiles": _percentiles(result)}
         cache.put_record("measurement", key, found)

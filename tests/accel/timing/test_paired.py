@@ -237,6 +237,19 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
 
 
+def test_a_slower_candidate_gets_no_further_rounds() -> None:
+    """Fails if a candidate that can't be the fastest is timed in more than the first 5 rounds, or if its speedup is
+    then computed from the wrong rounds of the baseline. The sessions' clock is simulated."""
+    times = {"base": 4.0, "fast": 1.0, "slow": 2.0}
+    candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
+    report = quick(candidates, rounds=7, block_seconds=0.2, only_fastest=True)
+    assert [row.rounds for row in report.rows] == [7, 7, 5]
+    assert report.row("slow").verdict == "faster"
+    assert report.row("slow").speedup == pytest.approx(2.0, rel=0.02)
+    assert "slow" in report.order[4]
+    assert "slow" not in report.order[5]
+
+
 def children() -> set[int]:
     """Returns the ids of this process's children, including children that earlier tests left running."""
     found = set()
