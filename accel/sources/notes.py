@@ -14,6 +14,7 @@ def source_notes(artifact: Artifact) -> list[str]:
     notes = (
         _batch_note(artifact),
         _bounds_note(artifact),
+        _samples_note(artifact),
         integers_note(artifact.signature),
         _renaming_note(artifact),
         _placeholder_note(artifact),
@@ -48,6 +49,12 @@ def _bounds_note(artifact: Artifact) -> str | None:
     """Returns a note about the bounds of integer inputs that accel found by running the model, or else None."""
     found = artifact.source.get("bounds")
     return f"{found}; {option('inputs')} declares other integers" if found else None
+
+
+def _samples_note(artifact: Artifact) -> str | None:
+    """Returns a note about the inputs that repeat the integers of a sample, or None if there are no such inputs."""
+    names = " and ".join(spec.name for spec in artifact.signature.inputs if spec.sample is not None)
+    return f"the model fails on random integers, so {names} repeats the integers of an example" if names else None
 
 
 def integers_note(signature: Signature) -> str | None:

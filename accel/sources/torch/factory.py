@@ -58,7 +58,8 @@ def open_factory(spec: str, weights: Path | None) -> Found:
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
     if folder and Path(folder).is_dir():  # the path of a transformers model that the factory loaded
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
-    inputs = declaration.inputs if declaration else specs_from_example(made, example)
+    tensors = {} if declaration else example_tensors(made, example)
+    inputs = declaration.inputs if declaration else specs_from_example(tensors)
     return Found(
         module=made,
         path=path,
@@ -67,6 +68,7 @@ def open_factory(spec: str, weights: Path | None) -> Found:
         outputs=declaration.outputs if declaration else (),
         dims=declaration.dims if declaration else None,
         checkpoint=checkpoint,
+        tensors=tensors,
     )
 
 
@@ -102,15 +104,19 @@ def call_factory(factory: Callable[[], Any], spec: str) -> Any:
         raise raised(spec, error) from error
 
 
-def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
-    """Returns the specs of example tensors. The first dim of each tensor is dynamic and called ``batch``."""
+def example_tensors(module: torch.nn.Module, example: Any) -> Mapping[str, torch.Tensor]:
+    """Returns the tensors of the example arguments of ``module`` by name."""
     if example is None:
-        return ()
+        return {}
     if isinstance(example, torch.Tensor):
         example = (example,)
     if not isinstance(example, Mapping):
         example = dict(zip(forward_parameters(module), example, strict=False))
-    tensors = flatten(example)
+    return flatten(example)
+
+
+def specs_from_example(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    """Returns the specs of example tensors. The first dim of each tensor is dynamic and called ``batch``."""
     specs = []
     for name, tensor in tensors.items():
         shape = ("batch", *tensor.shape[1:]) if tensor.ndim else ()

@@ -6,7 +6,7 @@ length may be at most the size of the sequence dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
@@ -109,22 +109,46 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: M
         [replace(spec, values=_values(spec, f"{dim}{less}")) for spec in group]
         for group, dim, less in product(groups, dims, ("", "-1"))
     )
-    sampled = ([_with_sample(spec, tensors.get(spec.name)) for spec in group] for group in groups)
-    for changed in chain(bounded, sampled):
-        by_name = {spec.name: spec for spec in changed}
-        tried = replace(signature, inputs=tuple(by_name.get(spec.name, spec) for spec in signature.inputs))
+    for changed in chain(bounded, _sampled(groups, tensors)):
+        tried = _with_inputs(signature, changed)
         if tried != signature and _runs(tried, run):
             return tried
     return signature
 
 
+def with_samples(
+    signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]
+) -> Signature:
+    """Returns ``signature`` with the integers of the user's example inputs ``tensors`` as samples, for the inputs that
+    need them. Returns ``signature`` unchanged if ``run`` accepts random integers at the usual sizes, or if samples don't
+    help."""
+    free = [spec for spec in signature.inputs if _is_free(spec)]
+    sizes = signature.sizes()
+    if not tensors or not free or _takes(signature, sizes, run):
+        return signature
+    for changed in _sampled([[spec] for spec in free] + [free], tensors):
+        tried = _with_inputs(signature, changed)
+        if tried != signature and _takes(tried, sizes, run):
+            return tried
+    return signature
+
+
+def _sampled(groups: Iterable[list[TensorSpec]], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:
+    return ([_with_sample(spec, tensors.get(spec.name)) for spec in group] for group in groups)
+
+
+def _with_inputs(signature: Signature, changed: Iterable[TensorSpec]) -> Signature:
+    by_name = {spec.name: spec for spec in changed}
+    return replace(signature, inputs=tuple(by_name.get(spec.name, spec) for spec in signature.inputs))
+
+
 def bounds_words(before: Signature, after: Signature) -> str:
-    """Returns a text about what ``find_bounds`` changed, or "" if it changed nothing."""
-    found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old != new]
-    if ranged := " and ".join(f"{spec.name} is in {spec.values[0]}..{spec.values[1]}" for spec in found if spec.values):
-        return f"{ranged}: the model fails on larger integers at some sizes"
-    sampled = " and ".join(spec.name for spec in found if spec.sample)
-    return f"{sampled}: only the integers of the example are used, because the model fails on random ones" * bool(found)
+    """Returns a text about the bounds that ``find_bounds`` found, or "" if it found no bounds."""
+    found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
+    if not found:
+        return ""
+    said = " and ".join(f"{spec.name} is in {spec.values[0]}..{spec.values[1]}" for spec in found if spec.values)
+    return f"{said}: the model fails on larger integers at some sizes"
 
 
 def _is_integer(spec: TensorSpec) -> bool:
@@ -132,7 +156,7 @@ def _is_integer(spec: TensorSpec) -> bool:
 
 
 def _is_free(spec: TensorSpec) -> bool:
-    return spec.values is None and _is_integer(spec)
+    return spec.values is None and spec.sample is None and _is_integer(spec)
 
 
 def _values(spec: TensorSpec, high: Bound) -> tuple[Bound, Bound]:

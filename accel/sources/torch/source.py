@@ -27,7 +27,7 @@ from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, suggested_inputs
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
-from .integer_bounds import bounds_words, find_bounds, with_table_ranges
+from .integer_bounds import bounds_words, find_bounds, with_samples, with_table_ranges
 from .live import SUFFIX, open_captured
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
@@ -61,8 +61,10 @@ def open_torch(
     found = _find(spec, weights)
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
+    found.module.eval()
     if found.forms:
-        form = found.forms[0] if given else that_runs(found.module, found.forms, ranges)
+        forms = found.forms if given else [_sampled(found, form) for form in found.forms]
+        form = forms[0] if given else that_runs(found.module, forms, ranges)
         found = replace(found, inputs=form.inputs, dims=form.dims)
     specs = given or found.inputs
     if not specs and like is not None:
@@ -85,10 +87,10 @@ def open_torch(
     if unknown:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
     signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
-    found.module.eval()
     names = found.outputs if not given or found.outputs else ()
     named = NamedModule(found.module, [one.name for one in specs])
     run = partial(run_named, named, signature)
+    signature = with_samples(signature, run, found.tensors)
     signature = with_table_ranges(signature, run)
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
@@ -127,6 +129,11 @@ def open_torch(
             "sha256": sha256,
         },
     )
+
+
+def _sampled(found: Found, form: Signature) -> Signature:
+    named = NamedModule(found.module, [spec.name for spec in form.inputs])
+    return with_samples(form, partial(run_named, named, form), found.tensors)
 
 
 def module_of(artifact: Artifact) -> torch.nn.Module:

@@ -72,7 +72,7 @@ def open_train_folder(folder: Path) -> Found:
     else:
         from safetensors.torch import load_file
 
-        inputs, outputs, dims = specs_from_example(module, load_file(str(folder / INPUTS))), (), {}
+        inputs, outputs, dims = specs_from_example(load_file(str(folder / INPUTS))), (), {}
     source = Path(getattr(code, "__file__", "") or "")
     return Found(
         module=module,

@@ -129,7 +129,7 @@ def input_options(folder: Path) -> list[str]:
 
     if json.loads((folder / CONFIG).read_text())["signature"] is not None:
         return []
-    specs = specs_from_example(torch.nn.Identity(), load_file(str(folder / INPUTS)))
+    specs = specs_from_example(load_file(str(folder / INPUTS)))
     return [word for spec in specs for word in ("--input", str(spec))]
 
 

@@ -21,6 +21,8 @@ _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
 _BATCH = DimRange(1, 1, 8)
+# The number of boxes in a sample.
+_BOXES = 16
 # The number of samples in 0.5 to 5 seconds of sound at 16 kHz.
 _SAMPLES = DimRange(8000, 16000, 80000)
 _FRAMES = DimRange(32, 128, 1024)
@@ -48,9 +50,8 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # Tries boxes with random corners first, and then boxes with all corners at 0. Some models look up the width of
-        # a box in a table, and random corners may give a negative width.
-        return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
+        # Some models look up the width of a box in a table, and random corners may give a negative width.
+        return _both(seen, _random_boxes(last)), _both(seen, _boxes(last))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
         # A model that compares each image with each text may take different numbers of images and texts.
         return _apart(seen), seen
@@ -161,8 +162,18 @@ def _apart(seen: Signature) -> Signature:
     return Signature(tuple(inputs), (), {**dims, "images": DimRange(1, 1, 8), "texts": DimRange(1, 3, 16)})
 
 
-def _boxes(values: tuple[int, int]) -> Signature:
-    return Signature((TensorSpec("bbox", "int64", ("batch", "sequence", 4), values),))
+def _random_boxes(last: int) -> Signature:
+    """Returns an input of boxes with random corners, which are numbers below ``last``."""
+    return Signature((TensorSpec("bbox", "int64", ("batch", "sequence", 4), (0, last - 1)),))
+
+
+def _boxes(last: int) -> Signature:
+    """Returns an input of boxes whose second corner is below and right of the first corner."""
+    half = max(1, last // 2)
+    steps = [(17 * number % half, 29 * number % half) for number in range(1, _BOXES + 1)]
+    sample = tuple((x, y, x + y % (last - x), y + x % (last - y)) for x, y in steps)
+    (spec,) = _random_boxes(last).inputs
+    return Signature((replace(spec, sample=(sample,)),))
 
 
 def _text(module: Any, takes: set[str]) -> Signature | None:

@@ -17,6 +17,7 @@ from accel.proof.data import at_sizes, check_values
 from accel.proof.gates import OutputGate
 from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
 from accel.signature.bounds import bound_at, dims_of, parse_bound, substituted
+from accel.sources.notes import source_notes
 
 NET = """
 import torch
@@ -236,6 +237,13 @@ class Widths(torch.nn.Module):
         return self.table(boxes[..., 2] - boxes[..., 0]) + self.table(boxes[..., 3] - boxes[..., 1])
 
 
+class Places(Widths):
+    """Also looks up the place of each box in the table, which has 64 rows."""
+
+    def forward(self, ids: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        return super().forward(boxes) + self.table(torch.arange(ids.shape[1])) + ids[..., None]
+
+
 class Bags(torch.nn.Module):
     """Sums the rows of each bag. The first offset has to be 0, and the offsets have to be sorted."""
 
@@ -253,7 +261,7 @@ def test_integers_of_the_example(tmp_path: Path) -> None:
     corners = torch.randint(0, 30, (2, 5, 2))
     boxes = torch.cat([corners, corners + torch.randint(0, 30, (2, 5, 2))], -1)
     source = accel.Source(Widths(), example=(boxes,), dynamic={"boxes": {0: "batch", 1: "n"}})
-    assert "boxes: only the integers of the example are used" in source.open().source["bounds"]
+    assert "so boxes repeats the integers of an example" in " ".join(source_notes(source.open()))
     accel.export(source, out=tmp_path / "widths.onnx")
     spec = accel.Source(tmp_path / "widths.onnx").open().signature.input("boxes")
     assert spec.sample is not None
@@ -262,5 +270,14 @@ def test_integers_of_the_example(tmp_path: Path) -> None:
     accel.export(Bags(), example=bags, dynamic={"offsets": {0: "bags"}}, out=tmp_path / "bags.onnx")
     spec = accel.Source(tmp_path / "bags.onnx").open().signature.input("offsets")
     assert spec.repeated((5,)).tolist() == [0, 2, 5, 5, 5]
+    long = torch.arange(40).repeat(2, 1)  # four times the example's size is beyond the table
+    both = accel.Source(Places(), example=(long, boxes.repeat(1, 8, 1)), dynamic={"ids": {1: "n"}, "boxes": {1: "n"}})
+    assert both.open().signature.dims["n"].max == 64
+    (tmp_path / "net.py").write_text(
+        "from tests.accel.sources.torch.test_integer_bounds import Widths, torch\n"
+        "def make():\n    return Widths(), (torch.tensor([[[1, 2, 30, 40]]]),)\n"
+    )
+    made = accel.export(f"{tmp_path / 'net.py'}:make", out=tmp_path / "factory.onnx")
+    assert made.signature.input("boxes").sample == (((1, 2, 30, 40),),)
     torch.export.save(torch.export.export(Bags(), bags), tmp_path / "bags.pt2")
     accel.export(tmp_path / "bags.pt2", out=tmp_path / "again.onnx")

@@ -102,7 +102,7 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
         (
             "LayoutLMModel",
             {**TEXT, "type_vocab_size": 1},
-            [IDS, MASK, "bbox:int64[batch,sequence,4]{0..0}"],
+            [IDS, MASK, "bbox:int64[batch,sequence,4]{0..1023}"],
             {},
         ),
         (
