@@ -120,8 +120,8 @@ def with_samples(
     signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]
 ) -> Signature:
     """Returns ``signature`` with the integers of the user's example inputs ``tensors`` as samples, for the inputs that
-    need them. Returns ``signature`` unchanged if ``run`` accepts random integers at the usual sizes, or if samples don't
-    help."""
+    need them. Returns ``signature`` unchanged if ``run`` accepts random integers at the usual sizes, or if samples
+    don't help."""
     free = [spec for spec in signature.inputs if _is_free(spec)]
     sizes = signature.sizes()
     if not tensors or not free or _takes(signature, sizes, run):
