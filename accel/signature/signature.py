@@ -214,7 +214,10 @@ class Signature:
                 raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
             for dim, size in zip(spec.shape, value.shape, strict=True):
                 if isinstance(dim, int) and dim != size:
-                    raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
+                    raise BadFeeds(
+                        f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}; a model with "
+                        "a dynamic dim in its place takes other sizes"
+                    )
                 if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
                     raise BadFeeds(
                         f"the dim {dim!r} has size {sizes[dim]} in one input, but size {size} in input {spec.name!r}"

@@ -125,13 +125,13 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         raise ExportFailed(
             f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
         )
+    if beyond := _too_far(src):
+        raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     if len(missing) == len(config.ladder):
         raise ExportFailed(
             f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of "
             "PyTorch"
         )
-    if beyond := _too_far(src):
-        raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     fault = own_fault(src, named(src), off)
     if read and not fault:

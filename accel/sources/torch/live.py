@@ -243,8 +243,20 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
         raise
     except Exception as error:  # a model may raise any type of error
         reason = f"the model {where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
-        raise BadSource(f"{reason}; correct the model, or give other arguments with {option('example')}") from error
+        fix = _dtype_fix(module, tensors) or f"correct the model, or give other arguments with {option('example')}"
+        raise BadSource(f"{reason}; {fix}") from error
     return {name: one.detach() for name, one in flatten(result).items()}
+
+
+def _dtype_fix(module: torch.nn.Module, tensors: Tensors) -> str:
+    """Returns the fix for an example of another floating-point dtype than the weights, or "" if the dtypes agree."""
+    kinds = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    wrong = [name for name, value in tensors.items() if value.is_floating_point() and value.dtype not in kinds]
+    if len(kinds) != 1 or not wrong:
+        return ""
+    own, given = (str(dtype).removeprefix("torch.") for dtype in (*kinds, tensors[wrong[0]].dtype))
+    cast = f"{wrong[0]}.to(torch.{own})"
+    return f"the weights are {own} and {wrong[0]} is {given}: cast it in {option('example')}, as in {cast}"
 
 
 def _write(module: torch.nn.Module, path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.errors import ExportFailed
+from accel.errors import BadInputSpec, ExportFailed
 
 
 class Weighted(nn.Module):
@@ -119,3 +119,20 @@ def _assert_close(found: Any, wanted: Any) -> None:
     for one, right in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted), strict=True):
         assert one.shape == right.shape
         assert (one - right).norm() <= 1e-6 * right.norm(), (one - right).norm() / right.norm()
+
+
+def test_sizes_that_the_model_does_not_take(tmp_path: Path) -> None:
+    """Fails if the error blames the Fourier transform for an export that fails only at the smallest size."""
+
+    class Modes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x)[:, :6] * self.weight, n=10)
+
+    given = {"inputs": ["x:float32[batch,n]"], "dims": {"n": "4:16:32"}}
+    with pytest.raises(BadInputSpec, match="the model's n is at least 10: give dims="):
+        accel.export(Modes(), **given, out=tmp_path / "m.onnx")
+    accel.export(Modes(), **{**given, "dims": {"n": "10:16:32"}}, out=tmp_path / "m.onnx")

@@ -261,6 +261,11 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (lambda: accel.Source(nn.Linear(4, 3), example=()), BadInputSpec, "missing a required argument"),
         (lambda: accel.Source(nn.Linear(4, 3), example=("x",)), BadInputSpec, "holds no tensor"),
         (lambda: accel.Source(nn.Linear(4, 3), example=(torch.ones(2, 5),)), BadSource, "fails on its example"),
+        (
+            lambda: accel.Source(nn.Linear(4, 3), example=(torch.ones(2, 4).double(),)),
+            BadSource,
+            r"cast it in example=, as in input.to\(torch.float32\)",
+        ),
         (lambda: accel.Source(nn.Linear(4, 3), example=(object(),)), BadInputSpec, "input has the type object"),
         (
             lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"y": {0: "n"}}),
