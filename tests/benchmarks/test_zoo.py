@@ -150,9 +150,13 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 def test_the_page(zoo: ModuleType) -> None:
     """Fails if the page counts a model that the zoo can't make, or leaves out a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
+    rows[0] |= {"optimize": "4.00", "optimize_seconds": 20.2}
+    rows[1] |= {"optimize": "failed", "optimize_message": "no candidate"}
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})
     assert "| own | accel | 2 | 1 (50%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own | torch.onnx | 1 | 0 (0%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own/b | failed | a \\| b | - |" in text
+    assert "1 gave a result, after 20 s in the median; 1 of the results are faster" in text
+    assert "- own/b: no candidate" in text
     assert "can't make them from a small config (1): own/c." in text
