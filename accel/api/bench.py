@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, manifest_path
 from accel.errors import BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, UnknownName, UsageError
+from accel.machine import available_cores
 from accel.progress import report, shows_progress
 from accel.proof.data import widened
 from accel.proof.runs import failed_on_data
@@ -53,6 +54,7 @@ def bench(
     threads: int | None = None,
     streams: int | None = None,
     cuda_graph: bool = False,
+    one_thread: bool = False,
     seed: int = 0,
     **about: Unpack[SourceOptions],
 ) -> BenchReport:
@@ -67,8 +69,9 @@ def bench(
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
     candidate uses the threads and streams that its manifest records. If the manifest doesn't record them, the candidate
     uses one stream, and one thread for each core that this process may use. With several streams, the report compares
-    throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring of
-    ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
+    throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. With ``one_thread``, the
+    baseline is also timed with one thread, which may be faster for a small model, or beside other work. The docstring
+    of ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
@@ -82,6 +85,9 @@ def bench(
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
     """
     ready = _candidates(candidates, against, also, cuda_graph, about)
+    if one_thread and available_cores() > 1:
+        base = ready[0]
+        ready.insert(1, replace(base, name=f"{base.name}, 1 thread", options={**base.options, "threads": 1}))
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
     first = widened(ready[0].artifact, samples, declared)
