@@ -299,7 +299,7 @@ def _run_rounds(
     budget_seconds: float,
     target_width: float,
     ends: float,
-    only_fastest: bool,
+    only_fastest: bool = False,
 ) -> list[tuple[str, ...]]:
     """Runs the rounds and adds the blocks to ``lane.rounds``. Returns the order of the candidates in each round.
 

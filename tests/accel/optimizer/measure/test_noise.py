@@ -256,7 +256,7 @@ class Lane:
     """Replaces a candidate's process with a simulated process that returns at once."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.error = name, None
+        self.name, self.error, self.is_slower = name, None, False
 
     def time_block(self, _: float) -> None:
         return None
