@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# The memory that each artifact takes with a runtime. A later gate may run the same artifact at a larger size only.
+# Remembers how much memory each artifact takes with a runtime, because a later gate may run only the largest sizes.
 _rooms: dict[tuple[str, str], MemoryRoom] = {}
 
 
@@ -220,7 +220,8 @@ class Outputs:
 
     def too_large(self, feeds: Mapping[str, np.ndarray]) -> str:
         """Returns the reason why the artifact's run on ``feeds`` doesn't fit into memory, or "" if it fits."""
-        return "" if self._key(feeds) in _outputs else self._room.lacks(feeds)
+        reason = self._room.lacks(feeds)
+        return reason if reason and self._key(feeds) not in _outputs else ""
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Casts the feeds to the artifact's dtypes and returns the outputs."""

@@ -78,6 +78,7 @@ def _silent() -> Iterator[None]:
 
 def _line(error: object) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).rpartition("## Exception summary")[2]
+    text = re.sub(r"\S*/zoo-\w+/(\S*/)?", "", text)  # leaves out the temporary folder of the try
     return " ".join(text.split())[:700]
 
 

@@ -49,7 +49,7 @@ class OtherOrder(TorchDispatchMode):
         return indices if func is aten.argsort.default else (scores.gather(dim, indices), indices)
 
     def _swapped(self, scores: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns ``scores`` with a change of the size of a rounding error."""
+        """Adds or subtracts a few rounding errors, so that equal and nearly equal scores change their order."""
         ranks = scores.sort(stable=True, dim=dim, descending=True)[1].argsort(dim)
         largest = scores.abs().nan_to_num(posinf=0).amax(dim, keepdim=True)
         change = _ROUNDING * torch.finfo(scores.dtype).eps * largest

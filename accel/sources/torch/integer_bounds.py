@@ -104,7 +104,7 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: M
     free = [spec for spec in signature.inputs if _is_free(spec)]
     if not free or _runs(signature, run):
         return signature
-    groups = [[spec] for spec in free] + ([free] if len(free) > 1 else [])
+    groups = _groups(free)
     bounded = (
         [replace(spec, values=_values(spec, f"{dim}{less}")) for spec in group]
         for group, dim, less in product(groups, dims, ("", "-1"))
@@ -126,11 +126,16 @@ def with_samples(
     sizes = signature.sizes()
     if not tensors or not free or _takes(signature, sizes, run):
         return signature
-    for changed in _sampled([[spec] for spec in free] + [free], tensors):
+    for changed in _sampled(_groups(free), tensors):
         tried = _with_inputs(signature, changed)
         if tried != signature and _takes(tried, sizes, run):
             return tried
     return signature
+
+
+def _groups(free: list[TensorSpec]) -> list[list[TensorSpec]]:
+    """Returns each input alone, and then all inputs together."""
+    return [[spec] for spec in free] + ([free] if len(free) > 1 else [])
 
 
 def _sampled(groups: Iterable[list[TensorSpec]], tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorSpec]]:

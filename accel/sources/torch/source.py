@@ -63,8 +63,8 @@ def open_torch(
     ranges = parse_dims(dims or {})
     found.module.eval()
     if found.forms:
-        forms = found.forms if given else [_sampled(found, form) for form in found.forms]
-        form = forms[0] if given else that_runs(found.module, forms, ranges)
+        sampled = (_sampled(found, form) for form in found.forms)
+        form = found.forms[0] if given else that_runs(found.module, tuple(sampled), ranges)
         found = replace(found, inputs=form.inputs, dims=form.dims)
     specs = given or found.inputs
     if not specs and like is not None:
@@ -90,7 +90,8 @@ def open_torch(
     names = found.outputs if not given or found.outputs else ()
     named = NamedModule(found.module, [one.name for one in specs])
     run = partial(run_named, named, signature)
-    signature = with_samples(signature, run, found.tensors)
+    if given or not found.forms:  # otherwise the forms already have their samples
+        signature = with_samples(signature, run, found.tensors)
     signature = with_table_ranges(signature, run)
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
