@@ -93,7 +93,12 @@ class BadSource(UsageError):
 
 
 class InvalidModel(BadSource):
-    """The file is no valid model, because it is empty, truncated, corrupt or hostile."""
+    """The file is no valid model, because it is empty, truncated, corrupt or hostile, or because a runtime has no
+    support for the model. ``reason`` is the runtime's message, or ""."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class FailsOnInputs(BadSource):

@@ -5,6 +5,7 @@ Usage:
     python benchmarks/zoo.py                                  # tries the families without extra packages
     python benchmarks/zoo.py own transformers/bert            # tries a family and one more model
     python benchmarks/zoo.py timm --packages FOLDER           # tries a family whose packages are in FOLDER
+    python benchmarks/zoo.py own/gru-tagger --optimize --again all  # exports and optimizes a model again
     python benchmarks/zoo.py --report                         # only writes the page of results.
 
 Each model is small and has random weights. The script exports each model twice: with ``accel.export`` and with
@@ -40,6 +41,7 @@ from zoo_models.case import FAMILIES, names_of
 
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
+OPTIMIZE_SECONDS = 20.0
 DEFAULT = ("own", "transformers")
 # For each family, the modules that are imported once, before the child processes are forked. accel and torch are always
 # imported.
@@ -84,9 +86,8 @@ def main() -> None:
             prepare(family, asked.packages)
             known = names or names_of(family)
             rows = pending(family, known, asked.tools.split(","), read(path), asked.again)
-            optimize = set(asked.optimize or ())
             limits = Limits(asked.seconds, asked.memory)
-            try_all(rows[: asked.limit], path, limits, 20.0 if "all" in optimize else 0.0, optimize)
+            try_all(rows[: asked.limit], path, limits, OPTIMIZE_SECONDS if asked.optimize else 0.0)
     rows_read = read(path)
     if rows_read:
         from accel.timing.environment import environment
@@ -104,7 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=180, help="the time limit of one try")
     parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
     parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
-    parser.add_argument("--optimize", nargs="*", metavar="NAME", help="also optimize these models, or all")
+    parser.add_argument("--optimize", action="store_true", help="also optimize each model that can be exported")
     parser.add_argument("--limit", type=int, default=None, help="the largest number of tries")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="only write the page of results")
@@ -157,10 +158,11 @@ class Limits:
         self.memory = memory
 
 
-def try_all(
-    wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float, optimize: set[str]
-) -> None:
-    """Runs each try in a child process, and appends each result to ``path`` immediately."""
+def try_all(wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float) -> None:
+    """Runs each try in a child process, and appends each result to ``path`` immediately.
+
+    ``budget`` is the time for ``accel optimize`` in seconds. If ``budget`` is 0, no model is optimized.
+    """
     from zoo_models.trial import run
 
     context = multiprocessing.get_context("forkserver")
@@ -169,12 +171,11 @@ def try_all(
     for number, (family, name, tool) in enumerate(wanted, 1):
         if name in unmade:
             continue
-        seconds = budget or (20.0 if name in optimize else 0.0)
-        row = in_child(context, run, (family, name, tool, seconds, False), limits)
+        row = in_child(context, run, (family, name, tool, budget, False), limits)
         # To save time, the first try simplifies the graph in its own process. After a crash, a second try simplifies
         # the graph in a child process, as accel does for users.
         if row["class"] == "crashed" and "SIG" in row["message"]:
-            row = in_child(context, run, (family, name, tool, seconds, True), limits)
+            row = in_child(context, run, (family, name, tool, budget, True), limits)
         if row["class"] == "not made":
             unmade.add(name)
         row = {"family": family, "name": name, "tool": tool, **row}
@@ -299,7 +300,7 @@ def optimized(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
     lines = [
         "## accel optimize",
         "",
-        f"{len(found)} of the exported files were also optimized without data, with a budget of 20 seconds:",
+        f"{len(found)} of the exported files were also optimized, without data and within {OPTIMIZE_SECONDS:g} s:",
         f"{len(done)} gave a result, after {seconds:.0f} s in the median; {faster} of the results are faster than the",
         f"file in ONNX Runtime ({statistics.geometric_mean(done.values()):.2f} times in the geometric mean of all).",
         "",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, GateFailed, RunFailed, one_line
+from accel.errors import AccelError, GateFailed, InvalidModel, RunFailed, one_line
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, detached, open_session
 from accel.signature import Signature, new_names
@@ -89,6 +89,10 @@ class OutputGate:
                     continue
                 try:
                     found = candidate.of(feeds)
+                except InvalidModel as error:  # the runtime of the stage's result has limits of its own
+                    raise GateFailed(
+                        f"{runtime} can't load the model that the stage made: {error.reason or one_line(error)}"
+                    ) from error
                 except Exception as error:
                     if isinstance(error, AccelError) and not isinstance(error, RunFailed):
                         raise

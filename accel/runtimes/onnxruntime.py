@@ -176,7 +176,8 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
-        raise InvalidModel(f"ONNX Runtime can't load {path} ({_reason(error)}); export it again") from error
+        why = _reason(error)
+        raise InvalidModel(f"ONNX Runtime can't load {path} ({why}); export it again", why) from error
 
 
 def _session(path: Path, settings: Any, provider: str) -> Any:

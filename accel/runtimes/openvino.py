@@ -87,7 +87,8 @@ class OpenVinoSession(BaseSession):
         try:
             model: Any = self._core.compile_model(str(path), "CPU", self._settings)
         except RuntimeError as error:
-            raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
+            why = reason(error)
+            raise InvalidModel(f"OpenVINO can't load {path} ({why}); convert the model again", why) from error
         free: SimpleQueue[_Slot] = SimpleQueue()
         # With several streams, one extra request holds the next inputs until a stream becomes free.
         for _ in range(self.streams + (self.streams > 1)):

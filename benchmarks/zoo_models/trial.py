@@ -273,4 +273,6 @@ def _optimized(path: Path, seconds: float, folder: Path) -> dict[str, Any]:
             fast = accel.optimize(path, out=folder / "fast", budget_seconds=seconds)
     except Exception as error:  # the result of the try contains the error message
         return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
+    if fast.speedup is None:
+        return {"optimize": "failed", "optimize_message": "the budget was over before any candidate was measured"}
     return {"optimize": f"{fast.speedup:.2f}", "optimize_seconds": round(time.monotonic() - started, 1)}

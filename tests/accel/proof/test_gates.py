@@ -1,4 +1,4 @@
-"""Tests what a gate does if a case is too large for the machine."""
+"""Tests what a gate does if a case is too large for the machine, or if the runtime can't load the stage's result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import accel
+from accel.errors import GateFailed
 from accel.proof import gates, room
 from accel.proof.gates import OutputGate
 
@@ -44,3 +45,17 @@ def test_a_case_that_needs_too_much_memory_is_left_out(tmp_path: Path, monkeypat
         assert max(ran) == 2
     monkeypatch.setattr(room, "available_memory", lambda: 1300 * MIB)
     assert "batch=8" in {result.case for result in OutputGate(limit=1e-6).check(model, model) if result.passed}
+
+
+def test_a_result_that_its_runtime_cannot_load_fails_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the gate blames the user's file when a runtime can't load a model that accel made. A usage error would
+    end ``accel optimize``, although other candidates may work. The error must leave out the path of the temporary file
+    and the advice for the user's file."""
+    source = accel.export(torch.nn.Linear(3, 2), example=(torch.randn(2, 3),), out=tmp_path / "net.onnx")
+    made = accel.export(tmp_path / "net.onnx", to="openvino", out=tmp_path / "ir")
+    made.path.with_suffix(".bin").write_bytes(b"")
+    monkeypatch.setattr(gates, "_outputs", type(gates._outputs)())  # the export has already run the model
+    with pytest.raises(GateFailed, match=r"^openvino can't load the model that the stage made: ") as failed:
+        OutputGate(limit=1e-6).check(source, made)
+    assert str(tmp_path) not in str(failed.value)
+    assert "again" not in str(failed.value)
