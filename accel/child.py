@@ -85,7 +85,7 @@ class Child:
         self._temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel.child", str(theirs.fileno()), str(os.getpid()), *hidden],
+                [sys.executable, "-P", "-m", "accel.child", str(theirs.fileno()), str(os.getpid()), *hidden],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -96,7 +96,7 @@ class Child:
                 cwd=folder,
                 env={
                     **os.environ,
-                    "PYTHONPATH": _import_path(),
+                    "PYTHONPATH": import_path(),
                     **own_temporary(self._temporary.name),
                     **(env or {}),
                 },
@@ -224,12 +224,12 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
     """
     deadline = time.monotonic() + timeout
     with subprocess.Popen(
-        [sys.executable, "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
+        [sys.executable, "-P", "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": _import_path()},
+        env={**os.environ, "PYTHONPATH": import_path()},
         text=True,
         errors="replace",
         start_new_session=True,
@@ -263,10 +263,11 @@ def _check_time(deadline: float | None, late: str) -> None:
         raise TimeoutError(late)
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """Returns the import path of this interpreter with absolute folders, because the child may have another working
-    directory."""
-    return os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+    directory. The child adds no folder of its own (``-P``), so that a user's file such as ``queue.py`` in the working
+    directory replaces no module that the child imports."""
+    return os.pathsep.join(str(Path(p).absolute()) for p in sys.path)
 
 
 def die_with_parent(parent: int) -> None:

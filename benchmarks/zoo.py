@@ -6,6 +6,7 @@ Usage:
     python benchmarks/zoo.py own transformers/bert            # tries a family and one more model
     python benchmarks/zoo.py timm --packages FOLDER           # tries a family whose packages are in FOLDER
     python benchmarks/zoo.py own/gru-tagger --optimize --again all  # exports and optimizes a model again
+    python benchmarks/zoo.py transformers --tools optimum --packages FOLDER  # tries optimum, which is in FOLDER
     python benchmarks/zoo.py --report                         # only writes the page of results.
 
 Each model is small and has random weights. The script exports each model twice: with ``accel.export`` and with
@@ -15,7 +16,9 @@ imported the libraries. Each result is a line of ``results/zoo.jsonl``. After an
 models that have no line yet.
 
 The families torchvision, timm, segmentation and diffusers need extra packages:
-``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``.
+``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``. optimum needs a folder
+of its own: ``pip install --no-deps --target FOLDER optimum optimum-onnx "transformers<4.58" "huggingface_hub<1"
+"tokenizers<0.23"``.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from zoo_models.case import FAMILIES, names_of
 
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
+PEERS = ("torch.onnx", "optimum")
 OPTIMIZE_SECONDS = 20.0
 DEFAULT = ("own", "transformers")
 # For each family, the modules that are imported once, before the child processes are forked. accel and torch are always
@@ -52,7 +56,6 @@ PRELOAD = {
     "segmentation": "torchvision,timm,segmentation_models_pytorch",
     "diffusers": "transformers,diffusers,diffusers.models",
 }
-WITH_PACKAGES = ("torchvision", "timm", "segmentation", "diffusers", "torchaudio")
 CLASSES = {
     "first": "worked the first time",
     "followed": "worked after following the message once",
@@ -115,7 +118,7 @@ def arguments() -> argparse.Namespace:
 def prepare(family: str, packages: str) -> None:
     """Sets environment variables for the process that forks the children, and makes the packages importable in the
     calling process."""
-    if family in WITH_PACKAGES and packages:
+    if packages:
         os.environ["ACCEL_ZOO_PACKAGES"] = packages
     os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
     folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
@@ -258,14 +261,15 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
         f"{machine['cpu']}, {machine['cores']} cores, {str(machine['date'])[:10]}; {versions}.",
         "Made by `python benchmarks/zoo.py`. Models with small random weights: exported as a user does, run at batches",
         "and sizes that the export didn't see, and compared with PyTorch (relative error at most 1e-3, or float64",
-        "decides). The second line of a family is `torch.onnx.export(dynamo=True)` alone, with dynamic dims of the",
-        "kind `Dim.AUTO`, compared in the same calls. Its wrong numbers are without a word.",
+        "decides). `torch.onnx` is `torch.onnx.export(dynamo=True)` alone, with dynamic dims of the kind `Dim.AUTO`,",
+        "compared in the same calls. `optimum` exports with transformers 4.57, which lacks some models, and its files",
+        "are compared in the outputs that they have. Wrong numbers of these two come without a word.",
         "",
         "| family | tool | models | " + " | ".join(CLASSES.values()) + " |",
         "|---|---|---|" + "---|" * len(CLASSES),
     ]
     for family in [*families, "all"]:
-        for tool in TOOLS:
+        for tool in ("accel", *PEERS):
             found = [row for (one, _, by), row in rows.items() if by == tool and family in (one, "all")]
             found = [row for row in found if row["class"] in CLASSES]
             counts = Counter(row["class"] for row in found)
@@ -278,14 +282,19 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
 
 
 def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns a table line for each model that didn't work at the first try with accel. The line also has the result of
-    torch.onnx."""
-    lines = ["## What did not work the first time", "", "| model | accel | message | torch.onnx |", "|---|---|---|---|"]
+    """Returns a table line for each model that didn't work at the first try with accel. The line also has the result
+    of each peer."""
+    lines = [
+        "## What did not work the first time",
+        "",
+        f"| model | accel | message | {' | '.join(PEERS)} |",
+        "|---|---|---|---|---|",
+    ]
     for (family, name, tool), row in sorted(rows.items()):
         if tool == "accel" and row["class"] in CLASSES and row["class"] != "first":
-            peer = rows.get((family, name, "torch.onnx"), {}).get("class", "-")
+            peers = " | ".join(rows.get((family, name, peer), {}).get("class", "-") for peer in PEERS)
             message = str(row.get("message", "")).replace("|", "\\|")
-            lines.append(f"| {family}/{name} | {row['class']} | {message[:300]} | {peer} |")
+            lines.append(f"| {family}/{name} | {row['class']} | {message[:300]} | {peers} |")
     return [*lines, ""]
 
 

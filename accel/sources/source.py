@@ -94,6 +94,8 @@ class Source:
         made = getattr(self.spec, "artifact", None)
         if isinstance(made, Artifact):
             object.__setattr__(self, "spec", made)
+        if isinstance(self.spec, PathLike):  # the text of an object that isn't a Path may be another than its path
+            object.__setattr__(self, "spec", Path(self.spec))
         if not is_live(self.spec):
             for name in ("example", "dynamic"):
                 if getattr(self, name) is not None:

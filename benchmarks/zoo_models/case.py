@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Maps each family to the module that makes the family's models.
@@ -17,6 +17,7 @@ FAMILIES = {
     "diffusers": "zoo_models.of_diffusers",
     "torchaudio": "zoo_models.of_torchaudio",
     "keras": "zoo_models.of_keras",
+    "files": "zoo_models.of_files",
 }
 
 
@@ -37,7 +38,8 @@ class Case:
     only the batch may be dynamic.
 
     For a model that ONNX can't express, ``refusal`` is a text that the error message of ``accel.export`` must contain.
-    A model that draws random numbers needs no ``refusal``, because the zoo detects such models itself.
+    A model that draws random numbers needs no ``refusal``, because the zoo detects such models itself. ``words`` holds
+    further arguments of ``accel.export``.
     """
 
     module: Any
@@ -46,6 +48,7 @@ class Case:
     sizes: tuple[int, ...] = (0,)
     is_torch: bool = True
     refusal: str = ""
+    words: Mapping[str, Any] = field(default_factory=dict)
 
 
 def names_of(family: str) -> tuple[str, ...]:

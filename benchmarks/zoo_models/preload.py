@@ -16,6 +16,7 @@ import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("USE_TF", "0")  # older versions of transformers import TensorFlow otherwise
 warnings.simplefilter("ignore")
 
 _TORCHVISION = (

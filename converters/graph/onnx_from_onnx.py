@@ -193,7 +193,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
                 f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)
-    _drop_newer_attributes(made.graph, before, opset)
+    if opset < before:
+        _drop_newer_attributes(made.graph, before, opset)
     return made
 
 

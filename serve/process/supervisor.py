@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from accel.child import import_path
 from accel.errors import BadRepository, UnsupportedHere
 from accel.machine import available_cores
 
@@ -175,12 +176,12 @@ class Supervisor:
     def _begin(self, folder: Path, index: int) -> _Running:
         cores = self._cores[index]
         process = subprocess.Popen(
-            [sys.executable, "-m", "accel.serve.process.serving"],
+            [sys.executable, "-P", "-m", "accel.serve.process.serving"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches only the supervisor, which then ends the serving processes
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)},
+            env={**os.environ, "PYTHONPATH": import_path()},
         )
         if cores:
             with contextlib.suppress(OSError):

@@ -150,3 +150,17 @@ def test_a_hidden_module_cannot_be_imported() -> None:
         assert child.call("colorsys:rgb_to_hsv", r=0, g=0, b=0) == (0.0, 0.0, 0)
         with pytest.raises(ChildCrashed, match="import of wave halted"):
             child.call("wave:open", f="a.wav")
+
+
+def test_files_in_the_working_directory_replace_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a user's file in the working directory replaces a module that the child imports. Checks also that the
+    child can import from the working directory if the parent can, as in a notebook."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('a file of the user')")
+    (tmp_path / "own_module.py").write_text("def answer(): return 42")
+    monkeypatch.chdir(tmp_path)
+    with Child() as child:
+        assert child.call("queue:Queue.__name__.upper") == "QUEUE"
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    assert run_in_child("own_module:answer") == 42
+    (tmp_path / "accel.py").write_text("raise RuntimeError('a file of the user')")
+    assert run_program([sys.executable, "-c", "print(6)"], folder=tmp_path, timeout=60).strip() == "6"

@@ -86,6 +86,18 @@ def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (wrong["class"], "batch 2: the relative error" in wrong["message"]) == ("wrong", True)
 
 
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_another_exporter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if the zoo can't write or export an ONNX file of an old opset, or compares the export with another file."""
+    trial = importlib.import_module("zoo_models.trial")
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = trial.outcome("files", "onnx-upsample-opset9", "accel", 0.0, tmp_path)
+    assert (found["class"], found["error"] < 1e-5) == ("first", True), found
+
+
 def test_what_a_message_asks_for(zoo: ModuleType) -> None:
     """Checks that the zoo finds the arguments that an error message suggests, and treats no other words of the message
     as arguments."""

@@ -37,6 +37,16 @@ def test_every_function_takes_the_same(name: str) -> None:
         function(["net.py:make"] if name == "bench" else "net.py:make", **given, **wrong)
 
 
+def test_any_object_with_a_path(tmp_path: Path) -> None:
+    """Fails if accel takes an object's text instead of its path. ``os.PathLike`` promises only a path."""
+
+    class Place:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "net.onnx")
+
+    assert Source(Place()).text == str(tmp_path / "net.onnx")  # type: ignore[arg-type]
+
+
 def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
     """Checks that a Source can be exported, loaded and compared. A keyword of the call must not override a field of the
     Source."""

@@ -25,6 +25,7 @@ from accel.signature import TensorSpec
 from accel.sources.onnx.file import describe
 from accel.stage import run_stage
 from accel.tables.target import TARGETS
+from tests.support.onnx_builder import artifact, node
 
 VOICE = ["input:float32[batch,samples]", "state:float32[2,batch,128]", "sr:int64[]{16000..16000}"]
 VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
@@ -68,6 +69,19 @@ def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None
     assert made.properties["opset"] == 20
     found = accel.inspect(made).graph
     assert found["quantized_share"] > 0.9
+
+
+def test_an_operator_that_a_newer_opset_replaces(tmp_path: Path) -> None:
+    """Fails if raising the opset looks for the new operator in the old opset. Upsample of opset 9 becomes Resize, which
+    opset 9 doesn't have."""
+    scales = np.array([1, 1, 2, 2], np.float32)
+    sizes = {"x": (TensorProto.FLOAT, ["n", 1, 2, 3])}, {"y": (TensorProto.FLOAT, ["n", 1, 4, 6])}
+    old = artifact(tmp_path / "old.onnx", [node("Upsample", "x s", "y")], *sizes, {"s": scales}, opset=9)
+    made = accel.export(old.path, opset=20, out=tmp_path / "new.onnx")
+    assert "Resize" in {one.op_type for one in onnx.load(str(made.path)).graph.node}
+    x = np.random.default_rng(0).standard_normal((2, 1, 2, 3)).astype(np.float32)
+    with accel.load(made) as session:
+        assert np.array_equal(session.run({"x": x})["y"], x.repeat(2, 2).repeat(2, 3))
 
 
 def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
