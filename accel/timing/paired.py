@@ -27,8 +27,19 @@ from accel.signature import Feeds
 
 from .blocks import Block, Candidate, FirstRun, Opened, passes_for
 from .environment import environment, peak_rss_mb
+from .fast_runs import FastRuns
 from .report import BenchReport, Row
-from .statistics import MIN_FLOOR, MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarize
+from .statistics import (
+    MIN_FLOOR,
+    MIN_ROUNDS,
+    NOISY_FLOOR,
+    Ratio,
+    is_narrow,
+    judge,
+    round_medians,
+    speedup,
+    summarize,
+)
 from .statistics import baseline as baseline_of
 
 if TYPE_CHECKING:
@@ -154,12 +165,13 @@ def measure(
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
     ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
     baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
-    compared with the times of both processes of the baseline. Further rounds run until the confidence interval of every
-    speedup is at most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four times
-    ``rounds``. No further round begins later than ``budget_seconds`` after the first round began. ``limit_seconds``
-    limits the time of the whole call, including loading. After the first 5 rounds, a round begins only if it is likely
-    to end within ``limit_seconds``. If ``only_fastest`` is true, a candidate that is surely slower than another
-    candidate gets no further rounds after the first 5 rounds.
+    compared with the times of both processes of the baseline. If other work disturbs the medians of the blocks, the
+    fastest runs are compared instead (see ``accel.timing.fast_runs``). Further rounds run until the confidence interval
+    of every speedup is at most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four
+    times ``rounds``. No further round begins later than ``budget_seconds`` after the first round began.
+    ``limit_seconds`` limits the time of the whole call, including loading. After the first 5 rounds, a round begins
+    only if it is likely to end within ``limit_seconds``. If ``only_fastest`` is true, a candidate that is surely slower
+    than another candidate gets no further rounds after the first 5 rounds.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
@@ -361,6 +373,12 @@ def _report(
     streams: int,
 ) -> BenchReport:
     both = baseline_of(base.values(), twin.values(), seed=seed)
+    floor, itself = both.floor, both.itself
+    fast: FastRuns | None = None
+    if streams == 1 and base.feeds == 1:  # several feeds have several fastest times
+        found = FastRuns(first=base.times, second=twin.times, seed=seed)
+        if found.stalled or (floor > NOISY_FLOOR and found.floor < floor):
+            fast, floor, itself = found, found.floor, found.itself
     rows = []
     batch = reference.batch
     for lane in lanes:
@@ -371,7 +389,12 @@ def _report(
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])
-        ratio = speedup(both.medians[: len(medians)], medians, seed=seed)
+        if lane is base:
+            ratio = Ratio(value=1.0, low=1.0, high=1.0)
+        elif fast is not None:
+            ratio = fast.speedup(lane.times)
+        else:
+            ratio = speedup(both.medians[: len(medians)], medians, seed=seed)
         rows.append(
             Row(
                 name=lane.name,
@@ -384,7 +407,7 @@ def _report(
                 round_medians_ms=tuple(medians.tolist()),
                 speedup=ratio.value,
                 ci95=(ratio.low, ratio.high),
-                verdict="baseline" if lane is base else judge(ratio, both.floor),
+                verdict="baseline" if lane is base else judge(ratio, floor),
                 samples_per_second=_throughput(blocks, batch),
                 joules_per_run=_joules_a_run(blocks),
                 **lane.found,
@@ -393,8 +416,9 @@ def _report(
     return BenchReport(
         rows=tuple(rows),
         baseline=base.name,
-        noise_floor=both.floor,
-        twin=both.itself,
+        noise_floor=floor,
+        twin=itself,
+        statistic="median" if fast is None else "fast runs",
         sizes=reference.sizes[0],
         environment=machine,
         seed=seed,

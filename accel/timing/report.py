@@ -13,6 +13,7 @@ from accel.spelling import option
 
 from . import page
 from .columns import as_text, fitting, with_values
+from .fast_runs import SHARE
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
 # If the outputs of two models have a cosine similarity below this value, the models have different weights. A badly
@@ -74,8 +75,9 @@ class BenchReport:
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` is the speedup between two processes of
     the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple of candidates for each round, in the
     order of their timing. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every
-    ``speedup`` compares throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of
-    every run. ``samples`` is not part of the JSON.
+    ``speedup`` compares throughputs. ``statistic`` is ``fast runs`` if every ``speedup`` compares the fastest runs
+    instead of the median runs, because other work disturbed the machine. ``samples`` maps each candidate to one array
+    per round, with the nanoseconds of every run. ``samples`` is not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -88,6 +90,7 @@ class BenchReport:
     block_seconds: float
     order: tuple[tuple[str, ...], ...]
     streams: int = 1
+    statistic: Literal["median", "fast runs"] = "median"
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -99,6 +102,11 @@ class BenchReport:
             for row in self.rows
             if row.cosine is not None and row.cosine < _ANOTHER_MODEL
         ]
+        if self.statistic == "fast runs":
+            found.append(
+                f"other work slows this machine down: the speedups compare the fastest {SHARE:.0%} of the runs, as the "
+                "other times depend on chance"
+            )
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
@@ -144,6 +152,7 @@ class BenchReport:
             "block_seconds": self.block_seconds,
             "order": self.order,
             "streams": self.streams,
+            "statistic": self.statistic,
         }
         return _plain(body)  # type: ignore[no-any-return]
 

@@ -150,8 +150,12 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     import numpy as np
 
     itself = speedup(first, second, seed=seed)
-    floor = max(MIN_FLOOR, exp(max(abs(log(itself.low)), abs(log(itself.high)))) - 1)
-    return Baseline(medians=np.sqrt(first * second), itself=itself, floor=floor)
+    return Baseline(medians=np.sqrt(first * second), itself=itself, floor=floor_of(itself))
+
+
+def floor_of(itself: Ratio) -> float:
+    """Returns the noise floor as a fraction. ``itself`` is the speedup of one baseline process over the other."""
+    return max(MIN_FLOOR, exp(max(abs(log(itself.low)), abs(log(itself.high)))) - 1)
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:

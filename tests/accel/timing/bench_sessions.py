@@ -80,17 +80,28 @@ class Clock:
 
 class Simulated(Scripted):
     """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock. The noise and the rare spikes of
-    this clock depend only on ``seed``. After ``slow_after`` runs, each run takes ``slow_by`` times as long."""
+    this clock depend only on ``seed``. After ``slow_after`` runs, each run takes ``slow_by`` times as long. With
+    ``stalls``, a file in which each process adds a line, phases of about 8 runs take 100 times as long. The phases of
+    each process are different ones."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
         self.clock = clock
         self.random = np.random.default_rng(self.script.get("seed", 0))
+        self.stalled = False
+        if path := self.script.get("stalls"):
+            with Path(path).open("a+") as file:
+                file.write("a process\n")
+                file.seek(0)
+                self.random = np.random.default_rng(len(file.readlines()))
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         factor = float(np.exp(abs(self.random.normal(0, 0.02))))
         if self.random.uniform() < 0.03:
             factor *= 1 + float(self.random.pareto(1.5))
+        if "stalls" in self.script and self.random.uniform() < (0.12 if self.stalled else 0.06):
+            self.stalled = not self.stalled
+        factor *= 100 if self.stalled else 1
         self.runs += 1
         if self.runs > self.script.get("slow_after", self.runs):
             factor *= self.script["slow_by"]

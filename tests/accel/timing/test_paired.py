@@ -375,6 +375,23 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     assert row.speedup == pytest.approx(0.01, rel=0.2)
 
 
+def test_beside_other_work_the_fastest_runs_are_compared(tmp_path: Path) -> None:
+    """Fails if runs that other work stalled for 100 times their time hide that one model takes twice as long as the
+    other, or make a model seem faster than itself, or if the report doesn't say what it compares."""
+    stalls = str(tmp_path / "processes")
+    names = {"base": 1.0, "same": 1.0, "twice": 2.0}
+    candidates = [scripted(name, opener="simulated", ms=ms, stalls=stalls) for name, ms in names.items()]
+    report = quick(candidates, block_seconds=0.2, rounds=20)
+    assert (report.statistic, report.to_json()["statistic"]) == ("fast runs", "fast runs")
+    assert any("fastest 5% of the runs" in warning for warning in report.warnings)
+    same, twice = report.row("same"), report.row("twice")
+    assert (same.verdict, twice.verdict) == ("no measurable difference", "slower")
+    assert twice.speedup == pytest.approx(0.5, rel=0.05)
+    assert report.noise_floor < 0.05
+    quiet = quick([scripted(name, opener="simulated", ms=1.0) for name in ("one", "other")])
+    assert quiet.statistic == "median"
+
+
 def test_a_block_is_cut_between_passes() -> None:
     """Fails if a block ends in the middle of a pass, or before its first pass is complete. Also fails if a block
     exceeds its time or its number of passes. If a pass over the inputs stayed unfinished, some inputs would count more

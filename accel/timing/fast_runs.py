@@ -1,0 +1,109 @@
+"""Compares the fastest runs of two models, for a machine on which other work slows down most runs.
+
+Other work stops a thread of a run for milliseconds, and thread pools that spin make such a run up to a hundred times
+as long. The median of a block is then either the time of an undisturbed run or a multiple of it, by chance. But even
+beside four busy processes on two cores, some runs are undisturbed, and these are the fastest runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from .statistics import Ratio, floor_of, tail_probability
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The share of the runs that count as undisturbed. The slowest of these runs stands for a model. The very fastest run
+# would depend on chance.
+SHARE = 0.05
+# If the median block of the baseline is this many times as slow as the undisturbed runs, the median of another model
+# may be disturbed less, and would make this model seem faster.
+_STALLED = 5.0
+_RESAMPLES = 2000
+# A block with more runs is represented by this number of quantiles, to save time.
+_POINTS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastRuns:
+    """The runs of two processes of the baseline. ``first`` and ``second`` hold an array for each round, with the
+    nanoseconds of each run."""
+
+    first: Sequence[np.ndarray]
+    second: Sequence[np.ndarray]
+    seed: int = 0
+
+    @cached_property
+    def itself(self) -> Ratio:
+        """The speedup of the second process of the baseline over the first process."""
+        draws = self._draws(len(self.first))
+        return _ratio(_fast(self.first, draws) / _fast(self.second, draws), len(self.first))
+
+    @property
+    def floor(self) -> float:
+        """Returns the noise floor as a fraction, computed as for medians (see ``statistics.floor_of``)."""
+        return floor_of(self.itself)
+
+    @property
+    def stalled(self) -> bool:
+        """Tells whether most blocks of the baseline are so slow that no block median can be trusted."""
+        import numpy as np
+
+        rounds = [*self.first, *self.second]
+        undisturbed = np.quantile(np.concatenate(rounds), SHARE)
+        return bool(np.median([np.median(times) for times in rounds]) > _STALLED * undisturbed)
+
+    def speedup(self, rounds: Sequence[np.ndarray]) -> Ratio:
+        """Returns the speedup of a candidate over the baseline, with its 95% interval. ``rounds`` holds the candidate's
+        runs in the first rounds of the baseline.
+
+        The time of a model is the ``SHARE`` quantile of all its runs. The time of the baseline is the geometric mean of
+        the times of its two processes. The interval is a bootstrap interval in which each resample draws whole rounds,
+        because the runs of a round are disturbed together.
+        """
+        import numpy as np
+
+        count = len(rounds)
+        draws = self._draws(count)
+        baseline = np.sqrt(_fast(self.first[:count], draws) * _fast(self.second[:count], draws))
+        return _ratio(baseline / _fast(rounds, draws), count)
+
+    def _draws(self, rounds: int) -> np.ndarray:
+        """Returns int64[resamples + 1, rounds], which counts how often each resample draws each round. The first row
+        draws each round once."""
+        import numpy as np
+
+        drawn = np.random.default_rng(self.seed).integers(0, rounds, size=(_RESAMPLES, rounds))
+        counts = np.zeros((_RESAMPLES + 1, rounds), dtype=np.int64)
+        np.add.at(counts, (np.arange(1, _RESAMPLES + 1)[:, None], drawn), 1)
+        counts[0] = 1
+        return counts
+
+
+def _fast(rounds: Sequence[np.ndarray], draws: np.ndarray) -> np.ndarray:
+    """Returns float64[resamples + 1], the ``SHARE`` quantile of the runs in each resample in nanoseconds."""
+    import numpy as np
+
+    points = [
+        np.quantile(times, (np.arange(_POINTS) + 0.5) / _POINTS) if len(times) > _POINTS else np.asarray(times, float)
+        for times in rounds
+    ]
+    weights = np.concatenate([np.full(len(own), len(t) / len(own)) for own, t in zip(points, rounds, strict=True)])
+    owner = np.repeat(np.arange(len(rounds)), [len(own) for own in points])
+    values = np.concatenate(points)
+    order = np.argsort(values)
+    reached = np.cumsum(draws[:, owner[order]] * weights[order], axis=1)
+    return np.asarray(values[order][np.argmax(reached >= SHARE * reached[:, -1:], axis=1)])
+
+
+def _ratio(ratios: np.ndarray, rounds: int) -> Ratio:
+    import numpy as np
+
+    tail = tail_probability(rounds)
+    low, high = np.quantile(ratios[1:], [tail, 1 - tail])
+    value = float(ratios[0])
+    return Ratio(value=value, low=min(float(low), value), high=max(float(high), value))
