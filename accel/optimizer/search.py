@@ -229,10 +229,21 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
 
 
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
-    """Returns the speedup of ``row`` over ``base``, or None if the rows weren't timed in the same rounds."""
+    """Returns the speedup of ``row`` over ``base``, or None if the rows weren't timed in the same rounds.
+
+    If the speedups over the source compare the fastest runs, the medians of the rounds are disturbed. The ratio of the
+    two speedups is returned then, with the widest interval that their intervals allow.
+    """
     import numpy as np
 
     if row.measured is None or base.measured is None:
         return None
     mine, theirs = (np.array(r.measured["round_medians_ms"]) for r in (row, base) if r.measured)
-    return speedup(theirs, mine) if len(mine) == len(theirs) and len(mine) else None
+    if len(mine) != len(theirs) or not len(mine):
+        return None
+    if row.measured.get("statistic") == "fast runs":
+        (low, high), (base_low, base_high) = row.measured["ci95"], base.measured["ci95"]
+        return Ratio(
+            value=row.measured["speedup"] / base.measured["speedup"], low=low / base_high, high=high / base_low
+        )
+    return speedup(theirs, mine)

@@ -174,7 +174,8 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
             f"ONNX Runtime lacks a kernel for an operator of the model {path} ({_reason(error)}); {fix}"
         ) from error
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
-        raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
+        why = _reason(error)
+        raise InvalidModel(f"{path} is no valid ONNX model ({why}); export it again", why) from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         why = _reason(error)
         raise InvalidModel(f"ONNX Runtime can't load {path} ({why}); export it again", why) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .statistics import Ratio, floor_of, tail_probability
+from .statistics import Ratio, bootstrapped, floor_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,8 @@ class FastRuns:
     def itself(self) -> Ratio:
         """The speedup of the second process of the baseline over the first process."""
         draws = self._draws(len(self.first))
-        return _ratio(_fast(self.first, draws) / _fast(self.second, draws), len(self.first))
+        ratios = _fast(self.first, draws) / _fast(self.second, draws)
+        return bootstrapped(float(ratios[0]), ratios[1:], len(self.first))
 
     @property
     def floor(self) -> float:
@@ -70,7 +71,8 @@ class FastRuns:
         count = len(rounds)
         draws = self._draws(count)
         baseline = np.sqrt(_fast(self.first[:count], draws) * _fast(self.second[:count], draws))
-        return _ratio(baseline / _fast(rounds, draws), count)
+        ratios = baseline / _fast(rounds, draws)
+        return bootstrapped(float(ratios[0]), ratios[1:], count)
 
     def _draws(self, rounds: int) -> np.ndarray:
         """Returns int64[resamples + 1, rounds], which counts how often each resample draws each round. The first row
@@ -98,12 +100,3 @@ def _fast(rounds: Sequence[np.ndarray], draws: np.ndarray) -> np.ndarray:
     order = np.argsort(values)
     reached = np.cumsum(draws[:, owner[order]] * weights[order], axis=1)
     return np.asarray(values[order][np.argmax(reached >= SHARE * reached[:, -1:], axis=1)])
-
-
-def _ratio(ratios: np.ndarray, rounds: int) -> Ratio:
-    import numpy as np
-
-    tail = tail_probability(rounds)
-    low, high = np.quantile(ratios[1:], [tail, 1 - tail])
-    value = float(ratios[0])
-    return Ratio(value=value, low=min(float(low), value), high=max(float(high), value))

@@ -33,7 +33,6 @@ from .statistics import (
     MIN_FLOOR,
     MIN_ROUNDS,
     NOISY_FLOOR,
-    Ratio,
     is_narrow,
     judge,
     round_medians,
@@ -389,12 +388,10 @@ def _report(
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])
-        if lane is base:
-            ratio = Ratio(value=1.0, low=1.0, high=1.0)
-        elif fast is not None:
-            ratio = fast.speedup(lane.times)
-        else:
+        if fast is None or lane is base:
             ratio = speedup(both.medians[: len(medians)], medians, seed=seed)
+        else:
+            ratio = fast.speedup(lane.times)
         rows.append(
             Row(
                 name=lane.name,

@@ -20,6 +20,12 @@ from .statistics import NOISY_FLOOR, Ratio, Verdict
 # quantized model stays above this value when its outputs are compared with the outputs of its source model.
 _ANOTHER_MODEL = 0.5
 
+# The warning about speedups that compare the fastest runs.
+DISTURBED = (
+    f"other work slows this machine down: the speedups compare the fastest {SHARE:.0%} of the runs, as the other times "
+    "depend on chance"
+)
+
 if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console, ConsoleOptions
@@ -103,10 +109,7 @@ class BenchReport:
             if row.cosine is not None and row.cosine < _ANOTHER_MODEL
         ]
         if self.statistic == "fast runs":
-            found.append(
-                f"other work slows this machine down: the speedups compare the fastest {SHARE:.0%} of the runs, as the "
-                "other times depend on chance"
-            )
+            found.append(DISTURBED)
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "

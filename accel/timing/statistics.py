@@ -91,9 +91,17 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
     rounds = len(ratios)
     rng = np.random.default_rng(seed)
     medians = np.median(ratios[rng.integers(0, rounds, size=(_RESAMPLES, rounds))], axis=1)
+    return bootstrapped(float(np.median(ratios)), medians, rounds)
+
+
+def bootstrapped(value: float, resampled: np.ndarray, rounds: int) -> Ratio:
+    """Returns ``value`` with its 95% interval. ``resampled`` is float64[resamples], the value in resamples of
+    ``rounds`` rounds. The interval always contains ``value``."""
+    import numpy as np
+
     tail = tail_probability(rounds)
-    low, high = np.quantile(medians, [tail, 1 - tail])
-    return Ratio(value=float(np.median(ratios)), low=float(low), high=float(high))
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    return Ratio(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.spelling import option
+from accel.timing.report import DISTURBED
 from accel.timing.statistics import MIN_FLOOR, Verdict
 
 from ..candidate import CandidateResult
@@ -58,6 +59,8 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
             f"noise decided ({floor}): {', '.join(hidden)} may be faster than the chosen candidate; measure again on "
             f"a quiet machine, with more {option('rounds')}, or with {option('use_cache', False)}"
         )
+    if environment.get("statistic") == "fast runs":
+        notes.append(DISTURBED)
     if environment.get("cached"):
         anew = f"{option('use_cache', False)} measures again"
         notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; {anew}")

@@ -53,11 +53,11 @@ def measured(
 
     Sets ``measured`` of each row to a dict with all fields of a row of ``accel bench``. Times in ``measured`` are in ms
     per request, and energies are in J per request. ``samples_per_second`` is the number of samples in all requests,
-    divided by the time of all blocks. ``measured`` also holds ``noise_floor``, and the percentiles ``PERCENTILES`` of
-    the times as ``percentiles_ms``. If a pass has several requests, single requests aren't timed, so the percentiles
-    are computed from the times of whole passes. A candidate that fails is rejected with the error as the reason. The
-    environment describes the machine. The environment also holds ``sizes``, ``noise_floor`` and ``cached`` (True if the
-    figures come from the cache).
+    divided by the time of all blocks. ``measured`` also holds ``noise_floor``, ``statistic``, and the percentiles
+    ``PERCENTILES`` of the times as ``percentiles_ms``. If a pass has several requests, single requests aren't timed, so
+    the percentiles are computed from the times of whole passes. A candidate that fails is rejected with the error as
+    the reason. The environment describes the machine. The environment also holds ``sizes``, ``noise_floor``,
+    ``statistic`` and ``cached`` (True if the figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure
@@ -114,9 +114,10 @@ def measured(
     for row in (source, *rows):
         row.measured = _a_request(by_name[row.name], found["percentiles"].get(row.name), row.runtime, workload)
         row.measured["noise_floor"] = found.get("noise_floor")
+        row.measured["statistic"] = found.get("statistic")
         if row.measured.get("error"):
             row.reject(str(row.measured["error"]))
-    said = {"sizes": found.get("sizes"), "noise_floor": found.get("noise_floor"), "cached": cached}
+    said = {name: found.get(name) for name in ("sizes", "noise_floor", "statistic")} | {"cached": cached}
     return {**found["environment"], **said}
 
 

@@ -286,6 +286,20 @@ def test_faster_than_needs_the_same_rounds() -> None:
     assert not faster_than(other, one, 0.02)
 
 
+def test_beside_other_work_medians_compare_no_options() -> None:
+    """Fails if session options are compared by medians that other work disturbed. The noise floor is then the floor of
+    the fastest runs, so that disturbed medians would pass for a difference. Also fails if overlapping intervals count
+    as a difference."""
+    common = {"statistic": "fast runs"}
+    one, other = row("a"), row("b")
+    one.measured = {**common, "round_medians_ms": [120.0] * 9, "speedup": 2.0, "ci95": (1.9, 2.1)}
+    other.measured = {**common, "round_medians_ms": [1.0] * 9, "speedup": 1.5, "ci95": (1.4, 1.6)}
+    assert faster_than(one, other, 0.02)
+    assert not faster_than(other, one, 0.02)
+    other.measured = {**other.measured, "ci95": (1.4, 2.0)}
+    assert not faster_than(one, other, 0.02)
+
+
 BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the budget's end
 
 

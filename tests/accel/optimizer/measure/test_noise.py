@@ -62,6 +62,14 @@ def test_a_row_that_noise_decided_says_so() -> None:
     assert noise_notes([same, slower], source, {"noise_floor": 0.31}) == []
 
 
+def test_a_report_says_that_it_compares_the_fastest_runs() -> None:
+    """Fails if ``accel optimize`` compares the fastest runs without a word, or always says so."""
+    source = row("source", 10.0, verdict="baseline")
+    (note,) = noise_notes([], source, {"statistic": "fast runs"})
+    assert "other work slows this machine down" in note
+    assert noise_notes([], source, {"statistic": "median"}) == []
+
+
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
     """Checks that accel measures a candidate with the verdict "too noisy" again. The candidate's ``reason`` must not
     name a speedup."""
