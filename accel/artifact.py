@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,23 @@ __all__ = ["Artifact", "DimRange", "Manifest", "Signature", "TensorSpec", "besid
 FORMAT = 1
 
 
+# The hashes of large files by path, inode, size and time of the last change. The stages of a run hash a file several
+# times. A small file can change twice within the resolution of the file system's clock, so it is always read.
+_LARGE_FILE_BYTES = 1 << 24
+_hashes: dict[tuple[str, int, int, int], str] = {}
+
+
 def file_sha256(path: Path) -> str:
-    """Returns the sha256 of a file's bytes as a hex string."""
+    """Returns the sha256 of a file's bytes as a hex string. Reads a large file only if it has changed."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        about = os.fstat(stream.fileno())
+        key = (str(path.absolute()), about.st_ino, about.st_size, about.st_mtime_ns)
+        if key in _hashes:
+            return _hashes[key]
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if about.st_size >= _LARGE_FILE_BYTES:
+        _hashes[key] = found
+    return found
 
 
 def text_sha256(text: str) -> str:
@@ -227,6 +241,12 @@ class Artifact:
         if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
+
+    @property
+    def content_digest(self) -> str:
+        """Returns one sha256 for the content of the files. Unlike ``digest``, this sha256 doesn't change when a stage
+        records how the files were made."""
+        return combined_sha256(list(self.manifest.files.values())) if self.manifest else self.digest
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
         """Returns a copy of the artifact with ``manifest``. The properties and the source of the manifest replace the

@@ -60,9 +60,10 @@ class Child:
 
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
     of the object that ``make`` built, and ``call("module:function", ...)`` calls a function. The child gets the
-    environment variables of this process and the variables in ``env``. ``folder`` is the working directory of the
-    child, for libraries that write to the working directory. ``hidden`` lists modules that the child can't import. For
-    example, hiding torch saves seconds, because some libraries import torch whenever torch is installed.
+    environment variables ``inherited`` (by default those of this process) and the variables in ``env``. ``folder`` is
+    the working directory of the child, for libraries that write to the working directory. ``hidden`` lists modules that
+    the child can't import. For example, hiding torch saves seconds, because some libraries import torch whenever torch
+    is installed.
 
     If the child process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during
     the call. An ``AccelError`` that is raised in the child is raised again in the parent, unchanged.
@@ -74,6 +75,7 @@ class Child:
         arguments: Mapping[str, Any] | None = None,
         *,
         env: Mapping[str, str] | None = None,
+        inherited: Mapping[str, str] = os.environ,
         folder: Path | None = None,
         hidden: Sequence[str] = (),
     ) -> None:
@@ -95,7 +97,7 @@ class Child:
                 start_new_session=True,
                 cwd=folder,
                 env={
-                    **os.environ,
+                    **inherited,
                     "PYTHONPATH": import_path(),
                     **own_temporary(self._temporary.name),
                     **(env or {}),

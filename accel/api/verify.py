@@ -117,7 +117,7 @@ def verify(
 
     from accel.proof.concordance import sample_errors
     from accel.proof.data import widened
-    from accel.proof.gates import cast_feeds, gate_runtime
+    from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
     from accel.proof.runs import failed_on_data
 
     first, second = _open(reference, candidate, about)
@@ -138,7 +138,10 @@ def verify(
     cases: list[str] = []
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
-    with open_session(first, gate_runtime(first)) as one, open_session(second, gate_runtime(second)) as two:
+    with (
+        open_session(first, gate_runtime(first), PATIENT) as one,
+        open_session(second, gate_runtime(second), PATIENT) as two,
+    ):
         for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
             report("verify")
             try:

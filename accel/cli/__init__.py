@@ -22,6 +22,7 @@ import click
 
 from accel.cancel import on_interrupt
 from accel.errors import NO_SPACE, AccelError, one_line
+from accel.machine import share_cores
 from accel.spelling import on_command_line
 from accel.version import __version__
 
@@ -70,6 +71,8 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
     """Turn a trained model into the fastest correct form for the machine that you name, and prove the result."""
+    if click.get_current_context().invoked_subcommand not in ("serve", "train"):
+        share_cores()
 
 
 def main() -> None:

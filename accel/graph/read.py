@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.errors import AccelError, UnsupportedHere, one_line
-from accel.sources.onnx.file import read_proto
+from accel.sources.onnx.file import read_without_weights
 
 from .cost import GraphCost, graph_cost
 
@@ -64,7 +64,7 @@ def read_graph(
     """
     at = artifact.signature.sizes(**(sizes or {}))
     if artifact.kind == "onnx":
-        model = read_proto(artifact.path)
+        model = read_without_weights(artifact.path)
         return ReadGraph(model=model, cost=graph_cost(model, artifact.signature, at))
     if artifact.kind in ("openvino", "ncnn"):
         from .ncnn_param import read_net
@@ -81,7 +81,7 @@ def read_graph(
     except AccelError as error:
         problem = one_line(error)
         return ReadGraph(known=known, warnings=(f"FLOPs aren't counted: {problem}",), problem=problem)
-    model = read_proto(made.path)
+    model = read_without_weights(made.path)
     return ReadGraph(model=model, cost=graph_cost(model, made.signature, at), counted_as="onnx", known=known)
 
 

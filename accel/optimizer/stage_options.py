@@ -105,9 +105,9 @@ def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
     Returns an empty text if every option has an effect.
     """
     from accel.converters.quantize.stage import is_transformer
-    from accel.sources.onnx.file import read_proto
+    from accel.sources.onnx.file import read_without_weights
 
-    if not options.get("smooth") or is_transformer(read_proto(src.path)):
+    if not options.get("smooth") or is_transformer(read_without_weights(src.path)):
         return ""
     smooth = f"{option('quantize').removesuffix('=')} smooth"
     return (

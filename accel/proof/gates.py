@@ -3,17 +3,18 @@ and on the user's data."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel import kept_outputs
 from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed, InvalidModel, RunFailed, one_line
+from accel.kept_outputs import Run
 from accel.progress import report
-from accel.runtimes.base import BaseSession, Session, default_runtime, detached, open_session
+from accel.runtimes.base import BaseSession, Session, SessionOptions, default_runtime, detached, open_session
 from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
@@ -24,10 +25,8 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# A cache of model outputs with the key (artifact, runtime, feeds). Each stage's output is the reference for the next
-# stage.
-_outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
-_OUTPUT_BYTES = 1 << 29
+# The options of sessions that aren't timed. Spinning threads would make them slow beside other work.
+PATIENT = SessionOptions(spinning=False)
 
 # Remembers how much memory each artifact takes with a runtime, because a later gate may run only the largest sizes.
 _rooms: dict[tuple[str, str], MemoryRoom] = {}
@@ -115,7 +114,7 @@ class OutputGate:
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)
         for seed, sizes in enumerate(common.cases()):
-            feeds = dataset.shaped(sizes, seed) if dataset else common.example_inputs(seed=seed, **sizes)
+            feeds = dataset.shaped(sizes, seed) if dataset else common.inputs_at(sizes)
             yield case_name(sizes), feeds
         yield from self._seeded(src, out, range(1, self.seeds))
         for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
@@ -212,12 +211,12 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """Returns the outputs of an artifact. Opens a session only if the cache lacks the outputs."""
+    """Returns the outputs of an artifact. Opens a session only for outputs that aren't kept from an earlier run."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact
         self._runtime = runtime
-        self._digest = artifact.digest
+        self._digest = artifact.content_digest
         self._stack = stack
         self._session: BaseSession | None = None
         self._room = _rooms.setdefault((self._digest, str(runtime)), MemoryRoom())
@@ -225,36 +224,23 @@ class Outputs:
     def too_large(self, feeds: Mapping[str, np.ndarray]) -> str:
         """Returns the reason why the artifact's run on ``feeds`` doesn't fit into memory, or "" if it fits."""
         reason = self._room.lacks(feeds)
-        return reason if reason and self._key(feeds) not in _outputs else ""
+        return reason if reason and kept_outputs.find(self._run(feeds)) is None else ""
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Casts the feeds to the artifact's dtypes and returns the outputs."""
-        key = self._key(feeds)
-        if key in _outputs:
-            _outputs.move_to_end(key)
-            return _outputs[key]
+        run = self._run(feeds)
+        if (kept := kept_outputs.find(run)) is not None:
+            return kept
         if self._session is None:
-            self._session = self._stack.enter_context(open_session(self._artifact, self._runtime))
+            self._session = self._stack.enter_context(open_session(self._artifact, self._runtime, PATIENT))
             self._room.opened()
         with self._room.watched(feeds):
             found = detached(self._session.run(cast_feeds(self._session, feeds)))
-        _outputs[key] = found
-        while sum(v.nbytes for kept in _outputs.values() for v in kept.values()) > _OUTPUT_BYTES:
-            _outputs.popitem(last=False)
+        kept_outputs.keep(run, found)
         return found
 
-    def _key(self, feeds: Mapping[str, np.ndarray]) -> tuple[str, str, str]:
-        return self._digest, str(self._runtime), _digest(feeds)
-
-
-def _digest(feeds: Mapping[str, np.ndarray]) -> str:
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name, value in feeds.items():
-        # The key includes shapes and dtypes, because feeds of equal bytes may differ in shape or dtype.
-        digest.update(f"{name} {value.dtype} {value.shape} ".encode() + value.tobytes())
-    return digest.hexdigest()
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> Run:
+        return Run.of(self._digest, str(self._runtime), feeds)
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:

@@ -13,7 +13,7 @@ from accel.stage import GateResult
 from accel.tables.limits import EXPORT_LIMITS
 
 from .compare import compare
-from .gates import case_name, gate_runtime, output_result
+from .gates import PATIENT, case_name, gate_runtime, output_result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,8 +45,8 @@ class PreprocessGate:
         """Returns a result for each output and case."""
         results = []
         with ExitStack() as stack:
-            old = stack.enter_context(open_session(src, gate_runtime(src)))
-            new = stack.enter_context(open_session(out, gate_runtime(out)))
+            old = stack.enter_context(open_session(src, gate_runtime(src), PATIENT))
+            new = stack.enter_context(open_session(out, gate_runtime(out), PATIENT))
             for seed, sizes in enumerate(out.signature.cases()):
                 raw = out.signature.example_inputs(seed=seed, **sizes)
                 feeds = dict(raw)

@@ -31,7 +31,7 @@ from accel.tables.limits import ROUNDING
 
 from .compare import compare, holds_floats
 from .data import data_files, open_npz
-from .gates import case_name, cast_feeds, gate_runtime
+from .gates import PATIENT, case_name, cast_feeds, gate_runtime
 from .stream import SampleStream
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_runs(src: Artifact) -> None:
     Raises ``BadInputSpec`` with the case that failed.
     """
     signature = src.signature
-    with open_session(src, gate_runtime(src)) as session:
+    with open_session(src, gate_runtime(src), PATIENT) as session:
         for sizes in signature.cases():
             try:
                 session.run(signature.example_inputs(**sizes))
@@ -102,8 +102,10 @@ def check_samples(
     left = len(SampleStream(data, src.signature)) if limit is None else limit
     furthest, nan, samples = Furthest(), 0, 0
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(src, gate_runtime(src)))
-        beside = stack.enter_context(open_session(source, gate_runtime(source))) if source is not None else None
+        session = stack.enter_context(open_session(src, gate_runtime(src), PATIENT))
+        beside = (
+            stack.enter_context(open_session(source, gate_runtime(source), PATIENT)) if source is not None else None
+        )
         for file in data_files(data):
             done = 0
             for feeds in SampleStream(file, src.signature).batches(_AT_ONCE, left):

@@ -113,9 +113,10 @@ class Signature:
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
         """Returns the combinations of dim sizes at which every gate runs. The batch dim has its smallest size, size 2,
-        or its largest size. The other dims have their min, opt or max size. The largest batch and the largest other
-        sizes are in different combinations, because their product may take minutes. ``largest_batch`` is an upper limit
-        for the batch, and is first rounded up to a multiple of the batch dim's step.
+        or its largest size. The other dims have their min, opt or max size. The largest batch is combined with the
+        smallest other sizes, and the largest other sizes with the smallest batch, because a run at the largest sizes of
+        all dims may take minutes. ``largest_batch`` is an upper limit for the batch, and is first rounded up to a
+        multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -128,8 +129,14 @@ class Signature:
         if batch and high and largest_batch:
             high = min(high, self.dims[batch].up(largest_batch))
         two = max(low, min(2, high)) if low and high else None
-        found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), case(high, "opt")]
+        found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), case(high, "min")]
         return [c for i, c in enumerate(found) if c not in found[:i]]
+
+    def inputs_at(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Returns random inputs at ``sizes``. Every case of ``cases`` has inputs of its own, so that gates and other
+        checks run a model on the same inputs, and can share the outputs (see ``accel.kept_outputs``)."""
+        cases = self.cases()
+        return self.example_inputs(seed=cases.index(dict(sizes)) if sizes in cases else 0, **sizes)
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts. Equal seeds give equal inputs. ``sizes`` sets the sizes of

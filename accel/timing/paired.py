@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.child import Child
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
-from accel.machine import available_cores
+from accel.machine import available_cores, users_environment
 from accel.progress import report
 from accel.proof.compare import compare, worst
 from accel.runtimes.base import recorded_options
@@ -63,7 +63,9 @@ class Lane:
         self.name = name
         self.candidate = candidate
         self.throughput = throughput
-        self.child = Child("accel.timing.blocks:BlockRunner", {"candidate": candidate}, env=env)
+        self.child = Child(
+            "accel.timing.blocks:BlockRunner", {"candidate": candidate}, env=env, inherited=users_environment()
+        )
         self.opened: Opened | None = None
         self.pass_seconds = 0.0
         self.feeds = 1

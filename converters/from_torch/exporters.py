@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.errors import ExportFailed
@@ -22,6 +22,9 @@ from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .experts import every_expert
 from .plain_attention import plain_attention
+
+if TYPE_CHECKING:
+    import onnx
 
 
 class NoComplexRule(ExportFailed):
@@ -81,11 +84,13 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
     weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-    large = sum(tensor.nbytes for tensor in weights) > onnx_write.SINGLE_FILE_BYTES
+    if sum(tensor.nbytes for tensor in weights) <= onnx_write.SINGLE_FILE_BYTES:
+        _finish_graph(src, program.model_proto, out, outputs)
+        return
     with _apart(out) as exported:
-        program.save(str(exported), external_data=large)
+        program.save(str(exported), external_data=True)
         del program
-        _finish_graph(src, exported, out, outputs)
+        _finish_graph(src, read_detached(exported), out, outputs)
 
 
 @contextlib.contextmanager
@@ -185,15 +190,14 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return table
 
 
-def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Writes the file ``exported`` to ``out``, with the names and dims in the signature of ``src``.
+def _finish_graph(src: Artifact, model: onnx.ModelProto, out: Path, outputs: Sequence[str]) -> None:
+    """Writes the exported ``model`` to ``out``, with the names and dims in the signature of ``src``.
 
     During the export, the outputs have unique names, because the graph may use the user's name of an output for an
     inner value. This function restores the names of the outputs. The signature's names of dims replace the exporter's
     symbols. If the signature has a fixed size for an output dim, the file declares the same fixed size. The output gate
     later runs the file at several shapes.
     """
-    model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # removes the outputs that _with_packed_outputs appended
     if any(node.domain == "accel" for node in model.graph.node):
         from accel.kernels.onnx.export import add_functions
@@ -255,7 +259,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
             output_names=outputs,
             dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
         )
-        _finish_graph(src, exported, out, outputs)
+        _finish_graph(src, read_detached(exported), out, outputs)
 
 
 @contextlib.contextmanager

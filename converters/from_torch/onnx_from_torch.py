@@ -18,7 +18,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
 from accel.proof.gates import OutputGate, worst_result
-from accel.sources.onnx.file import describe, external_files, read_proto
+from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
 from accel.spelling import is_command_line, option
 from accel.stage import GateResult, Proof, StageConfig
@@ -169,7 +169,7 @@ def _remove(out: Path) -> None:
     """Deletes the file of a refused exporter, and the file of its weights."""
     names: tuple[str, ...] = ()
     with contextlib.suppress(AccelError):  # the file may be missing or incomplete
-        names = external_files(read_proto(out))
+        names = external_files(read_without_weights(out))
     for left in (out, *map(out.with_name, names)):
         left.unlink(missing_ok=True)
 
@@ -272,7 +272,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
         raise ExportFailed(f"the exported file fails the ONNX checker: {one_line(error)}") from error
-    companions = external_files(read_proto(out))
+    companions = external_files(read_without_weights(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
     results = list(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ from accel.artifact import Artifact
 from accel.child import run_in_child
 from accel.errors import AccelError, StageFailed, one_line
 from accel.progress import report
+from accel.signature import Signature
 from accel.sources.onnx.file import describe_model, read_proto
-from accel.sources.onnx.weights import detached_bytes, read_detached
+from accel.sources.onnx.weights import attach, detached_bytes, is_detached, read_detached
 from accel.stage import StageConfig
 
 from . import write as onnx_write
-from .write import as_inputs, as_weights, check_file, onnx_artifact, weight_bytes, write_onnx
+from .unfoldable import unfoldable
+from .write import as_inputs, as_weights, check_file, onnx_artifact, weight_bytes
 
 if TYPE_CHECKING:
     import onnx
@@ -48,45 +51,58 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
     Raises ``SimplifyFailed`` if the model itself fails the checker.
     """
     before = read_detached(src.path)
-    light = detached_bytes(before) > onnx_write.SINGLE_FILE_BYTES
+    interface, size = describe_model(before)[0], weight_bytes(before)
     notes: dict[str, Any] = {"nodes_before": len(before.graph.node)}
     report("onnxsim")
     with tempfile.TemporaryDirectory(prefix="simplify-", dir=out.parent) as folder:
         made = Path(folder) / "simplified.onnx"
         try:
+            apart = as_inputs(before, _stays_apart(before))
+            for tensor in filter(is_detached, before.graph.initializer):
+                attach(tensor)
+            given = Path(folder) / "given.onnx"
+            given.write_bytes(before.SerializeToString())
             run_in_child(
                 "accel.converters.graph.simplify:run_onnxsim",
                 timeout=config.timeout,
                 hidden=("torch",),
-                path=src.path,
+                path=given,
                 out=made,
                 skip=[*_SKIPPED, *config.skip],
-                light=light,
             )
-            after = read_proto(made) if light else read_detached(made)
-            drift = _drift(before, after) or (None if light else check_file(made))
+            drift = check_file(made)
+            after = read_proto(made)
+            as_weights(after, apart)
+            drift = drift or _drift(before, interface, size, after)
         except (AccelError, TimeoutError, OSError) as error:
             drift = one_line(error)
         if drift:
-            after = before
+            after = read_detached(src.path)
             notes["kept"] = f"the model is unsimplified: {drift}"
         notes["nodes_after"] = len(after.graph.node)
         try:
-            return onnx_artifact(src, after, out, notes)
+            return onnx_artifact(src, after, out, notes, before)
         except StageFailed as error:
             raise SimplifyFailed(str(error)) from error
 
 
-def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
-    """Simplifies the model ``path``, restores its header, and writes it to ``out``. Runs in a child process.
+def _stays_apart(model: onnx.ModelProto) -> Callable[[onnx.TensorProto], bool]:
+    """Returns a function that tells which weights onnxsim doesn't get.
 
-    If ``light`` is true, the large weights stay in their file. With ``light``, onnxsim treats the large weights as
-    inputs and can't fold them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
+    onnxsim can't fold a weight that it doesn't get. A model over 2 GB doesn't fit into a protobuf message, so onnxsim
+    gets none of its large weights.
     """
+    if detached_bytes(model) > onnx_write.SINGLE_FILE_BYTES:
+        return is_detached
+    names = unfoldable(model)
+    return lambda tensor: tensor.name in names
+
+
+def run_onnxsim(path: Path, out: Path, skip: list[str]) -> None:
+    """Simplifies the model ``path``, restores its header, and writes it to ``out``. Runs in a child process."""
     import onnxsim
 
-    before = read_detached(path) if light else read_proto(path, weights=True)
-    apart = as_inputs(before) if light else []
+    before = read_proto(path, weights=True)
     after, _ = onnxsim.simplify(before, skipped_optimizers=skip, certify=False)
     own = [prop for prop in after.metadata_props if not prop.key.startswith("onnxsim.")]
     del after.metadata_props[:]
@@ -94,11 +110,7 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
     _restore_dims(before, after)
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
-    if light:
-        as_weights(after, apart)
-        out.write_bytes(after.SerializeToString())
-    else:
-        write_onnx(after, out)
+    out.write_bytes(after.SerializeToString())
 
 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
@@ -118,9 +130,10 @@ def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
                 dim.dim_param = names[dim.dim_param]
 
 
-def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
-    """Describes the first forbidden change from ``before`` to ``after``. Returns None if no change is forbidden."""
-    (was, _), (now, _) = describe_model(before), describe_model(after)
+def _drift(before: onnx.ModelProto, was: Signature, size: int, after: onnx.ModelProto) -> str | None:
+    """Describes the first forbidden change from ``before`` to ``after``. ``was`` is the signature of ``before``, and
+    ``size`` the size of its weights and nodes in bytes. Returns None if no change is forbidden."""
+    now, _ = describe_model(after)
     for old, new in zip((*was.inputs, *was.outputs), (*now.inputs, *now.outputs), strict=False):
         # onnxsim may rename the dims of an output, and may find out an unknown shape.
         same = (old.name, old.dtype, len(old.shape)) == (new.name, new.dtype, len(new.shape))
@@ -132,6 +145,6 @@ def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
     for entry in after.opset_import:
         if versions.get(entry.domain) != entry.version:
             return f"onnxsim changed the opset of {entry.domain or 'ai.onnx'} to {entry.version}"
-    if weight_bytes(after) > 2 * weight_bytes(before) + (1 << 20):
+    if weight_bytes(after) > 2 * size + (1 << 20):
         return "folding constants more than doubled the size of the model"
     return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
-from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_proto
-from accel.sources.onnx.weights import attach, detached_bytes, is_detached, raw_pieces
+from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_without_weights
+from accel.sources.onnx.weights import detached_bytes, is_detached, raw_bytes, raw_pieces
 
 if TYPE_CHECKING:
     import onnx
@@ -27,12 +27,22 @@ _ATTACHED_BYTES = 1 << 29
 # Tensors with fewer bytes than this limit stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
 
+# The tags of protobuf fields in onnx.proto, each of which is the field's number and the wire type 2 (length and bytes).
+_MODEL_GRAPH = bytes([7 << 3 | 2])
+_GRAPH_INITIALIZER = bytes([5 << 3 | 2])
+_TENSOR_RAW_DATA = bytes([9 << 3 | 2])
+# The fields of a tensor that hold its values or refer to them.
+_VALUES = ("raw_data", "external_data", "data_location")
 
-def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[str, Any]) -> Artifact:
-    """Writes ``model`` to ``out`` and returns the artifact. Raises ``StageFailed`` if the file fails the checker."""
+
+def onnx_artifact(
+    src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[str, Any], before: onnx.ModelProto | None = None
+) -> Artifact:
+    """Writes ``model`` to ``out`` and returns the artifact. ``before`` is the model in the file of ``src``, which is
+    read if ``before`` is None. Raises ``StageFailed`` if the file fails the checker."""
     signature, properties = describe_model(model)
     if src.kind == "onnx":
-        keep_scopes(read_proto(src.path), model)
+        keep_scopes(before or read_without_weights(src.path), model)
     companions = write_onnx(model, out)
     fault = check_file(out)
     if fault:
@@ -75,16 +85,12 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
     many weights are detached. The second file is named by a hash of its content, so that two models of the same name
     never mix their weights. ``model`` must not be used afterwards.
     """
-    import onnx
-
     if (
         weight_bytes(model) <= (SINGLE_FILE_BYTES if limit is None else limit)
         and detached_bytes(model) <= _ATTACHED_BYTES
     ):
-        for tensor in filter(is_detached, model.graph.initializer):
-            attach(tensor)
-        with beside(out) as temporary:
-            onnx.save(model, str(temporary))
+        with beside(out) as temporary, temporary.open("wb") as stream:
+            stream.writelines(_wire_format(model))
         return ()
     part = out.with_name(f".{out.stem}.{uuid.uuid4().hex[:8]}.part")
     try:
@@ -101,13 +107,61 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
     return (name,)
 
 
-def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Turns detached weights into inputs, because some libraries take the model as one protobuf message, which can't
-    hold large weights. Returns the weights."""
+def _wire_format(model: onnx.ModelProto) -> Iterator[bytes]:
+    """Yields the bytes of the model's file. protobuf would need memory for several copies of the weights.
+
+    The bytes of the weights are copied in pieces. Each field is a tag, a length and its content, and fields may come in
+    any order (see https://protobuf.dev/programming-guides/encoding).
+    """
+    graph = _without(model.graph, "initializer")
+    heads = []
+    for tensor in model.graph.initializer:
+        # A tensor that isn't stored as raw data is written as it is.
+        count = raw_bytes(tensor)
+        head = _without(tensor, *_VALUES) if count else tensor
+        content = head.SerializeToString() + (_TENSOR_RAW_DATA + _varint(count) if count else b"")
+        heads.append(_GRAPH_INITIALIZER + _varint(len(content) + count) + content)
+    size = graph.ByteSize() + sum(map(len, heads)) + sum(map(raw_bytes, model.graph.initializer))
+    yield _without(model, "graph").SerializeToString() + _MODEL_GRAPH + _varint(size)
+    yield graph.SerializeToString()
+    for head, tensor in zip(heads, model.graph.initializer, strict=True):
+        yield head
+        yield from raw_pieces(tensor)
+
+
+def _without(message: Any, *left_out: str) -> Any:
+    """Returns a copy of a protobuf message without the fields ``left_out``."""
+    made = type(message)()
+    for field, value in message.ListFields():
+        if field.name in left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(made, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(made, field.name).CopyFrom(value)
+        else:
+            setattr(made, field.name, value)
+    return made
+
+
+def _varint(number: int) -> bytes:
+    """Returns ``number`` in groups of 7 bits, the lowest group first. All groups except the last have the high bit."""
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def as_inputs(
+    model: onnx.ModelProto, chosen: Callable[[onnx.TensorProto], bool] = is_detached
+) -> list[onnx.TensorProto]:
+    """Turns the weights for which ``chosen`` is true into inputs, and returns these weights. Some libraries copy the
+    model several times, or take the model as one protobuf message, which can't hold large weights."""
     from onnx import helper
 
-    apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
-    kept = [tensor for tensor in model.graph.initializer if not is_detached(tensor)]
+    apart = [tensor for tensor in model.graph.initializer if chosen(tensor)]
+    kept = [tensor for tensor in model.graph.initializer if not chosen(tensor)]
     del model.graph.initializer[:]
     model.graph.initializer.extend(kept)
     known = {value.name for value in model.graph.input}

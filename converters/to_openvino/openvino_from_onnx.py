@@ -17,7 +17,7 @@ from accel.progress import report
 from accel.runtimes.openvino import reason
 from accel.signature import TensorSpec
 from accel.sources.onnx.file import describe as describe_onnx
-from accel.sources.onnx.file import external_files, read_proto
+from accel.sources.onnx.file import external_files, read_without_weights
 from accel.spelling import option
 from accel.stage import StageConfig
 
@@ -46,7 +46,7 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     installed.
     """
     _, declared = describe_onnx(src.path)
-    external_files(read_proto(src.path))  # raises if weights are outside the model's folder
+    external_files(read_without_weights(src.path))  # raises if weights are outside the model's folder
     weights = out.with_suffix(".bin")
     report("openvino_from_onnx: converting")
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from accel.progress import report
 from accel.proof.compare import compare
 from accel.proof.concordance import discordance
 from accel.proof.data import Dataset
-from accel.proof.gates import cast_feeds, gate_runtime
+from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
 from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import SessionOptions, detached, open_session
@@ -107,7 +107,7 @@ class Judge:
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
-        settings = SessionOptions.of(options) if runtime != "onnx-rounded" else SessionOptions()
+        settings = replace(SessionOptions.of(options), spinning=False) if runtime != "onnx-rounded" else PATIENT
         with open_session(candidate, runtime, settings) as session:
             for number, feeds in enumerate(self._feeds()):
                 report("judging", number / self._count)
@@ -215,7 +215,7 @@ class Judge:
 
     def _reference_outputs(self) -> list[dict[str, np.ndarray]]:
         if self._reference is None:
-            with open_session(self.source, gate_runtime(self.source)) as session:
+            with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 try:
                     self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
                 except RunFailed:

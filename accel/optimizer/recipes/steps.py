@@ -28,9 +28,9 @@ def precision_of(src: Artifact) -> str:
 def has_large_products(src: Artifact) -> bool:
     """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights."""
     from accel.converters.quantize.products import product_weights
-    from accel.sources.onnx.file import read_proto
+    from accel.sources.onnx.file import read_without_weights
 
-    return sum(size for _, size in product_weights(read_proto(src.path))) >= _LARGE_WEIGHTS
+    return sum(size for _, size in product_weights(read_without_weights(src.path))) >= _LARGE_WEIGHTS
 
 
 def cpu_has_bf16() -> bool:

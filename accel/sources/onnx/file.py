@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from accel.errors import one_line as one_line
 from accel.signature import Dim, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
+from .light import read_light
+
 if TYPE_CHECKING:
     import onnx
 
@@ -24,6 +27,12 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 # The name under which the cache keeps the results of ``check``. If ``check`` changes, this name has to change too,
 # because results of the old ``check`` may still be in the cache.
 PROBED = "probed-2"
+
+# Tensors of at most this size are read into memory, because graph rewrites and shape inference need their values.
+SMALL_BYTES = 1 << 16
+# Smaller files are parsed quickly.
+_LARGE_FILE_BYTES = 1 << 24
+
 _QUANTIZED_OPS = frozenset(
     {
         "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearMatMul", "QuantizeLinear",
@@ -53,6 +62,17 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
     if not model.HasField("graph") or not model.ir_version:
         raise InvalidModel(f"{path} holds no ONNX graph; export it again")
     return model
+
+
+def read_without_weights(path: Path) -> onnx.ModelProto:
+    """Reads the ONNX model in ``path``. Weights of more than ``SMALL_BYTES`` may have no values. Raises
+    ``InvalidModel`` in the same cases as ``read_proto``."""
+    from google.protobuf.message import DecodeError
+
+    if path.is_file() and path.stat().st_size > _LARGE_FILE_BYTES:
+        with contextlib.suppress(ValueError, DecodeError):  # read_proto says what is wrong with the file
+            return read_light(path, SMALL_BYTES, detached=False)
+    return read_proto(path)
 
 
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -95,7 +115,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     the file has weights, QDQ nodes or integer matrix products of this precision. Otherwise, the majority of the float
     weights determines the precision.
     """
-    return describe_model(read_proto(path))
+    return describe_model(read_without_weights(path))
 
 
 # Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A dynamic quantization operator computes one scale
@@ -235,7 +255,7 @@ def open_onnx(
     signature, properties = describe(path)
     if not signature.outputs:
         raise InvalidModel(f"{path} has no outputs; export the model again")
-    files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
+    files = (path, *(path.with_name(name) for name in external_files(read_without_weights(path))))
     for file in files[1:]:
         if not file.is_file():
             raise InvalidModel(
@@ -340,7 +360,7 @@ def check(path: Path) -> str | None:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
         # The checker has no schemas for custom domains, so only ONNX Runtime can check nodes of these domains.
-        own = {node.domain for node in read_proto(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
+        own = {node.domain for node in read_without_weights(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
         if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
             return one_line(error)
     options = onnxruntime.SessionOptions()

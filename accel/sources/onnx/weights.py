@@ -8,21 +8,22 @@ tensors piece by piece.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .file import external_files, read_proto
+from google.protobuf.message import DecodeError
+
+from .file import SMALL_BYTES, external_files, read_proto, read_without_weights
+from .light import read_light
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
 
 DETACHED_BYTES = 128 << 20
-
-# Tensors of at most this size are read into memory, because graph rewrites and shape inference need their values.
-_SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
@@ -32,21 +33,24 @@ _STORED_AS = "stored_as"
 
 
 def read_detached(path: Path) -> onnx.ModelProto:
-    """Reads the model in ``path`` with its weights. Large weights stay on disk if the model has more than
-    ``DETACHED_BYTES`` of external data.
+    """Reads the model in ``path`` with its weights. Large weights stay on disk if the model file or its external data
+    has more than ``DETACHED_BYTES``.
 
     Raises ``InvalidModel`` in the same cases as ``read_proto``.
     """
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
+    files = [path.with_name(name) for name in external_files(read_without_weights(path))]
+    if not files and path.stat().st_size > DETACHED_BYTES:
+        with contextlib.suppress(ValueError, DecodeError):  # read_proto says what is wrong with the file
+            return read_light(path, SMALL_BYTES, detached=True)
     model = read_proto(path)
-    files = [path.with_name(name) for name in external_files(model)]
     if sum(file.stat().st_size for file in files if file.is_file()) <= DETACHED_BYTES:
         return read_proto(path, weights=True)
     for tensor in model.graph.initializer:
         if not uses_external_data(tensor):
             continue
-        if _wide(tensor) and _bytes(tensor) > _SMALL_BYTES:
+        if _wide(tensor) and _bytes(tensor) > SMALL_BYTES:
             for entry in tensor.external_data:
                 if entry.key == "location":
                     entry.value = str(path.with_name(entry.value).absolute())
@@ -123,10 +127,19 @@ def attach(tensor: onnx.TensorProto) -> None:
     tensor.raw_data = raw
 
 
+def raw_bytes(tensor: onnx.TensorProto) -> int:
+    """Returns the number of bytes of a tensor, detached or not, in the format of ``raw_data``."""
+    return _bytes(tensor) if is_detached(tensor) else len(tensor.raw_data)
+
+
 def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields the bytes of a detached tensor in chunks, in the format of ``raw_data``."""
+    """Yields the bytes of a tensor, detached or not, in the format of ``raw_data``. The bytes of a detached tensor come
+    in chunks."""
     from onnx import helper
 
+    if not is_detached(tensor):
+        yield tensor.raw_data
+        return
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     for _, piece in _pieces(_mapped(tensor)):
         yield rounded(piece, kind).tobytes()

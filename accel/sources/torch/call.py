@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import BadInputSpec, BadSource, one_line
-from accel.signature import Signature, TensorSpec, shapes_of
+from accel.signature import Feeds, Signature, TensorSpec, shapes_of
 from accel.sources.structure import Template, describe
 from accel.spelling import options
 
@@ -168,20 +169,28 @@ class ByValue(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def discover_outputs(
-    module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
-) -> tuple[tuple[TensorSpec, ...], Template]:
-    """Runs the module at several sizes. Returns the specs of its outputs (names, dtypes and dims) and the structure of
-    its result. ``names`` lists the names that the user gave to the outputs, in order. ``where`` names the source in
-    messages.
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The outputs of a module. ``specs`` has their names, dtypes and dims, and ``result`` the structure of the module's
+    result. ``runs`` has the inputs and outputs of the runs that found the outputs."""
+
+    specs: tuple[TensorSpec, ...]
+    result: Template
+    runs: tuple[tuple[Feeds, dict[str, np.ndarray]], ...]
+
+
+def discover_outputs(module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str) -> Outputs:
+    """Runs the module at several sizes, and returns its outputs. ``names`` lists the names that the user gave to the
+    outputs, in order. ``where`` names the source in messages.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """
     named = NamedModule(module, [spec.name for spec in signature.inputs])
     cases = probe_cases(signature)
-    runs = []
+    inputs, runs = [], []
     for sizes in cases:
-        feeds = signature.example_inputs(**sizes)
+        feeds = signature.inputs_at(sizes)
+        inputs.append(feeds)
         try:
             runs.append(run_named(named, signature, feeds))
         except Exception as error:
@@ -199,7 +208,7 @@ def discover_outputs(
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
     with ByValue() as by_value:
-        result = run_own(named, signature, signature.example_inputs(**cases[0]))
+        result = run_own(named, signature, inputs[0])
     if by_value.seen:  # the size of an output may depend on the values of the inputs
         for seed in range(1, _SEEDS + 1):
             with contextlib.suppress(Exception):  # the gates report an error
@@ -227,4 +236,6 @@ def discover_outputs(
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]
-    return output_specs(signature, [*cases, *far], [*runs, *found], where, renamed), structure
+    specs = output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
+    named_runs = ({spec.name: run[name] for spec, name in zip(specs, first, strict=True)} for run in runs)
+    return Outputs(specs=specs, result=structure, runs=tuple(zip(inputs, named_runs, strict=True)))

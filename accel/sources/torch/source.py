@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from accel import kept_outputs
 from accel.artifact import Artifact, file_sha256, text_sha256
 from accel.errors import BadInputSpec
+from accel.kept_outputs import Run
 from accel.signature import Signature, TensorSpec
 from accel.sources.structure import Template
 from accel.spelling import option
@@ -96,8 +98,8 @@ def open_torch(
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
     signature = bounded
-    outputs, result = discover_outputs(found.module, signature, names, found.name or spec)
-    signature = replace(signature, outputs=outputs)
+    outputs = discover_outputs(found.module, signature, names, found.name or spec)
+    signature = replace(signature, outputs=outputs.specs)
     training = in_training(found.module)
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
     state = state_sha256(found.module)
@@ -109,6 +111,8 @@ def open_torch(
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
+    for feeds, outcome in outputs.runs:
+        kept_outputs.keep(Run.of(sha256, "torch", feeds), outcome)
     return Artifact(
         path=found.path,
         kind="torch",
@@ -121,7 +125,7 @@ def open_torch(
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
             **({"bounds": words} if words else {}),
-            "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": result},
+            "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": outputs.result},
             **_pipeline(found.module),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,

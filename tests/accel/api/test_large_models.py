@@ -21,9 +21,10 @@ from accel.child import Child, run_in_child
 from accel.converters.cast.stage import CastConfig, cast
 from accel.converters.from_torch.onnx_from_torch import OnnxFromTorchConfig
 from accel.converters.graph import onnx_from_onnx
+from accel.converters.graph import simplify as simplify_stage
 from accel.converters.graph import write as onnx_write
 from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
-from accel.converters.graph.simplify import SimplifyConfig, run_onnxsim
+from accel.converters.graph.simplify import SimplifyConfig
 from accel.converters.quantize.smooth import smooth
 from accel.converters.quantize.stage import QuantizeConfig, make_task, quantize, run_task
 from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
@@ -110,19 +111,29 @@ def test_a_cast_of_detached_weights_is_the_same_cast(
 
 
 @pytest.mark.usefixtures("detached")
-def test_simplify_without_the_weights(tmp_path: Path) -> None:
-    """Checks that onnxsim doesn't get the weights. The simplified model must keep every weight, and must not have a
-    weight as an input."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_simplify_without_the_weights(inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that onnxsim gets no weight of a matrix product, whether the weights are inside the model file or beside
+    it. The simplified model must keep every weight, and must not have a weight as an input."""
     path = chain(tmp_path / "m", 256, 3)
-    run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
-    light = read_proto(tmp_path / "light.onnx")
-    assert [value.name for value in light.graph.input] == ["x"]
-    assert "Identity" not in {node.op_type for node in light.graph.node}
-    assert {t.name for t in light.graph.initializer} == {"w0", "w1", "w2"}
-    assert light.ByteSize() < 10_000
+    if inside:
+        onnx.save(onnx.load(str(path)), str(path))
+    given = []
+
+    def child(target: str, *, path: Path, **words: Any) -> Any:
+        given.append(path.stat().st_size)
+        return run_in_child(target, path=path, **words)
+
+    monkeypatch.setattr(simplify_stage, "run_in_child", child)
+    made = simplify_stage.simplify(open_onnx(path, probe=False), SimplifyConfig(), tmp_path / "simple.onnx")
+    assert given[0] < 10_000
+    assert "kept" not in made.notes
+    assert [spec.name for spec in made.signature.inputs] == ["x"]
+    assert "Identity" not in {node.op_type for node in read_proto(made.path).graph.node}
+    assert weights_of(made.path).keys() == {"w0", "w1", "w2"}
     feeds = {"x": np.ones((1, 256), np.float32)}
     before = RoundedModel(read_proto(path, weights=True)).run(feeds)
-    (after,) = RoundedModel(light).run(feeds).values()
+    (after,) = RoundedModel(read_proto(made.path, weights=True)).run(feeds).values()
     np.testing.assert_allclose(after, before["y"], rtol=1e-5, atol=1e-6)
 
 

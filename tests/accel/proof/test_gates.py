@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import accel
+from accel import kept_outputs
 from accel.errors import GateFailed
 from accel.proof import gates, room
 from accel.proof.gates import OutputGate
@@ -21,7 +22,7 @@ def test_a_case_that_needs_too_much_memory_is_left_out(tmp_path: Path, monkeypat
     it finds the outputs of the smaller cases in a cache."""
     accel.export(torch.nn.Linear(3, 2), example=(torch.randn(2, 3),), out=tmp_path / "net.onnx")
     model = accel.Source(tmp_path / "net.onnx").open()
-    monkeypatch.setattr(gates, "_outputs", type(gates._outputs)())
+    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
     monkeypatch.setattr(gates, "_rooms", {})
     ran = [0]
     plain = gates.open_session
@@ -54,7 +55,7 @@ def test_a_result_that_its_runtime_cannot_load_fails_the_gate(tmp_path: Path, mo
     source = accel.export(torch.nn.Linear(3, 2), example=(torch.randn(2, 3),), out=tmp_path / "net.onnx")
     made = accel.export(tmp_path / "net.onnx", to="openvino", out=tmp_path / "ir")
     made.path.with_suffix(".bin").write_bytes(b"")
-    monkeypatch.setattr(gates, "_outputs", type(gates._outputs)())  # the export has already run the model
+    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())  # the export has already run the model
     with pytest.raises(GateFailed, match=r"^openvino can't load the model that the stage made: ") as failed:
         OutputGate(limit=1e-6).check(source, made)
     assert str(tmp_path) not in str(failed.value)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from accel import kept_outputs
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.converters.from_torch.onnx_from_torch import SEEDS, OnnxFromTorchConfig
 from accel.errors import ExportFailed
-from accel.proof import gates
+from accel.kept_outputs import Run
 from accel.proof.gates import OutputGate, what_both_take
 from accel.runtimes.base import BaseSession
 from accel.sources.source import Source
@@ -40,12 +41,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     run = BaseSession.run
 
     def counting(self: BaseSession, feeds: Any, *rest: Any, **words: Any) -> Any:
-        counted[self.artifact.kind, gates._digest(feeds)] += 1
+        counted[self.artifact.kind, Run.of("", "", feeds).inputs] += 1
         return run(self, feeds, *rest, **words)
 
     monkeypatch.setattr(BaseSession, "run", counting)
-    monkeypatch.setattr(gates, "_OUTPUT_BYTES", 0)
-    gates._outputs.clear()
+    monkeypatch.setattr(kept_outputs, "_MOST_BYTES", 0)
+    kept_outputs._kept.clear()
     return counted
 
 

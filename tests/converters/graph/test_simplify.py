@@ -17,6 +17,7 @@ import accel.converters.graph.write as onnx_write
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.converters.graph.simplify import SimplifyConfig, SimplifyFailed, simplify
+from accel.converters.graph.unfoldable import unfoldable
 from accel.proof.gates import OutputGate
 from accel.runtimes.base import open_session
 from accel.sources.onnx.file import open_onnx, read_proto
@@ -91,6 +92,37 @@ def test_linear_layers_stay_products(minilm: Artifact) -> None:
     ops = [node.op_type for node in read_proto(minilm.path).graph.node]
     assert ops.count("MatMul") == 6 * 8
     assert "Gemm" not in ops
+
+
+def test_only_weights_that_cannot_be_folded_stay_apart(tmp_path: Path) -> None:
+    """Fails if onnxsim doesn't get a weight that can be folded: a transposed weight, rows that are looked up by
+    constants, or two equal weights. Also fails if onnxsim gets a weight that only a product of an activation reads."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((256, 256)).astype(np.float32) for name in ("plain", "turned", "table", "one")}
+    weights |= {"other": weights["one"].copy(), "rows": np.arange(256)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "plain"], ["a"]),
+        helper.make_node("Transpose", ["turned"], ["t"]),
+        helper.make_node("MatMul", ["a", "t"], ["b"]),
+        helper.make_node("Gather", ["table", "rows"], ["g"]),
+        helper.make_node("MatMul", ["b", "g"], ["c"]),
+        helper.make_node("MatMul", ["c", "one"], ["d"]),
+        helper.make_node("MatMul", ["d", "other"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", FLOAT, ["batch", 256])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch", 256])],
+        [numpy_helper.from_array(v, n) for n, v in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    assert unfoldable(model) == {"plain"}
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    made = simplify(open_onnx(tmp_path / "m.onnx", probe=False), SimplifyConfig(), tmp_path / "s.onnx")
+    after = read_proto(made.path, weights=True).graph
+    assert [node.op_type for node in after.node] == ["MatMul"] * 5
+    assert len(after.initializer) == 4  # the equal weights are one
 
 
 def crash(path: Path, out: Path, skip: list[str]) -> None:
