@@ -63,6 +63,7 @@ def _short_measurements() -> Iterator[None]:
         patch.setattr("accel.api.optimized._SECONDS", 0.0)
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.5)
         patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 0.5)
+        patch.setattr("accel.optimizer.budget.IMPROVING_SECONDS", 600.0)
         yield
 
 

@@ -57,6 +57,7 @@ def optimize(
     vary_session: bool = True,
     rounds: int = 9,
     budget_seconds: float | None = None,
+    thorough: bool = False,
     kernels: bool = False,
     engine: Sequence[str] = (),
     quantize: QuantizeOptions | Sequence[str] = (),
@@ -118,10 +119,13 @@ def optimize(
     - ``threads``: the only number of threads to measure with. 0 means one thread for each core, or fewer threads if
       fewer are faster.
     - ``rounds``: the number of measurement rounds, at least 5.
-    - ``budget_seconds``: the time for the whole call, including the builds. The candidates are measured by successive
-      halving, and the candidate that is probably the fastest is measured first. The result lists each candidate that is
-      skipped or abandoned to save time. Only a measured candidate can be chosen. An export isn't stopped when the
-      budget is used up.
+    - ``budget_seconds``: the time for the whole call, including the builds. By default, the search takes as long as it
+      needs for a first result, and goes on for as long again, but at least for a minute. A first result is published as
+      soon as a candidate is right and measurably faster than the source, unless the other candidates take little time.
+      If time is short, the candidates are measured by successive halving, and the candidate that is probably the
+      fastest is measured first. The result lists each candidate that is skipped or abandoned to save time. Only a
+      measured candidate can be chosen. An export isn't stopped when the budget is used up.
+    - ``thorough``: if True, makes and measures all candidates, however long that takes.
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
@@ -156,6 +160,7 @@ def optimize(
             vary_session=vary_session,
             rounds=rounds,
             budget_seconds=budget_seconds,
+            thorough=thorough,
             kernels=kernels,
             engine=tuple(engine),
             quantize=quantize if isinstance(quantize, QuantizeOptions) else tuple(quantize),
@@ -165,7 +170,7 @@ def optimize(
         check_out(request.out, named.text)
         check_writable(request.out / REPORT)
         chosen_metric = request.loaded_metric()
-        budget = Budget(request.budget_seconds)
+        budget = Budget(request.budget_seconds, thorough=thorough)
         opened = _opened(request, cache, budget)
         if opened.artifact.kind == "pipeline":
             from .pipeline.optimize import optimize_pipeline

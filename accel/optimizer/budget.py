@@ -16,6 +16,8 @@ from accel.spelling import option
 _NAMED = 4
 # The number of seconds that one process takes in a short measurement, including loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
+# The least time in seconds for which the search goes on after its first result.
+IMPROVING_SECONDS = 60.0
 # The number of processes that run the source in a measurement.
 SOURCES = 2
 
@@ -25,14 +27,18 @@ class OutOfTime(AccelError):
 
 
 class Budget:
-    """A time budget that starts now and is spent after ``seconds``. If ``seconds`` is None, there is no limit.
+    """A time budget that starts now and is spent after ``seconds``. If ``seconds`` is None, there is no limit until the
+    first result. ``thorough`` removes the limit after the first result, too.
 
     Callers check ``over`` before each step. ``within`` stops the work inside its ``with`` block as soon as ``over`` is
     true. ``clock`` returns the current time in seconds.
     """
 
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: float | None, clock: Callable[[], float] = time.monotonic, *, thorough: bool = False
+    ) -> None:
         self.seconds = seconds
+        self._thorough = thorough
         self._clock = clock
         self._begun = clock()
         self._taken: dict[str, float] = {}
@@ -52,6 +58,12 @@ class Budget:
         self.seconds = self.spent + (self._built + SOURCES + 1) * SECONDS_A_CANDIDATE
         report("interrupted: measuring what is made for a few seconds; another Ctrl-C ends at once")
 
+    def improve(self) -> None:
+        """Sets a limit after the first result, if there is none yet: as long as the first result took, and at least
+        ``IMPROVING_SECONDS``."""
+        if self.seconds is None and not self._thorough:
+            self.seconds = self.spent + max(IMPROVING_SECONDS, self.spent)
+
     def built(self) -> None:
         """Counts one more candidate to measure. Building ends early enough to measure all candidates, because an
         unmeasured candidate is never chosen."""
@@ -66,6 +78,11 @@ class Budget:
     def spent(self) -> float:
         """Returns the seconds since the budget was made."""
         return self._clock() - self._begun
+
+    @property
+    def building(self) -> float:
+        """Returns the seconds that were spent on making and judging candidates."""
+        return sum(seconds for what, seconds in self._taken.items() if ": " in what)
 
     @property
     def left(self) -> float:

@@ -55,6 +55,7 @@ class OptimizeRequest:
     vary_session: bool = True
     rounds: int = 9
     budget_seconds: float | None = None
+    thorough: bool = False
     kernels: bool = False
     engine: tuple[str, ...] = ()
     quantize: QuantizeOptions | tuple[str, ...] = ()
@@ -75,6 +76,11 @@ class OptimizeRequest:
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise UsageError(
                 f"a budget of {self.budget_seconds:g} s is too short; give e.g. {option('budget_seconds', 60)}"
+            )
+        if self.thorough and self.budget_seconds is not None:
+            raise UsageError(
+                f"a thorough search has no time limit; leave out either {option('thorough', True)} or "
+                f"{option('budget_seconds')}"
             )
         if self.target != "auto":
             targets_for(self.target)

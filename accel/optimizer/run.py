@@ -20,12 +20,14 @@ from .budget import Budget
 from .calibration import calibration_samples
 from .candidate import CandidateResult, Status, megabytes, not_tried
 from .choice import fused, likeliest
+from .first_result import FirstResult
 from .judge.comparison import Judge, Judgement, Metric
 from .measure.noise import noise_notes
 from .measure.workload import Workload, workload
 from .notes import not_as_asked, notes_on_making, seen_note
 from .publish import publish
-from .recipes.candidates import likelihood, recipes, searched
+from .recipes.candidates import recipes, searched
+from .recipes.order import in_order, remember
 from .recipes.recipe import Recipe, RecipeRequest
 from .report.command import command_line
 from .report.page import PAGE, write_page
@@ -80,17 +82,26 @@ def run(
     for_recipes = request.recipe_request(samples)
     work = timed_workload(request, src, stream)
     made, left_out = recipes(src, for_recipes)
-    if budget.limited:
-        made = sorted(made, key=likelihood)
+    if not request.thorough:
+        made = in_order(made, src, cache)
     judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples)
     warnings = _check_source(request, opened, judge, samples, cache, budget)
-    rows = _attempts(request, src, made, for_recipes, judge, cache, budget)
     source = source_row(src, judge, request.cores)
-    notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     search = Search(
         source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
     )
+
+    def publish_first(row: CandidateResult) -> None:
+        note = f"the first result of a search, measured briefly; {work.note}, {search.threads} threads"
+        _published_choice(request, src, row, [source, *rows], search.environment, [note])
+        row.status = Status.PASSED
+
+    rows: list[CandidateResult] = []
+    first = FirstResult(search=search, budget=budget, publish=publish_first)
+    _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first)
+    notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
+    remember(rows, src, cache)
     rows += outcome.varied
     warnings += [
         seen_note(rows, judge),
@@ -100,19 +111,33 @@ def run(
     ]
     said = [text for text in warnings if text]
     notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
-    outcome.chosen.status = Status.CHOSEN
+    candidates = [source, *rows, *(not_tried(item) for item in left_out)]
+    return _published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)
+
+
+def _published_choice(
+    request: OptimizeRequest,
+    src: Artifact,
+    chosen: CandidateResult,
+    candidates: Sequence[CandidateResult],
+    environment: Mapping[str, Any],
+    notes: Sequence[str],
+    warnings: Sequence[str] = (),
+) -> Optimization:
+    """Publishes the candidate ``chosen``, and returns the result of the run."""
+    chosen.status = Status.CHOSEN
     result = Optimization(
-        artifact=outcome.chosen.artifact or src,
-        chosen=outcome.chosen.name,
-        candidates=(source, *rows, *(not_tried(item) for item in left_out)),
+        artifact=chosen.artifact or src,
+        chosen=chosen.name,
+        candidates=tuple(candidates),
         max_drop=request.max_drop,
-        environment=outcome.environment,
+        environment=environment,
         notes=tuple(notes),
-        warnings=tuple(said),
+        warnings=tuple(warnings),
         objective=request.objective,
         command=command_line(request),
     )
-    return published(result, outcome.chosen, request.out)
+    return published(result, chosen, request.out)
 
 
 def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
@@ -152,16 +177,23 @@ def _attempts(
     judge: Judge,
     cache: StageCache,
     budget: Budget,
-) -> list[CandidateResult]:
-    """Makes and judges every candidate. Starts a mixed-precision search for each int8 candidate whose outputs differ
-    too much (``over_budget``)."""
+    rows: list[CandidateResult],
+    first: FirstResult,
+) -> None:
+    """Makes and judges every candidate, and adds them to ``rows``. Starts a mixed-precision search for each int8
+    candidate whose outputs differ too much (``over_budget``). ``first`` publishes a first result."""
 
-    def tried(recipe: Recipe) -> CandidateResult:
-        return attempt(recipe, src, request.data, judge, request.max_drop, cache, budget)
+    def tried(recipe: Recipe, left: int) -> None:
+        rows.append(attempt(recipe, src, request.data, judge, request.max_drop, cache, budget))
+        if not request.thorough:
+            first.look(rows, left)
 
-    rows = [tried(recipe) for recipe in made]
+    for number, recipe in enumerate(made, start=1):
+        tried(recipe, len(made) - number)
     found = (searched(src, row.recipe, for_recipes) for row in list(rows) if row.recipe and row.over_budget)
-    return rows + [tried(recipe) for recipe in found if recipe is not None]
+    again = [recipe for recipe in found if recipe is not None]
+    for number, recipe in enumerate(again, start=1):
+        tried(recipe, len(again) - number)
 
 
 def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:

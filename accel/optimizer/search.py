@@ -63,6 +63,14 @@ class Search:
             self._measure(finalists, replace(effort, only_fastest=True))
         return fastest(self.source, finalists)
 
+    def glance(self, rows: Sequence[CandidateResult]) -> CandidateResult:
+        """Measures ``rows`` briefly, and returns the fastest of them that is measurably faster than the source. Returns
+        the source if none is."""
+        fitting = self._groups(rows)[0]
+        self._measure(fitting, Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS))
+        faster = [row for row in fitting if row.passed and row.is_faster]
+        return min(faster, key=lambda row: (row.measured or {})["median_ms"], default=self.source)
+
     def vary_sessions(
         self,
         best: CandidateResult,
@@ -151,7 +159,7 @@ class Search:
 
     def _halved(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns the rows for the long measurement, selected by successive halving if time is short."""
-        if not self.budget.limited:
+        if self.budget.left >= self._long_seconds(len(rows)):
             return rows
         fitting = max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
         for row in rows[fitting:]:
@@ -183,6 +191,12 @@ class Search:
         share = min(1.0, timing / (MIN_ROUNDS * a_round))
         block = max(_SHORT_BLOCK_SECONDS, share * effort.block_seconds)
         return Effort(rounds=fitting, block_seconds=block, seconds=min(seconds, timing), limit=left)
+
+    def _long_seconds(self, count: int) -> float:
+        """Returns the seconds that the requested effort takes for ``count`` candidates, and for their session
+        options."""
+        lane = _SECONDS_TO_LOAD + self.rounds * 2 * _BLOCK_SECONDS
+        return 2 * (count + SOURCES) * lane + _SECONDS_OF_CANDIDATES + _SECONDS_OF_OPTIONS
 
     @staticmethod
     def _seconds(count: int) -> float:

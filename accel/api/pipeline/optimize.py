@@ -124,7 +124,7 @@ def _optimized_parts(
             budget_seconds=seconds,
         )
         try:
-            made[name] = run(own, Exported(artifact=part), None, cache, Budget(seconds))
+            made[name] = run(own, Exported(artifact=part), None, cache, Budget(seconds, thorough=request.thorough))
         except AccelError as error:
             raise named(error, name) from error
         measured = next(row for row in made[name].candidates if row.name == made[name].chosen).measured or {}

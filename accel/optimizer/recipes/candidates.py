@@ -28,12 +28,6 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 }
 
 
-def likelihood(recipe: Recipe) -> tuple[int, int]:
-    """Returns a sort key that puts the candidates that are probably fastest first."""
-    row = PRECISIONS[recipe.precision]
-    return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
-
-
 def targets_for(name: str) -> tuple[Target, ...]:
     """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
 

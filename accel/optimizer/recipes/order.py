@@ -1,0 +1,136 @@
+"""Orders the recipes, so that the first ones probably give the largest speedup for the time that they take.
+
+The expected speedups and times come from earlier runs on this machine, or else from the tables in this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact, canonical_json, text_sha256
+from accel.cache import StageCache
+from accel.machine import int8_saturates
+from accel.stage import versions
+from accel.tables.precision import PRECISIONS
+from accel.timing.environment import environment
+
+from .recipe import STATIC, Recipe
+from .steps import cpu_has_bf16
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..candidate import CandidateResult
+
+# The kinds of models whose speedups differ.
+TRANSFORMER, OTHER = "transformer", "other"
+# The median speedups in benchmarks/results/cpu_latency.md, by the target, precision and variant of a recipe, for
+# transformers and for other models.
+_SPEEDUPS: Mapping[str, tuple[float, float]] = {
+    "ort-cpu int8 dynamic": (2.3, 1.0),
+    f"ort-cpu int8{STATIC}": (1.9, 2.7),
+    "ort-cpu int8 weights": (1.3, 1.0),
+    "ort-cpu int4": (1.3, 1.0),
+    "openvino fp32": (1.15, 1.0),
+    "openvino bf16": (2.1, 1.9),
+    "openvino int8": (3.4, 3.0),
+    "openvino int8+bf16": (3.4, 3.0),
+    "openvino int4": (1.3, 1.0),
+}
+# The seconds that the stages of a recipe take for a small model, and the seconds for each 100 MB of weights.
+_SECONDS: Mapping[str, tuple[float, float]] = {
+    "dynamic": (1.0, 1.0),
+    "static": (8.0, 15.0),
+    "weights": (2.0, 4.0),
+    "other": (1.0, 1.5),
+}
+_RUNS = 10  # An average counts at most this many earlier runs, so that it follows changes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The expected speedup of a candidate over the source, and the expected seconds that its stages take."""
+
+    speedup: float
+    seconds: float
+
+    def cost(self, best: float) -> float:
+        """Returns the seconds for each factor e of speedup over ``best``, the speedup of an earlier candidate. A
+        candidate that is probably not faster than ``best`` is expensive."""
+        return self.seconds / max(math.log(self.speedup / best), 0.001)
+
+
+def in_order(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> list[Recipe]:
+    """Returns the recipes ``made``. Each next recipe is the cheapest for its speedup over the earlier recipes. Recipes
+    that this machine can't run are ordered by their precision alone."""
+    known = cache.get_record("costs", _key()) or {}
+    kind, megabytes = kind_of(src), _megabytes(src)
+    apart = sorted((one for one in made if not one.runnable), key=lambda one: PRECISIONS[one.precision].rank_unmeasured)
+    left = [(expected(one, kind, megabytes, known), one) for one in made if one.runnable]
+    found, best = [], 1.0
+    while left:
+        following = min(left, key=lambda pair: pair[0].cost(best))
+        left.remove(following)
+        found.append(following[1])
+        best = max(best, following[0].speedup)
+        # A recipe with the same stages finds them in the cache.
+        left = [(replace(e, seconds=1.0) if one.stages == following[1].stages else e, one) for e, one in left]
+    return found + apart
+
+
+def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) -> None:
+    """Adds the measured speedups of ``rows`` and the times of their stages to what is known about this machine."""
+    known = cache.get_record("costs", _key()) or {}
+    kind, megabytes = kind_of(src), _megabytes(src)
+    for row in rows:
+        speedup = (row.measured or {}).get("speedup")
+        if row.recipe is None or row.base or row.artifact is None or speedup is None:
+            continue
+        stages = {step.stage for step in row.recipe.stages}
+        seconds = sum(record["seconds"] for record in row.artifact.history if record["name"] in stages)
+        found = known.setdefault(_of(row.recipe, kind), {"runs": 0, "speedup": 0.0, "seconds_per_mb": 0.0})
+        found["runs"] = min(found["runs"] + 1, _RUNS)
+        for name, value in (("speedup", speedup), ("seconds_per_mb", seconds / megabytes)):
+            found[name] += (value - found[name]) / found["runs"]
+    cache.put_record("costs", _key(), known)
+
+
+def expected(recipe: Recipe, kind: str, megabytes: float, known: Mapping[str, Any]) -> Expected:
+    """Returns what is expected of ``recipe`` for a model of ``kind`` with ``megabytes`` of weights. ``known`` holds the
+    averages of earlier runs."""
+    found = known.get(_of(recipe, kind))
+    if found:
+        return Expected(speedup=found["speedup"], seconds=found["seconds_per_mb"] * megabytes)
+    usual = 1.1 + 0.1 * (len(PRECISIONS) - PRECISIONS[recipe.precision].rank)
+    fast = _SPEEDUPS.get(recipe.name, (usual, usual))[0 if kind == TRANSFORMER else 1]
+    if recipe.precision == "bf16" and not cpu_has_bf16():
+        fast = 1.0
+    if recipe.precision == "int8" and int8_saturates():  # such a CPU has no instructions for int8 products
+        fast = math.sqrt(fast)
+    modes = {getattr(step.config, "mode", "other") for step in recipe.stages}
+    least, more = max((_SECONDS.get(mode, _SECONDS["weights"]) for mode in modes), default=_SECONDS["other"])
+    return Expected(speedup=fast, seconds=least + more * megabytes / 100)
+
+
+def kind_of(src: Artifact) -> str:
+    """Returns the kind of the model ``src``."""
+    from accel.converters.quantize.stage import is_transformer
+    from accel.sources.onnx.file import read_without_weights
+
+    return TRANSFORMER if is_transformer(read_without_weights(src.path)) else OTHER
+
+
+def _of(recipe: Recipe, kind: str) -> str:
+    return f"{recipe.name}, {kind}"
+
+
+def _megabytes(src: Artifact) -> float:
+    return max(1.0, sum(file.stat().st_size for file in src.files) / 1e6)
+
+
+def _key() -> str:
+    machine = {name: environment(0, date=False)[name] for name in ("cpu", "cores")}
+    return text_sha256(canonical_json({"machine": machine, "versions": versions(("onnxruntime", "openvino", "nncf"))}))
