@@ -72,7 +72,7 @@ def in_order(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> list[R
     left = [(expected(one, kind, megabytes, known), one) for one in made if one.runnable]
     found, best = [], 1.0
     while left:
-        following = min(left, key=lambda pair: pair[0].cost(best))
+        following = min(left, key=lambda pair: (pair[0].cost(best), -pair[0].speedup))
         left.remove(following)
         found.append(following[1])
         best = max(best, following[0].speedup)
