@@ -25,6 +25,8 @@ from .recipes.recipe import Recipe
 # share ``_GIVING_UP`` is spent. If the measurement needs more time, ``Budget.over`` lowers ``_BUILDING`` and
 # ``_GIVING_UP``.
 _BUILDING = 0.6
+# The stages that reduce the precision.
+_ROUNDING = ("quantize", "cast")
 _GIVING_UP = 0.75
 
 
@@ -126,12 +128,15 @@ class _Attempt:
         """Runs the stages in order and returns the last result that this machine can run. Returns None if the time is
         over."""
         artifact = runnable = self.src
+        data = None
         for stage, config, limit in recipe.stages:
+            # An exact stage keeps to its small limit on random inputs, too. A rounding stage suits only real values.
+            data = self.data if stage in _ROUNDING else data
             if self._late(share, f"its stage {stage}"):
                 return None
             self.stage, self.unfinished = stage, f"its stage {stage} was over"
             report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit, data=self.data)]
+            gates = [OutputGate(limit=limit, data=data)]
             with self.budget.spending(f"{recipe.name}: {stage}", quantizing=stage == "quantize"):
                 artifact = run_stage(stage, artifact, config, gates=gates, cache=self.cache)
             if gate_runtime(artifact) is not None:

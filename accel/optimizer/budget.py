@@ -44,6 +44,7 @@ class Budget:
         self._taken: dict[str, float] = {}
         self._quantizing: set[str] = set()
         self._built = 0
+        self._improving = False
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
@@ -59,10 +60,11 @@ class Budget:
         report("interrupted: measuring what is made for a few seconds; another Ctrl-C ends at once")
 
     def improve(self) -> None:
-        """Sets a limit after the first result, if there is none yet: as long as the first result took, and at least
-        ``IMPROVING_SECONDS``."""
+        """Sets a limit after the first result, if there is none yet: twice as long as the first result took, and at
+        least ``IMPROVING_SECONDS``."""
+        self._improving = True
         if self.seconds is None and not self._thorough:
-            self.seconds = self.spent + max(IMPROVING_SECONDS, self.spent)
+            self.seconds = round(self.spent + max(IMPROVING_SECONDS, 2 * self.spent))
 
     def built(self) -> None:
         """Counts one more candidate to measure. Building ends early enough to measure all candidates, because an
@@ -91,11 +93,13 @@ class Budget:
 
     def over(self, share: float) -> bool:
         """Tells whether ``share`` of the budget is spent, or whether the measurement needs the rest of the time. The
-        measurement needs time for the source, for the candidates that are built, and for one more candidate.
+        measurement needs time for the source, for the candidates that are built, and for one more candidate. After a
+        first result, only the time for the measurement counts.
         """
         if self.seconds is None or self.interrupted:
             return self.interrupted
         kept = (self._built + 1 + SOURCES) * SECONDS_A_CANDIDATE if self._built else 0.0
+        share = 1.0 if self._improving else share
         return self.spent >= min(share * self.seconds, self.seconds - kept)
 
     @contextmanager

@@ -45,7 +45,7 @@ class OutputGate:
     name: str = "outputs"
     limit: float
     data: Path | None = None
-    samples: int = 16
+    samples: int = 8
     seeds: int = 3
 
     def to_json(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class OutputGate:
             feeds = dataset.shaped(sizes, seed) if dataset else common.inputs_at(sizes)
             yield case_name(sizes), feeds
         yield from self._seeded(src, out, range(1, self.seeds))
-        for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
+        for index, batch in enumerate(dataset.batches(8, self.samples) if dataset else ()):
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
     def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:

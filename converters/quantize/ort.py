@@ -1,4 +1,4 @@
-"""Quantizes models to int8 with ONNX Runtime's quantizer. ``quantize`` runs this module in a child process."""
+"""Quantizes models to int8 with ONNX Runtime's static quantizer. ``quantize`` runs this module in a child process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime.quantization as ort
-from onnxruntime.quantization import onnx_quantizer
 from onnxruntime.quantization.calibrate import TensorsData, save_tensors_data
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -22,6 +21,7 @@ from accel.sources.onnx.weights import read_detached
 from accel.spelling import option
 
 from .calibrate import Histograms, collect
+from .dynamic import with_shapes
 from .histogram import value_range
 from .products import PRODUCTS
 from .stage import QuantizeFailed, Task, calibration_feeds
@@ -52,28 +52,6 @@ def run_symmetric(task: Task) -> dict[str, Any]:
     Outputs and biases stay float. Returns the notes.
     """
     return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QInt8, inputs_only=True, symmetric=True)
-
-
-def run_dynamic(task: Task) -> dict[str, Any]:
-    """Quantizes weights to int8. Activations are quantized at run time. On CPUs, dynamic quantization speeds up only
-    products with constant weights."""
-    config = task.config
-    # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
-    excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # unlike ONNX Runtime's quantizer, ``_with_shapes`` doesn't copy the weights three times
-        onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
-    ort.quantize_dynamic(
-        str(_preprocessed(task)),
-        str(task.out),
-        op_types_to_quantize=list(config.ops or ("MatMul", "Gemm", "LSTM")),
-        per_channel=config.per_channel,
-        reduce_range=bool(config.reduce_range),
-        weight_type=ort.QuantType.QInt8,
-        nodes_to_exclude=excluded,
-        use_external_data_format=_is_large(task.path),
-        extra_options={"MatMulConstBOnly": True},
-    )
-    return {}
 
 
 def _static(
@@ -217,8 +195,8 @@ def _preprocessed(task: Task) -> Path:
     fails, returns the path of the unchanged model."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # unlike quant_pre_process, ``_with_shapes`` doesn't copy the weights three times
-        inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
+    if _is_large(task.path):  # unlike quant_pre_process, ``with_shapes`` doesn't copy the weights three times
+        inferred.write_bytes(with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):
         quant_pre_process(
@@ -228,14 +206,6 @@ def _preprocessed(task: Task) -> Path:
         )
         return inferred
     return task.path
-
-
-def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infers the shapes of the tensors of ``model`` again, in place, and returns ``model``."""
-    known = tensor_types(model).graph.value_info
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(known)
-    return model
 
 
 def _is_large(path: Path) -> bool:

@@ -64,7 +64,7 @@ FORMS = {
     "ort-cpu": Form(
         runs={
             "static": "accel.converters.quantize.ort:run_static",
-            "dynamic": "accel.converters.quantize.ort:run_dynamic",
+            "dynamic": "accel.converters.quantize.dynamic:run_dynamic",
             "int8-weights": "accel.converters.quantize.weights:run_nbits",
             "int4-weights": "accel.converters.quantize.weights:run_nbits",
         }

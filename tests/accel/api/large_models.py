@@ -9,15 +9,8 @@ from typing import Any
 import onnx
 
 from accel.converters.graph import write as onnx_write
-from accel.converters.quantize import ort as quantize_ort
 from accel.converters.quantize.stage import Task
 from accel.sources.onnx import weights as onnx_weights
-
-
-def dynamic_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_dynamic`` with every model treated as large."""
-    quantize_ort._is_large = lambda _: True
-    return quantize_ort.run_dynamic(task)
 
 
 def nncf_of_a_large_one(task: Task) -> Any:

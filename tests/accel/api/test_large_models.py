@@ -174,30 +174,6 @@ def test_a_gate_holds_one_model_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(result.passed and result.value and result.value > 1e-4 for result in results)
 
 
-@pytest.mark.proof
-def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Checks that dynamic quantization gives the same model if shape inference doesn't copy the weights."""
-    model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
-    model.graph.node[0].op_type = "Gemm"
-    onnx.save(model, str(tmp_path / "gemm.onnx"))
-    src = open_onnx(tmp_path / "gemm.onnx", probe=False)
-    found = []
-    for function in (
-        "accel.converters.quantize.ort:run_dynamic",
-        "tests.accel.api.large_models:dynamic_of_a_large_one",
-    ):
-        folder = tmp_path / function.rpartition(":")[2]
-        folder.mkdir()
-        model = read_detached(src.path)
-        task = make_task(src, QuantizeConfig(mode="dynamic"), model, folder)
-        run_task(function, task, model)
-        graph = read_proto(task.out, weights=True).graph
-        found.append((list(graph.node), {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}))
-    usual, large = found
-    assert "MatMulInteger" in {node.op_type for node in usual[0]}
-    assert usual == large
-
-
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the limits so that every model is too large for one file, and every weight is too large for memory."""

@@ -188,7 +188,7 @@ def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
     clock = Clock()
     timed = Timed(ms)
-    search = searching(timed, seconds=130, clock=clock)
+    search = searching(timed, seconds=110, clock=clock)
     rows = [row(name) for name in names]
     best = search.best(rows)
     assert best.name == "c7"
