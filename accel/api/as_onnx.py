@@ -76,5 +76,5 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
             f"the model {src.path} is already of kind {src.kind}; give the ONNX file or the source of this model"
         )
     if not src.history:
-        check_runs(src)
+        check_runs(src, cache)
     return Exported(artifact=src)

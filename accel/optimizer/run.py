@@ -165,7 +165,7 @@ def _check_source(
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
-        judge.check()
+        judge.check(cache)
         return [apart, judge.nan_note() or nan]
 
 

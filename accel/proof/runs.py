@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact, text_sha256
+from accel.artifact import Artifact, canonical_json, text_sha256
 from accel.cache import StageCache
 from accel.errors import (
     AccelError,
@@ -42,8 +42,8 @@ _AT_ONCE = 8
 _COMPARED = 16
 
 
-def check_runs(src: Artifact) -> None:
-    """Run ``src`` once at every case of its signature.
+def check_runs(src: Artifact, cache: StageCache) -> None:
+    """Runs ``src`` once at every case of its signature, unless ``cache`` says that an earlier run succeeded.
 
     A file that declares no ranges gets accel's defaults, which may be wrong for the model. Wrong ranges cause a single
     error here, instead of a later error for each candidate.
@@ -51,6 +51,9 @@ def check_runs(src: Artifact) -> None:
     Raises ``BadInputSpec`` with the case that failed.
     """
     signature = src.signature
+    key = text_sha256(f"{src.digest}\n{canonical_json(signature.to_json())}")
+    if cache.get_record("runs", key):
+        return
     with open_session(src, gate_runtime(src), PATIENT) as session:
         for sizes in signature.cases():
             try:
@@ -61,6 +64,7 @@ def check_runs(src: Artifact) -> None:
                 advice = f"; give the sizes it takes with {sizes_taken}, and the range of integers with {integers}"
                 fix = step_advice(signature, session.run) or advice
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
+    cache.put_record("runs", key, True)
 
 
 @dataclass(frozen=True)

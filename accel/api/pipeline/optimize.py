@@ -63,7 +63,7 @@ def optimize_pipeline(
     calibrating = (len(stream) if request.eval_data else (len(stream) + 1) // 2) if stream else 0
     work = timed_workload(request, src, stream)
     judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else calibrating)
-    judge.check()
+    judge.check(cache)
     source = source_row(src, judge, request.cores)
     search = Search(
         source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, finite_json, text_sha256
+from accel.cache import StageCache
 from accel.errors import BadData, BadSource, RunFailed, UsageError
 from accel.progress import report
 from accel.proof.compare import compare
@@ -90,6 +91,7 @@ class Judge:
         self._dataset: Dataset | None = None
         self._reference: list[dict[str, np.ndarray]] | None = None
         self._reference_metric: float | None = None
+        self._nan: tuple[int, int] | None = None
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
         """Returns a hash of everything that a judgement depends on."""
@@ -147,19 +149,28 @@ class Judge:
 
     def nan_note(self) -> str:
         """Returns a warning if the source itself outputs NaN on the samples for judging, or else an empty text."""
-        reference = self._reference_outputs()
-        count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
-        return nan_words(sum(map(nan_samples, reference)), count, self.data)
+        if self._nan is None:
+            reference = self._reference_outputs()
+            count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
+            self._nan = (sum(map(nan_samples, reference)), count)
+        return nan_words(*self._nan, self.data)
 
-    def check(self) -> None:
-        """Runs the source and the metric on the data, before any candidate is made.
+    def check(self, cache: StageCache) -> None:
+        """Runs the source and the metric on the data, before any candidate is made. Doesn't run them if ``cache`` has
+        the results of an earlier run.
 
         Raises ``BadData``, which names the sample, if the source can't run on a sample. Raises ``UsageError`` if the
         metric fails.
         """
-        self._reference_outputs()
+        key = self.key(self.source, {})
+        known = cache.get_record("reference", key)
+        if known is not None:
+            self._nan, self._reference_metric = tuple(known["nan"]), known["metric"]
+            return
+        self.nan_note()
         if self.metric is not None:
             self.reference_metric()
+        cache.put_record("reference", key, {"nan": self._nan, "metric": self._reference_metric})
 
     def reference_metric(self) -> float:
         """Returns the metric of the source itself."""

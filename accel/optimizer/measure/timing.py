@@ -63,6 +63,7 @@ def measured(
     from accel.timing.paired import Candidate, measure
 
     candidates = []
+    rows = sorted(rows, key=lambda row: row.name)  # A later run may make the candidates in another order.
     for row in (source, *rows):
         assert row.artifact is not None
         plain = Candidate(name=row.name, artifact=row.artifact, runtime=row.runtime, options=row.options)

@@ -13,6 +13,7 @@ import pytest
 
 import accel
 from accel.artifact import Artifact
+from accel.cache import StageCache
 from accel.errors import BadSource, UsageError
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge.comparison import Judge, Judgement
@@ -105,7 +106,7 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
     assert found.problem == "the metric metric is nan for its outputs"
     assert found.drop == math.inf
     with pytest.raises(UsageError, match="returned nan"):
-        Judge(other, data, metric).check()
+        Judge(other, data, metric).check(StageCache(tmp_path / "cache"))
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
@@ -123,11 +124,11 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
         raise KeyError
 
     with pytest.raises(BadSource, match=r"raised KeyError: .* correct that line, or pass eval_data= with") as caught:
-        Judge(source, data, labels).check()
+        Judge(source, data, labels).check(StageCache(tmp_path / "cache"))
     assert str(caught.value).endswith(f"with the array 'label' ({data} has x; the outputs are y)")
     for metric in (lengths, no_key):
         with pytest.raises(BadSource, match=r"correct that line$"):
-            Judge(source, data, metric).check()
+            Judge(source, data, metric).check(StageCache(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])

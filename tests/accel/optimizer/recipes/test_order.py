@@ -37,7 +37,7 @@ def names(found: list[Recipe]) -> list[str]:
     ("kind", "first"), [(order.TRANSFORMER, "ort-cpu int8 dynamic"), (order.OTHER, "openvino bf16")]
 )
 def test_cheap_speedups_come_first(
-    kind: str, first: str, perceptron: Artifact, made: list[Recipe], monkeypatch: pytest.MonkeyPatch
+    kind: str, first: str, perceptron: Artifact, made: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a large model waits for a calibration although a quick recipe gives a good speedup. Also fails if a
     recipe comes first that doesn't make this kind of model faster."""
@@ -45,7 +45,7 @@ def test_cheap_speedups_come_first(
     monkeypatch.setattr(order, "_megabytes", lambda _: 400.0)
     monkeypatch.setattr(order, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(order, "int8_saturates", lambda: False)
-    found = names(order.in_order(made, perceptron, StageCache()))
+    found = names(order.in_order(made, perceptron, StageCache(tmp_path)))
     assert sorted(found) == sorted(names(made))
     assert found[:3] == [first, "openvino int8", "openvino int8+bf16"]
 
