@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel.progress import report
@@ -11,37 +11,49 @@ from .budget import Budget
 from .candidate import CandidateResult
 from .search import Search
 
-# The candidates are measured for a first result only if the remaining ones probably take longer than this to make.
+# There is a first result only if the remaining candidates probably take longer than this to make.
 _LONG_SECONDS = 30.0
+# A candidate is published before it is measured if its expected speedup is at least this.
+_SURE_SPEEDUP = 1.5
 
 
 @dataclass(kw_only=True)
 class FirstResult:
     """Looks for a first result after each candidate of one run.
 
-    ``publish`` writes a candidate to the output folder. After the first result, the search goes on for as long as
-    ``budget`` allows.
+    ``publish`` writes a candidate to the output folder. ``expected`` maps the names of candidates to their expected
+    speedups. After the first result, the search goes on for as long as ``budget`` allows.
     """
 
     search: Search
     budget: Budget
     publish: Callable[[CandidateResult], None]
+    expected: Mapping[str, float]
     published: CandidateResult | None = None
 
     def look(self, rows: Sequence[CandidateResult], left: int) -> None:
-        """Measures the unmeasured candidates among ``rows`` briefly, and publishes the fastest one if it is faster than
-        the source. Does nothing if there is a result already, or if the ``left`` remaining candidates probably take
-        little time, because the search is over soon then."""
+        """Publishes the last of ``rows`` if it is right and probably faster than the source. Then measures the
+        candidates that aren't measured yet, and publishes the fastest, or the source if no candidate is faster.
+
+        Does nothing if there is a result already, or if the ``left`` remaining candidates probably take little time,
+        because the search is over soon then.
+        """
         if self.published is not None or self.budget.building / max(len(rows), 1) * left < _LONG_SECONDS:
             return
         new = [row for row in rows if row.passed and row.measured is None and row.recipe and row.recipe.runnable]
         if not new:
             return
+        sure = max(new, key=lambda row: self.expected.get(row.name, 0.0))
+        early = self.expected.get(sure.name, 0.0) >= _SURE_SPEEDUP
+        if early:
+            self.publish(sure)
+            report(f"published {sure.name}, which is right; its speed is measured next")
         best = self.search.glance(new)
+        if best is not self.search.source or early:
+            self.publish(best)
         if best is self.search.source:
             return
         self.published = best
-        self.publish(best)
         self.budget.improve()
         speedup = (best.measured or {})["speedup"]
         more = f"; the search for a faster one takes up to {self.budget.left:.0f} s more, and Ctrl-C ends it"

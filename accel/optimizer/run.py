@@ -27,7 +27,7 @@ from .measure.workload import Workload, workload
 from .notes import not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
-from .recipes.order import in_order, remember
+from .recipes.order import in_order, remember, speedups
 from .recipes.recipe import Recipe, RecipeRequest
 from .report.command import command_line
 from .report.page import PAGE, write_page
@@ -38,8 +38,9 @@ from .stage_options import without_effect
 
 SOURCE_NAME = "source"
 
-# The number of samples on which the exported model is compared with its source, if there are no calibration samples.
-_COMPARED_SAMPLES = 64
+# The number of samples on which the model runs before anything is made, and is compared with the source of its export.
+# A large model takes a second for a few samples.
+_COMPARED_SAMPLES = 16
 
 
 class Opened(Protocol):
@@ -92,12 +93,13 @@ def run(
     )
 
     def publish_first(row: CandidateResult) -> None:
-        note = f"the first result of a search, measured briefly; {work.note}, {search.threads} threads"
+        measured = "measured briefly" if row.measured else "not measured yet"
+        note = f"the first result of a search, {measured}; {work.note}, {search.threads} threads"
         _published_choice(request, src, row, [source, *rows], search.environment, [note])
         row.status = Status.PASSED
 
     rows: list[CandidateResult] = []
-    first = FirstResult(search=search, budget=budget, publish=publish_first)
+    first = FirstResult(search=search, budget=budget, publish=publish_first, expected=speedups(made, src, cache))
     _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first)
     notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
@@ -164,7 +166,9 @@ def _check_source(
     # has no source to compare with. In addition, ``judge.check`` runs every source on the samples for judging.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
-        apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
+        apart, nan = (
+            opened.check(real, min(samples or _COMPARED_SAMPLES, _COMPARED_SAMPLES), cache) if real else ("", "")
+        )
         judge.check(cache)
         return [apart, judge.nan_note() or nan]
 

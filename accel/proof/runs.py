@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _AT_ONCE = 8
-# At most this many samples, rounded up to a batch, are compared with the source of an export.
-_COMPARED = 16
 
 
 def check_runs(src: Artifact, cache: StageCache) -> None:
@@ -93,8 +91,8 @@ def check_samples(
 ) -> Furthest:
     """Run ``src`` on the first ``limit`` samples of ``data`` (all samples if None) before any stage uses these samples.
 
-    ``source`` is the model that ``src`` was exported from, and runs on the first of these samples. The gate of an
-    export only uses random inputs, and real values may take other branches of a model. ``cache`` stores the result.
+    ``source`` is the model that ``src`` was exported from, and runs on the same samples. The gate of an export only
+    uses random inputs, and real values may take other branches of a model. ``cache`` stores the result.
 
     Returns the largest difference between ``src`` and ``source``.
 
@@ -112,15 +110,13 @@ def check_samples(
         beside = (
             stack.enter_context(open_session(source, gate_runtime(source), PATIENT)) if source is not None else None
         )
-        compared = 0
         for file in data_files(data):
             done = 0
             for feeds in SampleStream(file, src.signature).batches(_AT_ONCE, left):
                 report("running the source on the data")
-                count = _count(src, feeds)
-                wanted = _run(beside, file, feeds, done) if beside is not None and compared < _COMPARED else {}
+                wanted = _run(beside, file, feeds, done) if beside is not None else {}
                 found = _run(session, file, feeds, done)
-                compared += count
+                count = _count(src, feeds)
                 nan, samples = nan + nan_samples(found), samples + count
                 for one in compare(wanted, found):
                     apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {file}")

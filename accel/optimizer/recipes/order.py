@@ -81,6 +81,13 @@ def in_order(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> list[R
     return found + apart
 
 
+def speedups(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> dict[str, float]:
+    """Returns the expected speedup of each recipe over the source, by the recipe's name."""
+    known = cache.get_record("costs", _key()) or {}
+    kind, megabytes = kind_of(src), _megabytes(src)
+    return {one.name: expected(one, kind, megabytes, known).speedup for one in made if one.runnable}
+
+
 def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) -> None:
     """Adds the measured speedups of ``rows`` and the times of their stages to what is known about this machine."""
     known = cache.get_record("costs", _key()) or {}

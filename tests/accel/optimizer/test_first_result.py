@@ -47,10 +47,19 @@ def row(name: str) -> CandidateResult:
     return CandidateResult(name=name, recipe=recipe)
 
 
-def looking(clock: Clock, faster: str, seconds: float | None = None, *, thorough: bool = False) -> tuple[Any, ...]:
+def looking(
+    clock: Clock,
+    faster: str,
+    seconds: float | None = None,
+    *,
+    thorough: bool = False,
+    expected: dict[str, float] | None = None,
+) -> tuple[Any, ...]:
     budget, published = Budget(seconds, clock, thorough=thorough), list[str]()
     search: Any = Glances(faster)
-    first = FirstResult(search=search, budget=budget, publish=lambda one: published.append(one.name))
+    first = FirstResult(
+        search=search, budget=budget, publish=lambda one: published.append(one.name), expected=expected or {}
+    )
     return budget, published, search, first
 
 
@@ -71,6 +80,18 @@ def test_the_first_faster_candidate_is_published() -> None:
         first.look(rows, left=8)
     assert published == ["b"]
     assert search.seen == ["a", "b"]
+
+
+@pytest.mark.parametrize(("faster", "published"), [("a", ["a", "a"]), ("", ["a", "source"])])
+def test_a_candidate_that_is_surely_faster_is_published_at_once(faster: str, published: list[str]) -> None:
+    """Fails if the user waits for a measurement although a candidate is right and its kind is much faster on this
+    machine. Also fails if the candidate stays published although it turns out not to be faster."""
+    clock = Clock()
+    budget, found, _, first = looking(clock, faster, expected={"a": 2.0})
+    spend(budget, clock, 20.0)
+    first.look([row("a")], left=8)
+    assert found == published
+    assert (first.published is not None) == (faster == "a")
 
 
 def test_a_quick_search_has_no_first_result() -> None:
