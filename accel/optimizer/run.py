@@ -40,7 +40,7 @@ SOURCE_NAME = "source"
 
 # The number of samples on which the model runs before anything is made, and is compared with the source of its export.
 # A large model takes a second for a few samples.
-_COMPARED_SAMPLES = 16
+_COMPARED_SAMPLES = 8
 
 
 class Opened(Protocol):
@@ -166,9 +166,8 @@ def _check_source(
     # has no source to compare with. In addition, ``judge.check`` runs every source on the samples for judging.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
-        apart, nan = (
-            opened.check(real, min(samples or _COMPARED_SAMPLES, _COMPARED_SAMPLES), cache) if real else ("", "")
-        )
+        count = min(samples or _COMPARED_SAMPLES, _COMPARED_SAMPLES)
+        apart, nan = opened.check(real, count, cache) if real else ("", "")
         judge.check(cache)
         return [apart, judge.nan_note() or nan]
 

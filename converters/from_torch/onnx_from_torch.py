@@ -25,6 +25,7 @@ from accel.stage import GateResult, Proof, StageConfig
 from accel.tables.limits import EXPORT_LIMITS
 from accel.tables.stage_table import get_stage
 
+from ..graph.write import check_file
 from .advice import own_fault
 from .exporters import NoComplexRule, dynamo, example, legacy, named
 from .python_numbers import Place, during_export, places
@@ -263,15 +264,11 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
     Raises ``OpsetNotGiven``, ``OutputsOff`` or ``ExportFailed`` if the file is wrong.
     """
-    import onnx
-
     _, properties = describe(out)
     if properties["opset"] != config.opset:
         raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']} instead of opset {config.opset}")
-    try:
-        onnx.checker.check_model(str(out), full_check=True)
-    except Exception as error:
-        raise ExportFailed(f"the exported file fails the ONNX checker: {one_line(error)}") from error
+    if fault := check_file(out):
+        raise ExportFailed(f"the exported file fails the ONNX checker: {fault}")
     companions = external_files(read_without_weights(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)

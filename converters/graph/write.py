@@ -31,8 +31,11 @@ _APART_BYTES = 1024
 _MODEL_GRAPH = bytes([7 << 3 | 2])
 _GRAPH_INITIALIZER = bytes([5 << 3 | 2])
 _TENSOR_RAW_DATA = bytes([9 << 3 | 2])
-# The fields of a tensor that hold its values or refer to them.
+# The fields of a tensor that hold its raw data or refer to it, and all fields that may hold its values.
 _VALUES = ("raw_data", "external_data", "data_location")
+_ALL_VALUES = (
+    *_VALUES, "double_data", "float_data", "int32_data", "int64_data", "string_data", "uint64_data",
+)  # fmt: skip
 
 
 def onnx_artifact(
@@ -231,15 +234,17 @@ def is_unknown_operator(error: Exception) -> bool:
 
 
 def check_file(path: Path) -> str | None:
-    """Returns the error that ``onnx.checker`` finds in the file, or None. Also checks types and shapes."""
+    """Returns the error that ``onnx.checker`` finds in the file, or None. Also checks types and shapes. The weights
+    that ``read_without_weights`` leaves out become inputs, because the checker would copy them."""
     import onnx
 
+    model = read_without_weights(path)
     try:
-        onnx.checker.check_model(str(path), full_check=True)
+        apart = as_inputs(model, lambda tensor: not any(field.name in _ALL_VALUES for field, _ in tensor.ListFields()))
+        onnx.checker.check_model(model if apart else str(path), full_check=True)
     except Exception as error:
         # The checker has no schemas of operators from other domains, so only the runtime can check these operators.
-        nodes = onnx.load(str(path), load_external_data=False).graph.node
-        foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
+        foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in model.graph.node)
         if foreign and is_unknown_operator(error):
             return None
         return one_line(error)
