@@ -1,22 +1,32 @@
-"""Measures the time and memory that accel, optimum and Olive need to turn BERT-base in PyTorch into an optimized file.
+"""Measures the time and memory that accel and other tools need to turn BERT-base in PyTorch into an optimized file.
 
 Usage:
 
     python benchmarks/toolchain_time.py            # measures every row that has no result yet
     python benchmarks/toolchain_time.py accel --again      # measures the row of accel again.
 
-For accel, the script measures `accel export` and `accel optimize`, first with an empty cache and then with a filled
-cache. For optimum, the script measures the ONNX export and the ONNX Runtime quantizer. For Olive, the script measures
-an `olive run` that exports the model and quantizes it to dynamic int8. Olive and optimum are installed into separate
-virtual environments below ``--environments``. If a tool can't be installed, the tool's row gives the reason. Times are
-in seconds and cover the whole commands, imports included. The memory of a command is the peak memory of all its
-processes together. Needs a quiet machine.
+All tools get the same transformers folder with random weights. accel and NNCF get the same samples of 128 tokens. The
+rows:
+
+- ``accel``: ``accel export`` with an empty cache; ``accel optimize`` of the folder with an empty cache, and the same
+  command again. The first file is the first result that ``accel optimize`` publishes.
+- ``thorough``: ``accel optimize --thorough`` with an empty cache.
+- ``optimum``: the ONNX export and the ONNX Runtime quantizer. ``olive``: an ``olive run`` that exports the model and
+  quantizes it to dynamic int8. Both are installed into virtual environments below ``--environments``. If a tool can't
+  be installed, its row gives the reason.
+- ``nncf``: a script that converts optimum's ONNX file to OpenVINO and quantizes it with NNCF. ``openvino``: OpenVINO's
+  own converter on the same ONNX file.
+- ``latency``: all files side by side in ``accel bench``, against PyTorch, at 1 x 128 tokens.
+
+Times are in seconds and cover the whole commands, imports included. The memory of a command is the peak memory of all
+its processes together. Needs a quiet machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,18 +36,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from result_rows import measure_rows, row_arguments
 
 from accel.machine import available_cores
 from accel.timing.environment import environment
 
-ROWS = ("accel", "optimum", "olive")
+ROWS = ("accel", "thorough", "optimum", "olive", "nncf", "openvino", "latency")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
     # Olive 0.13 imports ``requests`` without declaring this dependency. Olive's export fails with transformers 5.
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+LENGTH = 128
+SAMPLES = 64
+# The row of the tool that makes the ONNX file for the rows nncf and openvino.
+ONNX = "optimum"
+NNCF = """
+import nncf, numpy as np, openvino as ov
+data = np.load("data.npz")
+samples = [{name: data[name][at : at + 1] for name in data.files} for at in range(32)]
+model = ov.convert_model("onnx/model.onnx")
+made = nncf.quantize(model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(samples))
+ov.save_model(made, "int8/model.xml")
+"""
 # The configuration of `olive run`. The benchmark can't use `olive optimize`, which only supports language models and
 # downloads texts for calibration.
 OLIVE = {
@@ -46,11 +70,11 @@ OLIVE = {
         "model_path": "bert",
         "task": "feature-extraction",
         "io_config": {
-            "input_names": ["input_ids", "attention_mask"],
-            "input_shapes": [[1, 128], [1, 128]],
-            "input_types": ["int64", "int64"],
+            "input_names": list(INPUTS),
+            "input_shapes": [[1, LENGTH]] * len(INPUTS),
+            "input_types": ["int64"] * len(INPUTS),
             "output_names": ["last_hidden_state", "pooler_output"],
-            "dynamic_axes": {name: {"0": "batch", "1": "length"} for name in ("input_ids", "attention_mask")},
+            "dynamic_axes": {name: {"0": "batch", "1": "length"} for name in INPUTS},
         },
     },
     "systems": {
@@ -69,90 +93,140 @@ def main() -> None:
     """Measures the rows named on the command line (default: all rows). Without ``--again``, skips rows that already
     have a result."""
     parser = row_arguments(__doc__, "accel")
-    parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
-    parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
+    work = Path(tempfile.gettempdir()) / "accel-toolchain-time"
+    parser.add_argument(
+        "--environments", type=Path, default=work, help="folder of the tools and of the files they made"
+    )
     asked = parser.parse_args()
 
     def measured(name: str) -> dict[str, Any]:
-        found = accel_row(asked.model) if name == "accel" else other_row(name, asked.environments)
+        work = asked.environments / "work"
+        prepare(work)
+        if name == "latency":
+            found = latency_row(work)
+        else:
+            found = (
+                accel_row(name, work) if name in ("accel", "thorough") else other_row(name, asked.environments, work)
+            )
         return found | {"environment": environment(threads=available_cores())}
 
     measure_rows(parser, asked, ROWS, "toolchain_time", measured, markdown)
 
 
-def accel_row(name: str) -> dict[str, Any]:
-    """Runs export and optimize twice, first with an empty cache and then with a filled cache, and returns the row."""
-    from cpu_models import MODELS
+def prepare(work: Path) -> None:
+    """Writes the model and the samples to the folder ``work``, unless they are there already."""
+    if (work / "data.npz").is_file():
+        return
+    from transformers import BertConfig, BertModel
 
-    model = MODELS[name]
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
-        given = []
-        if model.train:  # without saved weights, each command would build a model with new random weights
-            model.train(folder / "weights.safetensors")
-            given = ["--weights", "weights.safetensors"]
-        accel = [sys.executable, "-m", "accel"]
-        commands = [
-            [*accel, "export", model.source, *given, "-o", "model.onnx"],
-            [*accel, "optimize", "model.onnx", "--data", "data.npz", "-o", "out"],
-        ]
-        env = {**os.environ, "ACCEL_CACHE_DIR": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        first = [timed(words, folder, env) for words in commands]
-        second = [timed(words, folder, env) for words in commands] if not any(s.get("error") for s in first) else []
-    return {"title": f"accel ({name})", "steps": first, "second": second}
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    BertModel(BertConfig()).save_pretrained(work / "bert")
+    ids = np.random.default_rng(0).integers(0, BertConfig().vocab_size, (SAMPLES, LENGTH))
+    np.savez(work / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids), token_type_ids=np.zeros_like(ids))
 
 
-def other_row(name: str, environments: Path) -> dict[str, Any]:
-    """Runs another tool in its own virtual environment, on the same model saved as a transformers folder."""
-    title = f"{name} (bert-base)"
-    place = environments / name
-    python = place / "bin" / "python"
-    if not (place / "ready").is_file():
-        for words in (
-            [sys.executable, "-m", "venv", "--clear", str(place)],
-            [str(python), "-m", "pip", "install", "--quiet", *PACKAGES[name]],
-        ):
-            ran = subprocess.run(words, capture_output=True, text=True)
-            if ran.returncode:
-                last = " ".join((ran.stderr or ran.stdout).strip().splitlines()[-1:])[:300]
-                return {"title": title, "error": f"can't be installed: {last}"}
-        (place / "ready").touch()
-    scripts = place / "bin"
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        save = (
-            "from transformers import BertConfig, BertModel; import torch; torch.manual_seed(0);"
-            "BertModel(BertConfig()).save_pretrained('bert')"
-        )
-        subprocess.run([sys.executable, "-c", save], check=True, cwd=folder, capture_output=True)
-        (folder / "olive.json").write_text(json.dumps(OLIVE))
-        task = ["--task", "feature-extraction"]
-        optimum, olive = str(scripts / "optimum-cli"), str(scripts / "olive")
-        commands = {
-            "optimum": [
-                [optimum, "export", "onnx", "--model", "bert", *task, "onnx"],
-                [optimum, "onnxruntime", "quantize", "--avx512_vnni", "--onnx_model", "onnx", "-o", "int8"],
-            ],
-            "olive": [[olive, "run", "--config", "olive.json"]],
-        }[name]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "OLIVE_DISABLE_TELEMETRY": "1"}
-        steps = []
-        for words in commands:
-            steps.append(timed(words, folder, env))
-            if steps[-1].get("error"):
-                break
-    return {"title": title, "steps": steps}
+def accel_row(name: str, work: Path) -> dict[str, Any]:
+    """Runs accel with an empty cache. For the row ``accel``, runs ``accel optimize`` twice."""
+    own = emptied(work / name)
+    accel = [sys.executable, "-m", "accel"]
+    given = ["--data", str(work / "data.npz"), "-o", "out"]
+    optimize = [*accel, "optimize", str(work / "bert"), *given, *(["--thorough"] if name == "thorough" else [])]
+    export = [*accel, "export", str(work / "bert"), "--no-cache", "-o", "model.onnx"]
+    env = {**os.environ, "ACCEL_CACHE_DIR": str(own / "cache"), "HF_HUB_OFFLINE": "1"}
+    first = own / "out" / "optimize.json"
+    if name == "thorough":
+        return {"title": "accel, thorough", "steps": [timed(optimize, own, env)], "made": "out"}
+    steps = [timed(export, own, env), timed(optimize, own, env, first)]
+    return {"title": "accel", "steps": steps, "second": [timed(optimize, own, env)], "made": "out"}
 
 
-def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
+def emptied(folder: Path) -> Path:
+    """Returns ``folder`` after it was emptied."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def other_row(name: str, environments: Path, work: Path) -> dict[str, Any]:
+    """Runs another tool on the folder of the model, or on the ONNX file of the row ``ONNX``."""
+    own = emptied(work / name)
+    (own / "bert").symlink_to(work / "bert")
+    (own / "data.npz").symlink_to(work / "data.npz")
+    scripts = Path(sys.executable).parent
+    if name in PACKAGES:
+        place = environments / name
+        scripts = place / "bin"
+        if not (place / "ready").is_file():
+            for words in (
+                [sys.executable, "-m", "venv", "--clear", str(place)],
+                [str(scripts / "python"), "-m", "pip", "install", "--quiet", *PACKAGES[name]],
+            ):
+                ran = subprocess.run(words, capture_output=True, text=True)
+                if ran.returncode:
+                    last = " ".join((ran.stderr or ran.stdout).strip().splitlines()[-1:])[:300]
+                    return {"title": name, "error": f"can't be installed: {last}"}
+            (place / "ready").touch()
+    else:
+        made = work / ONNX / "onnx"
+        if not made.is_dir():
+            return {"title": name, "error": f"needs the ONNX file of the row {ONNX}"}
+        (own / "onnx").symlink_to(made)
+        (own / "int8").mkdir()
+    (own / "olive.json").write_text(json.dumps(OLIVE))
+    task = ["--task", "feature-extraction"]
+    tool = {tool: str(scripts / tool) for tool in ("optimum-cli", "olive", "ovc", "python")}
+    commands = {
+        "optimum": [
+            [tool["optimum-cli"], "export", "onnx", "--model", "bert", *task, "onnx"],
+            [tool["optimum-cli"], "onnxruntime", "quantize", "--avx512_vnni", "--onnx_model", "onnx", "-o", "int8"],
+        ],
+        "olive": [[tool["olive"], "run", "--config", "olive.json"]],
+        "nncf": [[tool["python"], "-c", NNCF]],
+        "openvino": [[tool["ovc"], "onnx/model.onnx", "--output_model", "int8/model.xml"]],
+    }[name]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(own / "home"), "OLIVE_DISABLE_TELEMETRY": "1"}
+    steps = []
+    for words in commands:
+        steps.append(timed(words, own, env))
+        if steps[-1].get("error"):
+            break
+    return {"title": name, "steps": steps, "made": "int8"}
+
+
+def latency_row(work: Path) -> dict[str, Any]:
+    """Times the files that the rows have made side by side."""
+    import accel
+
+    folders = {"accel, first file": work / "accel" / "first", "accel": work / "accel" / "out"}
+    folders |= {"accel, thorough": work / "thorough" / "out"} | {name: work / name / "int8" for name in ROWS[2:-1]}
+    candidates = {
+        name: next(file for ending in ("*.xml", "*.onnx") for file in sorted(folder.rglob(ending)))
+        for name, folder in folders.items()
+        if folder.is_dir()
+    }
+    sizes = {"batch": 1, "sequence": LENGTH}
+    report = accel.bench([str(file) for file in candidates.values()], against=str(work / "bert"), sizes=sizes)
+    rows = {row.name: row for row in report.rows}
+    found = {}
+    for name, file in candidates.items():
+        row = next(row for text, row in rows.items() if text.startswith(str(file)))
+        found[name] = {"ms": row.median_ms, "speedup": row.speedup, "ci95": row.ci95, "error": row.error}
+    return {"title": "latency", "latency": found}
+
+
+def timed(words: Sequence[str], folder: Path, env: Mapping[str, str], first: Path | None = None) -> dict[str, Any]:
     """Runs a command. Returns the command's duration in seconds and the largest memory of the command's processes in
-    MiB. If the command failed, also returns the end of the command's output."""
-    started, peak = time.monotonic(), 0.0
+    MiB. If ``first`` is a path, also returns the seconds after which a file of this path existed, and copies the folder
+    of this file to the folder ``first``. If the command failed, also returns the end of the command's output."""
+    started, peak, appeared = time.monotonic(), 0.0, None
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(words, cwd=folder, env=dict(env), stdout=said, stderr=subprocess.STDOUT)
         while child.poll() is None:
             peak = max(peak, tree_mib(child.pid))
+            if appeared is None and first is not None and first.is_file():
+                appeared = round(time.monotonic() - started, 1)
+                shutil.copytree(first.parent, folder / "first")
             if time.monotonic() - started > LIMIT_SECONDS:
                 child.kill()
             time.sleep(0.1)
@@ -160,9 +234,10 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[st
         said.seek(0)
         text = said.read().strip()
     named = [Path(words[0]).name, *words[1:]] if words[0] != sys.executable else ["python", *words[1:]]
-    shown = " ".join(Path(w).name if w.startswith("/") else w for w in named)
+    shown = " ".join("(a script)" if "\n" in w else Path(w).name if w.startswith("/") else w for w in named)
     found = {"command": shown, "seconds": round(seconds, 1), "peak_mib": round(peak)}
-    found["cached"] = text.count(": cached")  # the number of stages that accel took from its cache
+    if first is not None:
+        found["first_seconds"] = appeared
     if child.returncode:
         found["error"] = " ".join(text.splitlines()[-1:])[-300:] or f"exit code {child.returncode}"
     return found
@@ -189,22 +264,33 @@ def markdown(body: dict[str, Any]) -> str:
     lines = [
         "# From a model to the file that is run: seconds and memory",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}.",
-        "Made by `python benchmarks/toolchain_time.py`. accel tries and measures every candidate in that time; the",
-        "others make one file and measure nothing.",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}. BERT-base in a transformers folder.",
+        "Made by `python benchmarks/toolchain_time.py`. accel compares every file with its source, and measures the",
+        "candidates in that time. The other tools make one file, and compare and measure nothing.",
         "",
-        "| toolchain | command | seconds | peak MiB | stages from the cache |",
+        "| tool | command | first file, s | seconds | peak MiB |",
         "|---|---|---|---|---|",
     ]
     for row in body["rows"].values():
         if "error" in row:
-            lines.append(f"| {row['title']} | - | - | {row['error']} | |")
+            lines.append(f"| {row['title']} | - | | - | {row['error']} |")
         for label, steps in (("", row.get("steps", ())), (", second run", row.get("second", ()))):
             for step in steps:
                 memory = step.get("error") or step["peak_mib"]
+                first = step.get("first_seconds") or step["seconds"]
                 lines.append(
-                    f"| {row['title']}{label} | `{step['command']}` | {step['seconds']} | {memory} | {step['cached']} |"
+                    f"| {row['title']}{label} | `{step['command']}` | {first} | {step['seconds']} | {memory} |"
                 )
+    found = body["rows"].get("latency", {}).get("latency")
+    if found:
+        lines += ["", "Latency at 1 x 128 tokens, side by side:", "", "| made by | ms | over PyTorch | 95% interval |"]
+        lines += ["|---|---|---|---|"]
+        for name, row in found.items():
+            if row["error"]:
+                lines.append(f"| {name} | - | {row['error']} | |")
+            else:
+                low, high = row["ci95"]
+                lines.append(f"| {name} | {row['ms']:.1f} | {row['speedup']:.2f}x | {low:.2f} to {high:.2f} |")
     return "\n".join([*lines, ""])
 
 
