@@ -18,8 +18,10 @@ from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
 # A problem needs at least ENOUGH_TILES tiles to fill a GPU. The smallest data-center GPU has 108 multiprocessors. A
-# tile size that gives fewer than ENOUGH_TILES tiles is too large for the problem.
+# tile size that gives fewer than ENOUGH_TILES tiles is too large for the problem. Of a small tile, half as many are
+# enough, because a still smaller tile reads its operands more often. On an H200 that takes longer.
 ENOUGH_TILES = 108
+SMALL_TILE = 64 * 64
 AnyConfig = Config | NativeConfig | HandWritten
 
 
@@ -201,8 +203,8 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """Chooses a tile size of this GPU's family. Takes the largest tile size that gives at least ``ENOUGH_TILES``
-    tiles, or else the smallest tile size."""
+    """Chooses a tile size of this GPU's family. Takes the largest tile size that gives enough tiles (see
+    ``ENOUGH_TILES``), or else the smallest tile size."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 
@@ -212,7 +214,7 @@ def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
     by_size = sorted(own, key=lambda config: (config.block_m * config.block_n, config.name))
     # A tile taller than M computes useless rows.
     fitting = [config for config in by_size if config.block_m < 2 * spec.m] or by_size[:1]
-    enough = [config for config in fitting if tiles(config) >= ENOUGH_TILES]
+    enough = [c for c in fitting if tiles(c) >= ENOUGH_TILES / (2 if c.block_m * c.block_n <= SMALL_TILE else 1)]
     chosen = enough[-1] if enough else fitting[0]
     return Choice(config=chosen, reason=f"{tiles(chosen)} tiles of {chosen.block_m}x{chosen.block_n}, not tuned")
 

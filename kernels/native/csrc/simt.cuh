@@ -31,9 +31,18 @@ ACCEL_DEVICE float relu(float x) {
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(found) : "f"(x));
   return found;
 }
-// x / (1 + exp(-u)). The exact quotient is a function call, and a call in an epilogue makes ptxas serialize every
-// wgmma.
-ACCEL_DEVICE float times_sigmoid(float x, float u) { return __fdividef(x, 1.0f + __expf(-u)); }
+// 2^x and 1 / x without the handling of numbers below 2^-126, which become 0. An exact quotient is a function call, and
+// a call in an epilogue makes ptxas serialize every wgmma.
+ACCEL_DEVICE float quick_exp2(float x) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+ACCEL_DEVICE float quick_reciprocal(float x) {
+  float found;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
 #else
 #include <barrier>
 #include <cstring>
@@ -88,7 +97,8 @@ inline fp8_t to_fp8(float x) {
 }
 inline float divide(float x, float y) { return x / y; }
 inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
-inline float times_sigmoid(float x, float u) { return x / (1.0f + std::exp(-u)); }
+inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_reciprocal(float x) { return 1.0f / x; }
 
 template <class Kernel, class... Arguments>
 void launch_on_host(unsigned blocks, unsigned threads, Kernel kernel, Arguments... arguments) {

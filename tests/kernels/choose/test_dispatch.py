@@ -163,12 +163,14 @@ def test_why_says_why() -> None:
     spec = GemmSpec(m=4096, n=4096, k=4096, epilogue=EpilogueSpec(act="silu"))
     assert dispatch.why(spec, (9, 0), tma_layout=True, native=()).startswith("triton gemm_tma_128x128: sm_90")
     compiled = dispatch.why(spec, (9, 0), tma_layout=True, native=list(NATIVE))
-    assert compiled == "cutlass sm90_fp16_cooperative_128x256: 512 tiles of 128x256, not tuned"
+    assert compiled == "cutlass sm90_fp16_cooperative_256x128: 512 tiles of 256x128, not tuned"
     odd = dispatch.why(replace(spec, n=4095), (9, 0), tma_layout=True, native=())
     assert odd.startswith("triton gemm_64x64: N, K, a stride or an address is not a multiple of 16")
     assert "gemm_128x128" in dispatch.why(spec, (9, 0), vectors=True, native=())
     few = dispatch.why(GemmSpec(m=64, n=512, k=64), (9, 0), tma_layout=True, native=list(NATIVE))
     assert few.startswith("cutlass sm90_fp16_swapped_64x16: 32 tiles")
+    more = dispatch.why(GemmSpec(m=64, n=4096, k=64), (9, 0), tma_layout=True, native=list(NATIVE))
+    assert more.startswith("cutlass sm90_fp16_pingpong_64x64: 64 tiles"), "256 tiles of 16 rows are slower"
     assert "M = 1 <= 16" in dispatch.why(GemmSpec(m=1, n=64, k=64), (8, 0), native=())
     assert "fp8 products" in dispatch.why(GemmSpec(m=64, n=64, k=64, in_dtype="fp8_e4m3"), (8, 0))
     assert dispatch.why(spec, None) == "reference: the CPU runs the reference"

@@ -95,6 +95,11 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     holed[0, 2] = np.nan
     arrays = {"a": holed, "b": -np.ones((3, 4), np.float32), "out": np.ones((2, 3), np.float32)}
     add(calls, "gemv of a NaN", "gemv", ["out"], numbers, **arrays)
+    far = np.array([[np.inf], [1e30], [-1e30], [np.nan]], np.float32)
+    for act in ("gelu_tanh", "gelu_erf", "silu"):
+        numbers = {"dtype": "fp32", "act": act, "m": 4, "n": 1, "k": 1}
+        arrays = {"a": far, "b": np.ones((1, 1), np.float32), "out": np.ones((4, 1), np.float32)}
+        add(calls, f"{act} far from 0", "gemv", ["out"], numbers, **arrays)
     rows = {}
     for dtype in ("fp32", "fp16", "bf16"):
         x = (torch.randn(5, 37, generator=torch.Generator().manual_seed(1)) * 50).to(TORCH_DTYPES[dtype])
@@ -119,6 +124,8 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
     done, results = run_on_host(calls, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     np.testing.assert_array_equal(results["gemv of a NaN/out"], [[np.nan] * 3, [0] * 3])
+    for act in ("gelu_tanh", "gelu_erf", "silu"):
+        np.testing.assert_array_equal(results[f"{act} far from 0/out"], np.maximum(far, 0))
     for dtype, vector in vectors.items():
         np.testing.assert_array_equal(results[f"widen {dtype}/to"], vector.float().numpy())
     for case, (spec, a, b, operands) in gemvs.items():

@@ -44,7 +44,8 @@ def test_the_table_is_what_the_sources_hold() -> None:
         assert capabilities is not None
         if capabilities[1]:
             assert (int(capabilities[1]), int(capabilities[2])) == (family.least, family.most)
-        assert 1 <= len(family.tiles) <= 6, "a unit has to compile in about a minute"
+        for unit in (unit for unit in UNITS if unit.family is family):
+            assert 1 <= len(unit.tiles) <= 6, "a unit has to compile in a few minutes"
         assert {dtype for dtype, _ in family.pairs} <= set(family.instructions)
 
 

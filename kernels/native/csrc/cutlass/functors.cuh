@@ -11,11 +11,10 @@ template <int N>
 struct Activation<cutlass::Array<float, N>> {
   CUTLASS_DEVICE cutlass::Array<float, N> operator()(const cutlass::Array<float, N>& x,
                                                      const cutlass::Array<float, N>& which) const {
-    const int act = static_cast<int>(which[0]);
-    if (act == ACCEL_NONE) return x;
-    cutlass::Array<float, N> result;
+    constexpr int kAtOnce = N % 16 == 0 ? 16 : N;  // on Blackwell, where N is larger, all at once would spill registers
+    cutlass::Array<float, N> result = x;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < N; ++i) result[i] = activate(x[i], act);
+    for (int i = 0; i < N; i += kAtOnce) activate_all<kAtOnce>(result.data() + i, static_cast<int>(which[i]));
     return result;
   }
 };

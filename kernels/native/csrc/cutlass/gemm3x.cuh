@@ -1,6 +1,7 @@
 // act(row_scale * col_scale * (a @ b^T) + bias) + residual on CUTLASS 3: TMA, warp-specialized, one epilogue tree for
 // sm_90a, sm_100a and sm_120a. a (M, K) and b (N, K) are dense. A NULL operand is replaced by a constant.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "cutlass/cutlass.h"
@@ -19,9 +20,9 @@ namespace fusion = cutlass::epilogue::fusion;
 constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 
 // kSwap: computes the transposed product. If M is small, the many columns of the problem then fill the rows of the
-// tile.
+// tile. kBlocks: this many blocks share the memory of a multiprocessor.
 template <class Arch, class In, class Out, class Tile, class CtaTile, class Cluster, class Mainloop, class Schedule,
-          bool kSwap>
+          bool kSwap, class Scheduler = void, int kBlocks = 1>
 struct Gemm {
   using Acc = std::conditional_t<std::is_same_v<In, int8_t>, int32_t, float>;
   static constexpr int kAlignIn = 16 / sizeof(In), kAlignOut = 16 / sizeof(Out);
@@ -48,12 +49,15 @@ struct Gemm {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       Arch, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, Acc, float,
       Out, LayoutOut, kAlignOut, Out, LayoutOut, kAlignOut, Schedule, Tree>::CollectiveOp;
+  // The shared memory of the other blocks of a multiprocessor. 1 KB more a block belongs to the system.
+  static constexpr int kOthers = (kBlocks - 1) * (232448 / kBlocks + 1024);
   using Main = typename cutlass::gemm::collective::CollectiveBuilder<
       Arch, cutlass::arch::OpClassTensorOp, In, cutlass::layout::RowMajor, kAlignIn, In, cutlass::layout::ColumnMajor,
       kAlignIn, Acc, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage)) +
+                                                        kOthers>,
       Mainloop>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Main, Epilogue>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Main, Epilogue, Scheduler>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static typename Adapter::Arguments arguments(const accel_gemm_problem& p) {
@@ -76,11 +80,23 @@ struct Gemm {
     cutlass::KernelHardwareInfo hardware;
     cudaGetDevice(&hardware.device_id);
     hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
-    return {cutlass::gemm::GemmUniversalMode::kGemm,
-            {m, n, k, 1},
-            {first, first_stride, second, second_stride},
-            {tree, source, out_stride, out, out_stride},
-            hardware};
+    typename Adapter::Arguments made{cutlass::gemm::GemmUniversalMode::kGemm,
+                                     {m, n, k, 1},
+                                     {first, first_stride, second, second_stride},
+                                     {tree, source, out_stride, out, out_stride},
+                                     hardware};
+    if (in_squares(m, n)) made.scheduler.max_swizzle_size = 8;
+    return made;
+  }
+
+  // Tells whether the tiles run in squares of 8 by 8 clusters, which read the same operands at the same time. If
+  // squares don't divide the problem, CUTLASS would add empty tiles. A small problem gains nothing. Measured on Hopper
+  // only.
+  static bool in_squares(int m, int n) {
+    const int rows = ceil_div(m, int(size<0>(CtaTile{}) * size<0>(Cluster{})));
+    const int columns = ceil_div(n, int(size<1>(CtaTile{}) * size<1>(Cluster{})));
+    return std::is_same_v<Arch, cutlass::arch::Sm90> && std::min(rows, columns) >= 16 && rows % 8 == 0 &&
+           columns % 8 == 0;
   }
 
   // Registers code only for the architecture that it is compiled for.
