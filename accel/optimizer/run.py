@@ -38,9 +38,8 @@ from .stage_options import without_effect
 
 SOURCE_NAME = "source"
 
-# The number of samples on which the model runs before anything is made, and is compared with the source of its export.
-# A large model takes a second for a few samples.
-_COMPARED_SAMPLES = 8
+# The number of samples on which the model runs before any candidate is made, if there are no calibration samples.
+_CHECKED_SAMPLES = 64
 
 
 class Opened(Protocol):
@@ -166,8 +165,7 @@ def _check_source(
     # has no source to compare with. In addition, ``judge.check`` runs every source on the samples for judging.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
-        count = min(samples or _COMPARED_SAMPLES, _COMPARED_SAMPLES)
-        apart, nan = opened.check(real, count, cache) if real else ("", "")
+        apart, nan = opened.check(real, samples or _CHECKED_SAMPLES, cache) if real else ("", "")
         judge.check(cache)
         return [apart, judge.nan_note() or nan]
 

@@ -45,7 +45,7 @@ class OutputGate:
     name: str = "outputs"
     limit: float
     data: Path | None = None
-    samples: int = 8
+    samples: int = 16
     seeds: int = 3
 
     def to_json(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Feeds = Mapping[str, "np.ndarray"]
+
+# Sizes are small if their product is at most this.
+_SMALL = 256
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
@@ -113,10 +117,11 @@ class Signature:
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
         """Returns the combinations of dim sizes at which every gate runs. The batch dim has its smallest size, size 2,
-        or its largest size. The other dims have their min, opt or max size. The largest batch is combined with the
-        smallest other sizes, and the largest other sizes with the smallest batch, because a run at the largest sizes of
-        all dims may take minutes. ``largest_batch`` is an upper limit for the batch, and is first rounded up to a
-        multiple of the batch dim's step.
+        or its largest size. The other dims have their min, opt or max size. The largest other sizes are combined with
+        the smallest batch, and the largest batch with the smallest other sizes, because a run at the largest sizes of
+        all dims may take minutes. If the usual other sizes are small, the largest batch is combined with them.
+        ``largest_batch`` is an upper limit for the batch, and is first rounded up to a multiple of the batch dim's
+        step.
         """
         if not self.dims:
             return [{}]
@@ -129,7 +134,10 @@ class Signature:
         if batch and high and largest_batch:
             high = min(high, self.dims[batch].up(largest_batch))
         two = max(low, min(2, high)) if low and high else None
-        found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), case(high, "min")]
+        largest = case(high, "opt")
+        if math.prod(largest.values()) > _SMALL:
+            largest = case(high, "min")
+        found = [case(low, "opt"), case(two, "min"), case(two, "opt"), case(low, "max"), largest]
         return [c for i, c in enumerate(found) if c not in found[:i]]
 
     def inputs_at(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
