@@ -82,11 +82,6 @@ class Budget:
         return self._clock() - self._begun
 
     @property
-    def building(self) -> float:
-        """Returns the seconds that were spent on making and judging candidates."""
-        return sum(seconds for what, seconds in self._taken.items() if ": " in what)
-
-    @property
     def left(self) -> float:
         """Returns the seconds that are left, at least 0. Returns infinity if the budget has no limit."""
         return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)

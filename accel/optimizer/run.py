@@ -27,7 +27,7 @@ from .measure.workload import Workload, workload
 from .notes import not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
-from .recipes.order import in_order, remember, speedups
+from .recipes.order import expectations, in_order, remember
 from .recipes.recipe import Recipe, RecipeRequest
 from .report.command import command_line
 from .report.page import PAGE, write_page
@@ -98,7 +98,7 @@ def run(
         row.status = Status.PASSED
 
     rows: list[CandidateResult] = []
-    first = FirstResult(search=search, budget=budget, publish=publish_first, expected=speedups(made, src, cache))
+    first = FirstResult(search=search, budget=budget, publish=publish_first, expected=expectations(made, src, cache))
     _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first)
     notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
@@ -184,17 +184,16 @@ def _attempts(
     """Makes and judges every candidate, and adds them to ``rows``. Starts a mixed-precision search for each int8
     candidate whose outputs differ too much (``over_budget``). ``first`` publishes a first result."""
 
-    def tried(recipe: Recipe, left: int) -> None:
+    def tried(recipe: Recipe) -> None:
         rows.append(attempt(recipe, src, request.data, judge, request.max_drop, cache, budget))
         if not request.thorough:
-            first.look(rows, left)
+            first.look(rows)
 
-    for number, recipe in enumerate(made, start=1):
-        tried(recipe, len(made) - number)
-    found = (searched(src, row.recipe, for_recipes) for row in list(rows) if row.recipe and row.over_budget)
-    again = [recipe for recipe in found if recipe is not None]
-    for number, recipe in enumerate(again, start=1):
-        tried(recipe, len(again) - number)
+    for recipe in made:
+        tried(recipe)
+    for row in list(rows):
+        if row.recipe and row.over_budget and (again := searched(src, row.recipe, for_recipes)) is not None:
+            tried(again)
 
 
 def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:

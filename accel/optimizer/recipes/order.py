@@ -43,8 +43,8 @@ _SPEEDUPS: Mapping[str, tuple[float, float]] = {
 # The seconds that the stages of a recipe take for a small model, and the seconds for each 100 MB of weights.
 _SECONDS: Mapping[str, tuple[float, float]] = {
     "dynamic": (1.0, 1.0),
-    "static": (8.0, 15.0),
-    "weights": (2.0, 4.0),
+    "static": (4.0, 10.0),
+    "weights": (1.0, 4.0),
     "other": (1.0, 1.5),
 }
 _RUNS = 10  # An average counts at most this many earlier runs, so that it follows changes.
@@ -81,11 +81,19 @@ def in_order(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> list[R
     return found + apart
 
 
-def speedups(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> dict[str, float]:
-    """Returns the expected speedup of each recipe over the source, by the recipe's name."""
+def expectations(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> dict[str, Expected]:
+    """Returns what is expected of each recipe in its order, by the recipe's name. A recipe with the stages of an
+    earlier recipe takes no time."""
     known = cache.get_record("costs", _key()) or {}
     kind, megabytes = kind_of(src), _megabytes(src)
-    return {one.name: expected(one, kind, megabytes, known).speedup for one in made if one.runnable}
+    found: dict[str, Expected] = {}
+    stages = []
+    for one in made:
+        if one.runnable:
+            usual = expected(one, kind, megabytes, known)
+            found[one.name] = replace(usual, seconds=0.0) if one.stages in stages else usual
+            stages.append(one.stages)
+    return found
 
 
 def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) -> None:

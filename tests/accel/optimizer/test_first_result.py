@@ -16,6 +16,7 @@ from accel.optimizer import first_result, run
 from accel.optimizer.budget import IMPROVING_SECONDS, Budget
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.first_result import FirstResult
+from accel.optimizer.recipes.order import Expected
 from accel.optimizer.recipes.recipe import Recipe
 from accel.tables.target import TARGETS
 
@@ -54,11 +55,16 @@ def looking(
     *,
     thorough: bool = False,
     expected: dict[str, float] | None = None,
+    left: float = 100.0,
 ) -> tuple[Any, ...]:
     budget, published = Budget(seconds, clock, thorough=thorough), list[str]()
     search: Any = Glances(faster)
     first = FirstResult(
-        search=search, budget=budget, publish=lambda one: published.append(one.name), expected=expected or {}
+        search=search,
+        budget=budget,
+        publish=lambda one: published.append(one.name),
+        expected={name: Expected(speedup=speedup, seconds=0) for name, speedup in (expected or {}).items()}
+        | {"later": Expected(speedup=1.0, seconds=left)},
     )
     return budget, published, search, first
 
@@ -77,7 +83,7 @@ def test_the_first_faster_candidate_is_published() -> None:
     for name in ("a", "b", "c"):
         rows.append(row(name))
         spend(budget, clock, 20.0)
-        first.look(rows, left=8)
+        first.look(rows)
     assert published == ["b"]
     assert search.seen == ["a", "b"]
 
@@ -89,7 +95,7 @@ def test_a_candidate_that_is_surely_faster_is_published_at_once(faster: str, pub
     clock = Clock()
     budget, found, _, first = looking(clock, faster, expected={"a": 2.0})
     spend(budget, clock, 20.0)
-    first.look([row("a")], left=8)
+    first.look([row("a")])
     assert found == published
     assert (first.published is not None) == (faster == "a")
 
@@ -97,9 +103,9 @@ def test_a_candidate_that_is_surely_faster_is_published_at_once(faster: str, pub
 def test_a_quick_search_has_no_first_result() -> None:
     """Fails if a small model is measured twice, although all its candidates take a few seconds."""
     clock = Clock()
-    budget, published, search, first = looking(clock, "a")
+    budget, published, search, first = looking(clock, "a", left=5.0)
     spend(budget, clock, 2.0)
-    first.look([row("a")], left=8)
+    first.look([row("a")])
     assert not published
     assert not search.seen
     assert not budget.limited
@@ -113,7 +119,7 @@ def test_the_search_goes_on_for_a_limited_time(took: float, more: float, monkeyp
     budget, _, _, first = looking(clock, "a")
     assert not budget.limited
     spend(budget, clock, took)
-    first.look([row("a")], left=8)
+    first.look([row("a")])
     assert budget.left == more
 
 
@@ -123,7 +129,7 @@ def test_the_users_limit_stays(seconds: float | None, thorough: bool) -> None:
     clock = Clock()
     budget, published, _, first = looking(clock, "a", seconds, thorough=thorough)
     spend(budget, clock, 20.0)
-    first.look([row("a")], left=8)
+    first.look([row("a")])
     assert published == ["a"]
     assert budget.seconds == seconds
 
@@ -134,6 +140,7 @@ def test_the_published_folder_is_whole_at_once(
     """Fails if the folder can't be loaded while the search goes on, or if the folder keeps the first result although
     the search finds a faster candidate. In this test, the search ends with an error after the first result."""
     monkeypatch.setattr(first_result, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(first_result, "_SOON_SECONDS", 0.0)
     out = tmp_path / "out"
     feeds = digits.signature.example_inputs(batch=1)
     np.savez(tmp_path / "data.npz", **{name: np.repeat(value, 8, axis=0) for name, value in feeds.items()})
