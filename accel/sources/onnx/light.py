@@ -20,6 +20,8 @@ _MODEL_GRAPH = 7
 _GRAPH_INITIALIZER = 5
 _TENSOR_RAW_DATA = 9
 
+_MOST_FIELDS = 1_000_000
+
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 
 
@@ -37,7 +39,7 @@ def read_light(path: Path, largest: int, *, detached: bool) -> onnx.ModelProto:
     ``detached`` is True, such a weight refers to its bytes in the file, by the absolute path of the file. Otherwise the
     weight has no values.
 
-    Raises ``ValueError`` if the file isn't a protobuf message with one graph.
+    Raises ``ValueError`` if the file isn't a protobuf message with one graph, or has very many fields.
     """
     import onnx
 
@@ -71,6 +73,7 @@ def _joined(data: mmap.mmap, fields: list[Field]) -> bytes:
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
     """Yields the fields of the message between the indices ``at`` and ``end``."""
+    count = 0
     while at < end:
         start = at
         tag, at = _varint(data, at, end)
@@ -86,6 +89,9 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
             raise ValueError(f"the wire type {kind} is unknown")
         if at > end:
             raise ValueError("the file is truncated")
+        count += 1
+        if count > _MOST_FIELDS:  # protobuf's own parser is faster for such a file
+            raise ValueError(f"the file has more than {_MOST_FIELDS} fields")
         yield Field(tag >> 3, start, content, at)
 
 
