@@ -106,9 +106,10 @@ def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) 
             continue
         stages = {step.stage for step in row.recipe.stages}
         seconds = sum(record["seconds"] for record in row.artifact.history if record["name"] in stages)
-        found = known.setdefault(_of(row.recipe, kind), {"runs": 0, "speedup": 0.0, "seconds_per_mb": 0.0})
+        slowness = seconds / _usual_seconds(row.recipe, megabytes)
+        found = known.setdefault(_of(row.recipe, kind, megabytes), {"runs": 0, "speedup": 0.0, "slowness": 0.0})
         found["runs"] = min(found["runs"] + 1, _RUNS)
-        for name, value in (("speedup", speedup), ("seconds_per_mb", seconds / megabytes)):
+        for name, value in (("speedup", speedup), ("slowness", slowness)):
             found[name] += (value - found[name]) / found["runs"]
     cache.put_record("costs", _key(), known)
 
@@ -116,18 +117,23 @@ def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) 
 def expected(recipe: Recipe, kind: str, megabytes: float, known: Mapping[str, Any]) -> Expected:
     """Returns what is expected of ``recipe`` for a model of ``kind`` with ``megabytes`` of weights. ``known`` holds the
     averages of earlier runs."""
-    found = known.get(_of(recipe, kind))
+    seconds = _usual_seconds(recipe, megabytes)
+    found = known.get(_of(recipe, kind, megabytes))
     if found:
-        return Expected(speedup=found["speedup"], seconds=found["seconds_per_mb"] * megabytes)
+        return Expected(speedup=found["speedup"], seconds=found["slowness"] * seconds)
     usual = 1.1 + 0.1 * (len(PRECISIONS) - PRECISIONS[recipe.precision].rank)
     fast = _SPEEDUPS.get(recipe.name, (usual, usual))[0 if kind == TRANSFORMER else 1]
     if recipe.precision == "bf16" and not cpu_has_bf16():
         fast = 1.0
     if recipe.precision == "int8" and int8_saturates():  # such a CPU has no instructions for int8 products
         fast = math.sqrt(fast)
+    return Expected(speedup=fast, seconds=seconds)
+
+
+def _usual_seconds(recipe: Recipe, megabytes: float) -> float:
     modes = {getattr(step.config, "mode", "other") for step in recipe.stages}
     least, more = max((_SECONDS.get(mode, _SECONDS["weights"]) for mode in modes), default=_SECONDS["other"])
-    return Expected(speedup=fast, seconds=least + more * megabytes / 100)
+    return least + more * megabytes / 100
 
 
 def kind_of(src: Artifact) -> str:
@@ -138,8 +144,10 @@ def kind_of(src: Artifact) -> str:
     return TRANSFORMER if is_transformer(read_without_weights(src.path)) else OTHER
 
 
-def _of(recipe: Recipe, kind: str) -> str:
-    return f"{recipe.name}, {kind}"
+def _of(recipe: Recipe, kind: str, megabytes: float) -> str:
+    """Returns the name under which the averages of a recipe are kept. Models of very different sizes have averages of
+    their own, because their speedups differ."""
+    return f"{recipe.name}, {kind}, {10 ** int(math.log10(megabytes))} MB"
 
 
 def _megabytes(src: Artifact) -> float:
