@@ -78,7 +78,7 @@ def run(
     """
     src = opened.artifact
     stream = SampleStream(request.data, src.signature) if request.data else None
-    samples = calibration_samples(request, stream)
+    samples = calibration_samples(request, stream, megabytes(src))
     for_recipes = request.recipe_request(samples)
     work = timed_workload(request, src, stream)
     made, left_out = recipes(src, for_recipes)

@@ -18,7 +18,7 @@ from accel.artifact import Artifact
 from accel.cli.optimize import command
 from accel.converters.quantize.stage import FORMS, QuantizeConfig
 from accel.errors import BadInputSpec, UsageError
-from accel.optimizer.calibration import samples_to_calibrate
+from accel.optimizer.calibration import samples_to_calibrate, usual_samples
 from accel.optimizer.recipes.candidates import recipes
 from accel.optimizer.recipes.recipe import RecipeRequest
 from accel.optimizer.stage_options import (
@@ -194,3 +194,10 @@ def test_without_data_every_calibrated_candidate_is_listed(
     every, none = recipes(src, replace(request, data=data))
     assert none == []
     assert {recipe.name for recipe in every} == {recipe.name for recipe in made} | {item.name for item in left_out}
+
+
+@pytest.mark.parametrize(("megabytes", "samples"), [(0.1, 128), (90.0, 128), (200.0, 64), (440.0, 32), (9000.0, 32)])
+def test_large_models_are_calibrated_on_fewer_samples(megabytes: float, samples: int) -> None:
+    """Fails if a search with a time limit spends all its time on calibrating a large model, or if a small model is
+    calibrated on fewer samples than it may have."""
+    assert usual_samples(megabytes) == samples
