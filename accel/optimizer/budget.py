@@ -28,7 +28,8 @@ class OutOfTime(AccelError):
 
 class Budget:
     """A time budget that starts now and is spent after ``seconds``. If ``seconds`` is None, there is no limit until the
-    first result. ``thorough`` removes the limit after the first result, too.
+    first result. ``thorough`` removes the limit after the first result, too. ``chosen_by_accel`` tells whether
+    ``seconds`` was set after the first result.
 
     Callers check ``over`` before each step. ``within`` stops the work inside its ``with`` block as soon as ``over`` is
     true. ``clock`` returns the current time in seconds.
@@ -45,6 +46,7 @@ class Budget:
         self._quantizing: set[str] = set()
         self._built = 0
         self._improving = False
+        self.chosen_by_accel = False
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
@@ -64,6 +66,7 @@ class Budget:
         least ``IMPROVING_SECONDS``."""
         self._improving = True
         if self.seconds is None and not self._thorough:
+            self.chosen_by_accel = True
             self.seconds = round(self.spent + max(IMPROVING_SECONDS, 2 * self.spent))
 
     def built(self) -> None:
@@ -146,6 +149,9 @@ class Budget:
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         if self.interrupted:
             return f"Ctrl-C came before {names}{more}: {took or 'no step was begun'}; run it again to go on from there"
+        if self.chosen_by_accel:
+            ended = f"the search ended after {self.seconds:g} s, before {names}{more} ({took})"
+            return f"{ended}; {option('thorough', True)} tries all candidates"
         quantized = any(what in self._quantizing for what, _ in longest)
         fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
         return (

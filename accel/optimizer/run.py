@@ -104,14 +104,16 @@ def run(
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
     remember(rows, src, cache)
     rows += outcome.varied
+    late = budget.note([row.name for row in rows if row.out_of_time])
     warnings += [
         seen_note(rows, judge),
-        budget.note([row.name for row in rows if row.out_of_time]),
+        "" if budget.chosen_by_accel else late,
         without_effect(src, for_recipes.quantize),
         not_as_asked(source, outcome.chosen, for_recipes.precisions),
     ]
     said = [text for text in warnings if text]
     notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
+    notes += [late] if late and budget.chosen_by_accel else []
     candidates = [source, *rows, *(not_tried(item) for item in left_out)]
     return _published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)
 

@@ -121,6 +121,9 @@ def test_the_search_goes_on_for_a_limited_time(took: float, more: float, monkeyp
     spend(budget, clock, took)
     first.look([row("a")])
     assert budget.left == more
+    note = budget.note(["b"])
+    assert "thorough=True tries all candidates" in note
+    assert "budget" not in note
 
 
 @pytest.mark.parametrize(("seconds", "thorough"), [(300.0, False), (None, True)])
