@@ -53,6 +53,18 @@ def one_worker(shared: Path) -> OneWorker:
     return alone
 
 
+def _without_memory() -> type:
+    """Returns a class of costs that learns nothing. All tests share a cache, so the order of the candidates in a test
+    would otherwise depend on the tests before it. The tests of the order use the real class."""
+    from accel.optimizer.recipes.order import Costs
+
+    class WithoutMemory(Costs):
+        def remember(self, rows: object) -> None:
+            pass
+
+    return WithoutMemory
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
     """Shortens the measurements of ``accel optimize``, because no test needs precise times. Without this fixture,
@@ -64,6 +76,7 @@ def _short_measurements() -> Iterator[None]:
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.5)
         patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 0.5)
         patch.setattr("accel.optimizer.budget.IMPROVING_SECONDS", 600.0)
+        patch.setattr("accel.optimizer.run.Costs", _without_memory())
         yield
 
 
