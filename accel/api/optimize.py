@@ -122,6 +122,7 @@ def optimize(
     - ``budget_seconds``: the time for the whole call, including the builds. By default, the search takes as long as it
       needs for a first result, and goes on for twice as long, but at least for a minute. A first result is published as
       soon as a candidate is right and measurably faster than the source, unless the other candidates take little time.
+      A candidate that is surely faster is published before it is measured.
       If time is short, the candidates are measured by successive halving, and the candidate that is probably the
       fastest is measured first. The result lists each candidate that is skipped or abandoned to save time. Only a
       measured candidate can be chosen. An export isn't stopped when the budget is used up.

@@ -103,9 +103,9 @@ if TYPE_CHECKING:
 @click.option(
     "--budget-seconds",
     type=float,
-    help="Seconds for everything: export, building and measuring. By default, twice as long again as the first result "
-    "took, and at least a minute. A candidate is given up if it leaves no time to measure. Exports and compilers can't "
-    "be interrupted and may end later.",
+    help="Seconds for everything: export, building and measuring. By default, the search goes on after its first "
+    "result for twice as long as this result took, and for at least a minute. A candidate is given up if it leaves no "
+    "time to measure. Exports and compilers can't be interrupted and may end later.",
 )
 @click.option("--thorough", is_flag=True, help="Make and measure all candidates, without a time limit.")
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")

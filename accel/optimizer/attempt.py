@@ -25,9 +25,9 @@ from .recipes.recipe import Recipe
 # share ``_GIVING_UP`` is spent. If the measurement needs more time, ``Budget.over`` lowers ``_BUILDING`` and
 # ``_GIVING_UP``.
 _BUILDING = 0.6
+_GIVING_UP = 0.75
 # The stages that reduce the precision.
 _ROUNDING = ("quantize", "cast")
-_GIVING_UP = 0.75
 
 
 def attempt(

@@ -145,17 +145,18 @@ class Budget:
         least = 0.05 * sum(self._taken.values())
         longest = sorted((item for item in self._taken.items() if item[1] > least), key=lambda item: -item[1])[:_NAMED]
         took = ", ".join(f"{what} took {seconds:.{0 if seconds >= 10 else 1}f} s" for what, seconds in longest)
+        steps = took or "no step was begun"
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         if self.interrupted:
-            return f"Ctrl-C came before {names}{more}: {took or 'no step was begun'}; run it again to go on from there"
+            return f"Ctrl-C came before {names}{more}: {steps}; run it again to go on from there"
         if self.chosen_by_accel:
-            ended = f"the search ended after {self.seconds:g} s, before {names}{more} ({took})"
+            ended = f"the search ended after {self.seconds:g} s, before {names}{more} ({steps})"
             return f"{ended}; {option('thorough', True)} tries all candidates"
         quantized = any(what in self._quantizing for what, _ in longest)
         fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
         return (
             f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
-            f"{took or 'no step was begun'}; give more {option('budget_seconds')}, or try fewer precisions with "
+            f"{steps}; give more {option('budget_seconds')}, or try fewer precisions with "
             f"{option('precision')}{fewer}"
         )

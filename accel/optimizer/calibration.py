@@ -7,8 +7,9 @@ from accel.proof.stream import SampleStream
 from .request import OptimizeRequest
 
 _USUAL_SAMPLES = 128
-# A search with a time limit calibrates a large model on fewer samples: on as many as together have this many MB of
-# weights, but at least on ``_FEWEST_SAMPLES``. A large model may take a second for each sample.
+# A search with a time limit calibrates a large model on fewer samples, because a large model may take a second for each
+# sample. The number of samples times the size of the model in MB is at most ``_MEGABYTES``, but there are never fewer
+# than ``_FEWEST_SAMPLES`` samples.
 _MEGABYTES = 12_800.0
 _FEWEST_SAMPLES = 32
 _READ_AT_ONCE = 64

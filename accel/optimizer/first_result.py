@@ -35,7 +35,7 @@ class FirstResult:
     published: CandidateResult | None = None
 
     def look(self, rows: Sequence[CandidateResult]) -> None:
-        """Publishes the last of ``rows`` if it is right and probably faster than the source. Then measures the
+        """Publishes the right candidate with the largest expected speedup, if its speedup is sure. Then measures the
         candidates that aren't measured yet, and publishes the fastest, or the source if no candidate is faster.
 
         Does nothing if there is a result already. Also does nothing if the remaining candidates probably take little

@@ -27,7 +27,7 @@ from .measure.workload import Workload, workload
 from .notes import not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
-from .recipes.order import expectations, in_order, remember
+from .recipes.order import Costs
 from .recipes.recipe import Recipe, RecipeRequest
 from .report.command import command_line
 from .report.page import PAGE, write_page
@@ -82,8 +82,9 @@ def run(
     for_recipes = request.recipe_request(samples)
     work = timed_workload(request, src, stream)
     made, left_out = recipes(src, for_recipes)
+    costs = Costs(src, cache)
     if not request.thorough:
-        made = in_order(made, src, cache)
+        made = costs.in_order(made)
     judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples)
     warnings = _check_source(request, opened, judge, samples, cache, budget)
     source = source_row(src, judge, request.cores)
@@ -94,15 +95,15 @@ def run(
     def publish_first(row: CandidateResult) -> None:
         measured = "measured briefly" if row.measured else "not measured yet"
         note = f"the first result of a search, {measured}; {work.note}, {search.threads} threads"
-        _published_choice(request, src, row, [source, *rows], search.environment, [note])
+        published_choice(request, src, row, [source, *rows], search.environment, [note])
         row.status = Status.PASSED
 
     rows: list[CandidateResult] = []
-    first = FirstResult(search=search, budget=budget, publish=publish_first, expected=expectations(made, src, cache))
+    first = FirstResult(search=search, budget=budget, publish=publish_first, expected=costs.expectations(made))
     _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first)
     notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
-    remember(rows, src, cache)
+    costs.remember(rows)
     rows += outcome.varied
     late = budget.note([row.name for row in rows if row.out_of_time])
     warnings += [
@@ -115,10 +116,10 @@ def run(
     notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
     notes += [late] if late and budget.chosen_by_accel else []
     candidates = [source, *rows, *(not_tried(item) for item in left_out)]
-    return _published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)
+    return published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)
 
 
-def _published_choice(
+def published_choice(
     request: OptimizeRequest,
     src: Artifact,
     chosen: CandidateResult,

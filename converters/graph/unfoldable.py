@@ -38,8 +38,7 @@ def unfoldable(model: onnx.ModelProto) -> set[str]:
         if raw_bytes(tensor) > _SMALL_BYTES and tensor.name in constant and tensor.name not in foldable
     ]
     begins = {
-        tensor.name: (tensor.data_type, *tensor.dims, next(iter(raw_pieces(tensor)))[:_COMPARED_BYTES])
-        for tensor in found
+        tensor.name: (tensor.data_type, *tensor.dims, next(raw_pieces(tensor))[:_COMPARED_BYTES]) for tensor in found
     }
     count = Counter(begins.values())
     return {name for name, begin in begins.items() if count[begin] == 1}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
 from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_without_weights
+from accel.sources.onnx.light import GRAPH_INITIALIZER, LENGTH, MODEL_GRAPH, TENSOR_RAW_DATA
 from accel.sources.onnx.weights import detached_bytes, is_detached, raw_bytes, raw_pieces
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ _ATTACHED_BYTES = 1 << 29
 # Tensors with fewer bytes than this limit stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
 
-# The tags of protobuf fields in onnx.proto, each of which is the field's number and the wire type 2 (length and bytes).
-_MODEL_GRAPH = bytes([7 << 3 | 2])
-_GRAPH_INITIALIZER = bytes([5 << 3 | 2])
-_TENSOR_RAW_DATA = bytes([9 << 3 | 2])
 # The fields of a tensor that hold its raw data or refer to it, and all fields that may hold its values.
 _VALUES = ("raw_data", "external_data", "data_location")
 _ALL_VALUES = (
@@ -117,15 +114,15 @@ def _wire_format(model: onnx.ModelProto) -> Iterator[bytes]:
     any order (see https://protobuf.dev/programming-guides/encoding).
     """
     graph = _without(model.graph, "initializer")
-    heads = []
+    heads, size = [], graph.ByteSize()
     for tensor in model.graph.initializer:
         # A tensor that isn't stored as raw data is written as it is.
         count = raw_bytes(tensor)
         head = _without(tensor, *_VALUES) if count else tensor
-        content = head.SerializeToString() + (_TENSOR_RAW_DATA + _varint(count) if count else b"")
-        heads.append(_GRAPH_INITIALIZER + _varint(len(content) + count) + content)
-    size = graph.ByteSize() + sum(map(len, heads)) + sum(map(raw_bytes, model.graph.initializer))
-    yield _without(model, "graph").SerializeToString() + _MODEL_GRAPH + _varint(size)
+        content = head.SerializeToString() + (_start(TENSOR_RAW_DATA, count) if count else b"")
+        heads.append(_start(GRAPH_INITIALIZER, len(content) + count) + content)
+        size += len(heads[-1]) + count
+    yield _without(model, "graph").SerializeToString() + _start(MODEL_GRAPH, size)
     yield graph.SerializeToString()
     for head, tensor in zip(heads, model.graph.initializer, strict=True):
         yield head
@@ -145,6 +142,11 @@ def _without(message: Any, *left_out: str) -> Any:
         else:
             setattr(made, field.name, value)
     return made
+
+
+def _start(field: int, length: int) -> bytes:
+    """Returns the tag of the field with the number ``field``, and the length of its content."""
+    return bytes([field << 3 | LENGTH]) + _varint(length)
 
 
 def _varint(number: int) -> bytes:

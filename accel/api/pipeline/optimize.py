@@ -15,12 +15,11 @@ from accel.cache import StageCache
 from accel.errors import AccelError, BadData, UsageError
 from accel.optimizer.attempt import judged
 from accel.optimizer.budget import Budget
-from accel.optimizer.candidate import CandidateResult, Status, megabytes
+from accel.optimizer.candidate import CandidateResult, megabytes
 from accel.optimizer.judge.comparison import Judge, Metric
-from accel.optimizer.report.command import command_line
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.result import Optimization
-from accel.optimizer.run import published, run, source_row, timed_workload
+from accel.optimizer.run import published_choice, run, source_row, timed_workload
 from accel.optimizer.search import Search
 from accel.progress import report
 from accel.proof.recorded_gate import write_recorded
@@ -76,18 +75,8 @@ def optimize_pipeline(
         done = f"{work.note}, {request.cores} threads"
         nothing = "anything was measured: the source itself was taken"
         notes.append(done if search.environment else budget.reason(nothing) if rows else "no part became faster")
-        chosen.status = Status.CHOSEN
-        result = Optimization(
-            artifact=chosen.artifact or src,
-            chosen=chosen.name,
-            candidates=(source, *rows),
-            max_drop=request.max_drop,
-            environment=search.environment,
-            notes=(*notes, *source_notes(src), *filter(None, [training_note(src)])),
-            objective=request.objective,
-            command=command_line(request),
-        )
-        return published(result, chosen, request.out)
+        notes += [*source_notes(src), *filter(None, [training_note(src)])]
+        return published_choice(request, src, chosen, [source, *rows], search.environment, notes)
 
 
 def _optimized_parts(

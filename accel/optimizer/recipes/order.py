@@ -6,9 +6,8 @@ The expected speedups and times come from earlier runs on this machine, or else 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, canonical_json, text_sha256
 from accel.cache import StageCache
@@ -17,13 +16,9 @@ from accel.stage import versions
 from accel.tables.precision import PRECISIONS
 from accel.timing.environment import environment
 
+from ..candidate import CandidateResult, megabytes
 from .recipe import STATIC, Recipe
 from .steps import cpu_has_bf16
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..candidate import CandidateResult
 
 # The kinds of models whose speedups differ.
 TRANSFORMER, OTHER = "transformer", "other"
@@ -63,71 +58,78 @@ class Expected:
         return self.seconds / max(math.log(self.speedup / best), 0.001)
 
 
-def in_order(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> list[Recipe]:
-    """Returns the recipes ``made``. Each next recipe is the cheapest for its speedup over the earlier recipes. Recipes
-    that this machine can't run are ordered by their precision alone."""
-    known = cache.get_record("costs", _key()) or {}
-    kind, megabytes = kind_of(src), _megabytes(src)
-    apart = sorted((one for one in made if not one.runnable), key=lambda one: PRECISIONS[one.precision].rank_unmeasured)
-    left = [(expected(one, kind, megabytes, known), one) for one in made if one.runnable]
-    found, best = [], 1.0
-    while left:
-        following = min(left, key=lambda pair: (pair[0].cost(best), -pair[0].speedup))
-        left.remove(following)
-        found.append(following[1])
-        best = max(best, following[0].speedup)
-        # A recipe with the same stages finds them in the cache.
-        left = [(replace(e, seconds=1.0) if one.stages == following[1].stages else e, one) for e, one in left]
-    return found + apart
+class Costs:
+    """What is known about the speedups and times of recipes for the model ``src``. ``cache`` holds the averages of
+    earlier runs."""
 
+    def __init__(self, src: Artifact, cache: StageCache) -> None:
+        machine = {name: environment(0, date=False)[name] for name in ("cpu", "cores")}
+        used = versions(("onnxruntime", "openvino", "nncf"))
+        self._key = text_sha256(canonical_json({"machine": machine, "versions": used}))
+        self._cache = cache
+        self._known = cache.get_record("costs", self._key) or {}
+        self._kind, self._megabytes = kind_of(src), max(1.0, megabytes(src))
 
-def expectations(made: Sequence[Recipe], src: Artifact, cache: StageCache) -> dict[str, Expected]:
-    """Returns what is expected of each recipe in its order, by the recipe's name. A recipe with the stages of an
-    earlier recipe takes no time."""
-    known = cache.get_record("costs", _key()) or {}
-    kind, megabytes = kind_of(src), _megabytes(src)
-    found: dict[str, Expected] = {}
-    stages = []
-    for one in made:
-        if one.runnable:
-            usual = expected(one, kind, megabytes, known)
-            found[one.name] = replace(usual, seconds=0.0) if one.stages in stages else usual
-            stages.append(one.stages)
-    return found
+    def in_order(self, made: Sequence[Recipe]) -> list[Recipe]:
+        """Returns the recipes ``made``. Each next recipe is the cheapest for its speedup over the earlier recipes.
+        Recipes that this machine can't run are ordered by their precision alone."""
+        apart = [one for one in made if not one.runnable]
+        left = [(self.expected(one), one) for one in made if one.runnable]
+        found, best = [], 1.0
+        while left:
+            following = min(left, key=lambda pair: (pair[0].cost(best), -pair[0].speedup))
+            left.remove(following)
+            found.append(following[1])
+            best = max(best, following[0].speedup)
+            # A recipe with the same stages finds them in the cache.
+            left = [(replace(e, seconds=1.0) if one.stages == following[1].stages else e, one) for e, one in left]
+        return found + sorted(apart, key=lambda one: PRECISIONS[one.precision].rank_unmeasured)
 
+    def expectations(self, made: Sequence[Recipe]) -> dict[str, Expected]:
+        """Returns what is expected of each recipe in its order, by the recipe's name. A recipe with the stages of an
+        earlier recipe takes no time."""
+        found: dict[str, Expected] = {}
+        stages = []
+        for one in made:
+            if one.runnable:
+                usual = self.expected(one)
+                found[one.name] = replace(usual, seconds=0.0) if one.stages in stages else usual
+                stages.append(one.stages)
+        return found
 
-def remember(rows: Iterable[CandidateResult], src: Artifact, cache: StageCache) -> None:
-    """Adds the measured speedups of ``rows`` and the times of their stages to what is known about this machine."""
-    known = cache.get_record("costs", _key()) or {}
-    kind, megabytes = kind_of(src), _megabytes(src)
-    for row in rows:
-        speedup = (row.measured or {}).get("speedup")
-        if row.recipe is None or row.base or row.artifact is None or speedup is None:
-            continue
-        stages = {step.stage for step in row.recipe.stages}
-        seconds = sum(record["seconds"] for record in row.artifact.history if record["name"] in stages)
-        slowness = seconds / _usual_seconds(row.recipe, megabytes)
-        found = known.setdefault(_of(row.recipe, kind, megabytes), {"runs": 0, "speedup": 0.0, "slowness": 0.0})
-        found["runs"] = min(found["runs"] + 1, _RUNS)
-        for name, value in (("speedup", speedup), ("slowness", slowness)):
-            found[name] += (value - found[name]) / found["runs"]
-    cache.put_record("costs", _key(), known)
+    def remember(self, rows: Iterable[CandidateResult]) -> None:
+        """Adds the measured speedups of ``rows`` and the times of their stages to the averages."""
+        for row in rows:
+            speedup = (row.measured or {}).get("speedup")
+            if row.recipe is None or row.base or row.artifact is None or speedup is None:
+                continue
+            stages = {step.stage for step in row.recipe.stages}
+            seconds = sum(record["seconds"] for record in row.artifact.history if record["name"] in stages)
+            slowness = seconds / _usual_seconds(row.recipe, self._megabytes)
+            found = self._known.setdefault(self._name(row.recipe), {"runs": 0, "speedup": 0.0, "slowness": 0.0})
+            found["runs"] = min(found["runs"] + 1, _RUNS)
+            for name, value in (("speedup", speedup), ("slowness", slowness)):
+                found[name] += (value - found[name]) / found["runs"]
+        self._cache.put_record("costs", self._key, self._known)
 
+    def expected(self, recipe: Recipe) -> Expected:
+        """Returns what is expected of ``recipe``."""
+        seconds = _usual_seconds(recipe, self._megabytes)
+        found = self._known.get(self._name(recipe))
+        if found:
+            return Expected(speedup=found["speedup"], seconds=found["slowness"] * seconds)
+        usual = 1.1 + 0.1 * (len(PRECISIONS) - PRECISIONS[recipe.precision].rank)
+        fast = _SPEEDUPS.get(recipe.name, (usual, usual))[0 if self._kind == TRANSFORMER else 1]
+        if recipe.precision == "bf16" and not cpu_has_bf16():
+            fast = 1.0
+        if recipe.precision == "int8" and int8_saturates():  # such a CPU has no instructions for int8 products
+            fast = math.sqrt(fast)
+        return Expected(speedup=fast, seconds=seconds)
 
-def expected(recipe: Recipe, kind: str, megabytes: float, known: Mapping[str, Any]) -> Expected:
-    """Returns what is expected of ``recipe`` for a model of ``kind`` with ``megabytes`` of weights. ``known`` holds the
-    averages of earlier runs."""
-    seconds = _usual_seconds(recipe, megabytes)
-    found = known.get(_of(recipe, kind, megabytes))
-    if found:
-        return Expected(speedup=found["speedup"], seconds=found["slowness"] * seconds)
-    usual = 1.1 + 0.1 * (len(PRECISIONS) - PRECISIONS[recipe.precision].rank)
-    fast = _SPEEDUPS.get(recipe.name, (usual, usual))[0 if kind == TRANSFORMER else 1]
-    if recipe.precision == "bf16" and not cpu_has_bf16():
-        fast = 1.0
-    if recipe.precision == "int8" and int8_saturates():  # such a CPU has no instructions for int8 products
-        fast = math.sqrt(fast)
-    return Expected(speedup=fast, seconds=seconds)
+    def _name(self, recipe: Recipe) -> str:
+        """Returns the name under which the averages of a recipe are kept. Models of very different sizes have averages
+        of their own, because their speedups differ."""
+        return f"{recipe.name}, {self._kind}, {10 ** int(math.log10(self._megabytes))} MB"
 
 
 def _usual_seconds(recipe: Recipe, megabytes: float) -> float:
@@ -142,18 +144,3 @@ def kind_of(src: Artifact) -> str:
     from accel.sources.onnx.file import read_without_weights
 
     return TRANSFORMER if is_transformer(read_without_weights(src.path)) else OTHER
-
-
-def _of(recipe: Recipe, kind: str, megabytes: float) -> str:
-    """Returns the name under which the averages of a recipe are kept. Models of very different sizes have averages of
-    their own, because their speedups differ."""
-    return f"{recipe.name}, {kind}, {10 ** int(math.log10(megabytes))} MB"
-
-
-def _megabytes(src: Artifact) -> float:
-    return max(1.0, sum(file.stat().st_size for file in src.files) / 1e6)
-
-
-def _key() -> str:
-    machine = {name: environment(0, date=False)[name] for name in ("cpu", "cores")}
-    return text_sha256(canonical_json({"machine": machine, "versions": versions(("onnxruntime", "openvino", "nncf"))}))

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     import onnx
 
 # The numbers of fields in onnx.proto.
-_MODEL_GRAPH = 7
-_GRAPH_INITIALIZER = 5
-_TENSOR_RAW_DATA = 9
+MODEL_GRAPH = 7
+GRAPH_INITIALIZER = 5
+TENSOR_RAW_DATA = 9
 
 _MOST_FIELDS = 1_000_000
 
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+# The wire types. The content of a field with the type ``LENGTH`` has its length in front.
+_VARINT, _EIGHT_BYTES, LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 
 
 class Field(NamedTuple):
@@ -45,17 +46,17 @@ def read_light(path: Path, largest: int, *, detached: bool) -> onnx.ModelProto:
 
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         outer = list(_fields(data, 0, len(data)))
-        graphs = [field for field in outer if field.number == _MODEL_GRAPH]
+        graphs = [field for field in outer if field.number == MODEL_GRAPH]
         if len(graphs) != 1:
             raise ValueError(f"{path} has {len(graphs)} graphs")
         inner = list(_fields(data, graphs[0].content, graphs[0].end))
-        tensors = [field for field in inner if field.number == _GRAPH_INITIALIZER]
+        tensors = [field for field in inner if field.number == GRAPH_INITIALIZER]
         model = onnx.ModelProto()
         model.MergeFromString(_joined(data, [field for field in outer if field not in graphs]))
-        model.graph.MergeFromString(_joined(data, [field for field in inner if field.number != _GRAPH_INITIALIZER]))
+        model.graph.MergeFromString(_joined(data, [field for field in inner if field.number != GRAPH_INITIALIZER]))
         for field in tensors:
             parts = list(_fields(data, field.content, field.end))
-            raw = [part for part in parts if part.number == _TENSOR_RAW_DATA]
+            raw = [part for part in parts if part.number == TENSOR_RAW_DATA]
             large = len(raw) == 1 and raw[0].end - raw[0].content > largest
             tensor = model.graph.initializer.add()
             tensor.MergeFromString(_joined(data, [part for part in parts if not large or part not in raw]))
@@ -80,7 +81,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
         kind, content = tag & 7, at
         if kind == _VARINT:
             _, at = _varint(data, at, end)
-        elif kind == _LENGTH:
+        elif kind == LENGTH:
             length, content = _varint(data, at, end)
             at = content + length
         elif kind in (_EIGHT_BYTES, _FOUR_BYTES):

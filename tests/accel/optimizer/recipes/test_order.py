@@ -42,10 +42,10 @@ def test_cheap_speedups_come_first(
     """Fails if a large model waits for a calibration although a quick recipe gives a good speedup. Also fails if a
     recipe comes first that doesn't make this kind of model faster."""
     monkeypatch.setattr(order, "kind_of", lambda _: kind)
-    monkeypatch.setattr(order, "_megabytes", lambda _: 400.0)
+    monkeypatch.setattr(order, "megabytes", lambda _: 400.0)
     monkeypatch.setattr(order, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(order, "int8_saturates", lambda: False)
-    found = names(order.in_order(made, perceptron, StageCache(tmp_path)))
+    found = names(order.Costs(perceptron, StageCache(tmp_path)).in_order(made))
     assert sorted(found) == sorted(names(made))
     assert found[:3] == [first, "openvino int8", "openvino int8+bf16"]
 
@@ -56,21 +56,21 @@ def test_earlier_runs_change_the_order(
     """Fails if the measured speedup and time of a recipe don't change its place in the next run of a model of about the
     same size, or if they change its place for a model of another size."""
     cache = StageCache(tmp_path / "cache")
-    monkeypatch.setattr(order, "_megabytes", lambda _: 400.0)
+    monkeypatch.setattr(order, "megabytes", lambda _: 400.0)
     slow = next(one for one in made if one.name == "ort-cpu int8 static")
-    assert order.in_order(made, perceptron, cache)[0] is not slow
+    assert order.Costs(perceptron, cache).in_order(made)[0] is not slow
     manifest = perceptron.manifest
     assert manifest is not None
     stages = tuple({"name": step.stage, "seconds": 0.1, "key": ""} for step in slow.stages)
     artifact = perceptron.with_manifest(replace(manifest, stages=stages))
     row = CandidateResult(name=slow.name, recipe=slow, artifact=artifact, measured={"speedup": 20.0})
     failed = CandidateResult(name="failed", recipe=made[0], artifact=None, measured={"speedup": None})
-    order.remember([row, failed], perceptron, cache)
-    assert order.in_order(made, perceptron, cache)[0] is slow
-    monkeypatch.setattr(order, "_megabytes", lambda _: 4.0)  # a small model has averages of its own
-    assert order.in_order(made, perceptron, cache)[0] is not slow
-    monkeypatch.setattr(order, "_megabytes", lambda _: 400.0)
+    order.Costs(perceptron, cache).remember([row, failed])
+    assert order.Costs(perceptron, cache).in_order(made)[0] is slow
+    monkeypatch.setattr(order, "megabytes", lambda _: 4.0)  # a small model has averages of its own
+    assert order.Costs(perceptron, cache).in_order(made)[0] is not slow
+    monkeypatch.setattr(order, "megabytes", lambda _: 400.0)
     row.measured = {"speedup": 0.5}
     for _ in range(100):
-        order.remember([row], perceptron, cache)
-    assert order.in_order(made, perceptron, cache)[0] is not slow
+        order.Costs(perceptron, cache).remember([row])
+    assert order.Costs(perceptron, cache).in_order(made)[0] is not slow
