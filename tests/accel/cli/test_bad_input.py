@@ -257,8 +257,6 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# At each stage in PUBLISHED_AFTER, a candidate has already passed, so Ctrl-C publishes the best candidate.
-PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = {
     **dict.fromkeys(("onnx_from_tensorflow", "onnx_from_tflite", "tflite_from_saved_model"), _AFTER_TENSORFLOW),
@@ -324,7 +322,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
     assert seen[-1].startswith(f"accel: {stage}"), said
     *progress, last = said.splitlines()
     files = {name: data for name, data in snapshot(corpus).items() if not name.startswith(own_cache.name)}
-    if stage in PUBLISHED_AFTER:
+    # Each machine has its own order of candidates, so the output tells whether a candidate was judged before.
+    if any(line.startswith("accel: judging") for line in seen[:-1]):
         assert process.returncode == 0, said
         assert "chosen" in stdout
         assert (corpus / "out" / "optimize.json").is_file()
