@@ -35,6 +35,7 @@ ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=..
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",
+    ("decoder", False): "--no-decoder",
     ("vary_session", False): "--fixed-session",
 }
 _NO_VALUE = object()

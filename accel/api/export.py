@@ -48,7 +48,10 @@ def export(
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes the file's manifest beside the file, and proves that the file
     computes the same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An
-    ``accel.Pipeline`` is exported to the folder ``out``, with a subfolder for each part, and is verified end to end.
+    ``accel.Pipeline`` is exported to the folder ``out``, with a subfolder for each part, and is verified end to end. A
+    model of transformers that generates text is exported to the folder ``out`` with its KV cache, in the form that
+    onnxruntime-genai and optimum read. ``decoder=False`` exports one pass without a cache instead, and
+    ``decoder=True`` exports a module of your own (see ``accel.sources.torch.decoder``).
 
     ``to`` is the format of the result (``onnx``, ``saved_model``, ``tflite``, ``ncnn``, ``openvino`` or ``torch``).
     Formats other than ``onnx`` are converted from the ONNX model and written to the folder ``out``.
@@ -79,11 +82,32 @@ def export(
             f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
+    from .decoder.export import export_decoder, is_decoder
+
+    as_decoder = not is_onnx and to == "onnx" and is_decoder(named, Path(out) if out is not None else None)
+    if as_decoder:
+        named = replace(named, decoder=True)
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
+    if as_decoder:
+        with ExitStack() as stack, _limit_named(limit):
+            return export_decoder(
+                src,
+                named,
+                opset=opset or DEFAULT_OPSET,
+                simplify=simplify,
+                limit=limit,
+                cache=open_cache(stack, use_cache),
+                folder=_folder_of(out, "a decoder with a KV cache", preprocess),
+            )
     if "pipeline" in src.source and src.kind == "torch":
         from .pipeline.export import export_pipeline
 
-        folder = _pipeline_folder(out, to, preprocess)
+        if to != "onnx":
+            raise UsageError(
+                f"this source is a pipeline of several models, but {option('to', to)} is for a single model; leave out "
+                f"{option('to', to)}"
+            )
+        folder = _folder_of(out, "a pipeline of several models", preprocess)
         with ExitStack() as stack, _limit_named(limit):
             return export_pipeline(
                 src,
@@ -151,15 +175,15 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
     check_writable(out if out.suffix else out / main_file)
 
 
-def _pipeline_folder(out: str | Path | None, to: str, preprocess: PreprocessConfig | None) -> Path:
-    """Returns the folder to export a pipeline to. Raises ``UsageError`` if an argument is invalid for pipelines."""
-    if to != "onnx" or preprocess is not None:
-        asked = option("to", to) if to != "onnx" else option("preprocess")
+def _folder_of(out: str | Path | None, what: str, preprocess: PreprocessConfig | None) -> Path:
+    """Returns the folder to export a source to that takes several files. ``what`` describes the source. Raises
+    ``UsageError`` if an argument is for a single file."""
+    if preprocess is not None:
         raise UsageError(
-            f"this source is a pipeline of several models, but {asked} is for a single model; leave out {asked}"
+            f"this source is {what}, but {option('preprocess')} is for a single model; leave out {option('preprocess')}"
         )
     if out is not None and Path(out).suffix == ".onnx":
-        raise UsageError(f"a pipeline is exported to a folder; pass e.g. {option('out', f'{Path(out).stem}/')}")
+        raise UsageError(f"{what} is exported to a folder; pass e.g. {option('out', f'{Path(out).stem}/')}")
     return Path(out) if out is not None else StageCache().result_folder()
 
 

@@ -84,6 +84,13 @@ def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+_decoder = click.option(
+    "--decoder/--no-decoder",
+    default=None,
+    help="Open a model that generates text with its KV cache as inputs and outputs. Default for an export to a folder.",
+)
+
+
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of ``accel.Source``. ``function`` gets the options as the argument ``source``. The keys of the
     dict ``source`` are the names of the Python arguments."""
@@ -96,6 +103,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @_signature
     @_strip
     @_placeholder
+    @_decoder
     @wraps(function)
     def wrapped(
         *args: Any,
@@ -107,6 +115,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         signature: str,
         strip_training_ops: bool,
         placeholders: tuple[str, ...],
+        decoder: bool | None,
         **kwargs: Any,
     ) -> Any:
         source: SourceOptions = {
@@ -118,6 +127,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "signature": signature,
             "strip_training_ops": strip_training_ops,
             "placeholders": read_placeholders(placeholders) or None,
+            "decoder": decoder,
         }
         return function(*args, source=source, **kwargs)
 

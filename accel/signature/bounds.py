@@ -1,5 +1,5 @@
-"""Parses and evaluates the bounds of integer inputs. A bound is a number, or a text with a sum of dims and numbers,
-such as ``length-1``."""
+"""Parses and evaluates sums of dims and numbers. The bound of an integer input is a number or a sum such as
+``length-1``. A dim of an input may be a sum of other dims, such as ``past+sequence``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from accel.errors import BadInputSpec
 
 Bound = int | str
 
+# A dim with another operator, such as a hyphen, may be a name that an exporter chose.
+_SUM = re.compile(r"[A-Za-z_]\w*(?: *\+ *\w+)+")
 _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
@@ -26,6 +28,19 @@ def parse_bound(text: Bound) -> Bound:
 def dims_of(bound: Bound) -> frozenset[str]:
     """Returns the names of the dims in a bound."""
     return frozenset() if isinstance(bound, int) else frozenset(dim for dim, _ in _terms(bound)[0])
+
+
+def is_sum(dim: Bound) -> bool:
+    """Tells whether the dim of a shape is a sum of other dims and numbers, such as ``past+sequence``."""
+    return isinstance(dim, str) and _SUM.fullmatch(dim) is not None
+
+
+def free_dims(dim: Bound) -> tuple[str, ...]:
+    """Returns the names of the dims that determine the size of ``dim``, in order: the terms of a sum, or the dim
+    itself. Returns an empty tuple for a fixed size."""
+    if isinstance(dim, int):
+        return ()
+    return tuple(name for name, _ in _terms(dim)[0]) if is_sum(dim) else (dim,)
 
 
 def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:

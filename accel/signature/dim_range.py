@@ -14,8 +14,9 @@ BATCH = "batch"
 class DimRange:
     """The range of a dynamic dim, with its smallest, most usual and largest size.
 
-    Every valid size is a multiple of ``step``. For example, a net that halves an image's size twice and then upsamples
-    the image takes only multiples of 4.
+    The smallest size is 0 only for a dim that may be empty, such as the past of a KV cache. Every valid size is a
+    multiple of ``step``. For example, a net that halves an image's size twice and then upsamples the image takes only
+    multiples of 4.
     """
 
     min: int
@@ -25,7 +26,7 @@ class DimRange:
     step: int = field(default=1, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.opt <= self.max:
+        if not 0 <= self.min <= self.opt <= self.max or not self.opt:
             raise BadInputSpec(
                 f"a dim range needs 1 <= min <= opt <= max, but got {self.min}:{self.opt}:{self.max}; write e.g. 1:8:64"
             )

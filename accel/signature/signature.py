@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import BadFeeds, BadInputSpec
 from accel.spelling import option
 
+from .bounds import bound_at, free_dims, is_sum
 from .dim_range import BATCH, DimRange, merged_ranges
 from .spec import TensorSpec, as_tuples, dtype_name, numpy_dtype
 
@@ -45,6 +46,13 @@ class Signature:
             if dim not in known:
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dynamic dims are: {has}")
+        terms = {name for spec in self.inputs for dim in spec.shape if is_sum(dim) for name in free_dims(dim)}
+        for dim, bounds in self.dims.items():
+            if not bounds.min and dim not in terms:
+                raise BadInputSpec(
+                    f"the dim {dim!r} can't be empty, but has the range {bounds}; a dim range needs 1 <= min <= opt <= "
+                    "max, unless the dim is a term of another dim, as in [past+length]"
+                )
         for spec in self.inputs:
             if unknown := sorted(spec.bound_dims.difference(known)):
                 has = ", ".join(known) or "none"
@@ -59,8 +67,8 @@ class Signature:
 
     @property
     def dynamic_dims(self) -> tuple[str, ...]:
-        """Returns the names of the dynamic dims of the inputs, in order of appearance."""
-        return tuple(dict.fromkeys(d for spec in self.inputs for d in spec.shape if isinstance(d, str)))
+        """Returns the names of the dynamic dims of the inputs, in order of appearance. Sums of dims are left out."""
+        return tuple(dict.fromkeys(name for spec in self.inputs for dim in spec.shape for name in free_dims(dim)))
 
     @property
     def batch_dim(self) -> str | None:
@@ -106,8 +114,8 @@ class Signature:
         for dim, size in given.items():
             if dim not in self.dims:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
-            if size < 1:
-                raise BadInputSpec(f"the dim {dim!r} can't have the size {size}; sizes start at 1")
+            if size < (least := min(1, self.dims[dim].min)):
+                raise BadInputSpec(f"the dim {dim!r} can't have the size {size}; sizes start at {least}")
             if size % (sizes := self.dims[dim]).step:
                 raise BadInputSpec(
                     f"the dim {dim!r} can't have the size {size}, because its sizes are multiples of {sizes.step}; use "
@@ -233,10 +241,16 @@ class Signature:
                         f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}; a model with "
                         "a dynamic dim in its place takes other sizes"
                     )
-                if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
+                if isinstance(dim, str) and not is_sum(dim) and sizes.setdefault(dim, size) != size:
                     raise BadFeeds(
                         f"the dim {dim!r} has size {sizes[dim]} in one input, but size {size} in input {spec.name!r}"
                     )
+        for spec, axis, dim in self._sums:
+            known = all(name in sizes for name in free_dims(dim))
+            if spec.name in feeds and known and (size := feeds[spec.name].shape[axis]) != bound_at(dim, sizes):
+                raise BadFeeds(
+                    f"the dim {dim!r} of input {spec.name!r} has size {size}, but has to be {bound_at(dim, sizes)}"
+                )
         for dim, stepped in self._stepped.items():
             if (size := sizes.get(dim, 0)) % stepped.step:
                 raise BadFeeds(
@@ -258,6 +272,16 @@ class Signature:
     def _stepped(self) -> Mapping[str, DimRange]:
         """Returns the dims whose step isn't 1. The result is cached, because a server needs it at every request."""
         return {dim: found for dim, found in self.dims.items() if found.step != 1}
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[TensorSpec, int, str], ...]:
+        """Returns the input, the axis and the dim for each dim of an input that is a sum of other dims."""
+        return tuple(
+            (spec, axis, dim)
+            for spec in self.inputs
+            for axis, dim in enumerate(spec.shape)
+            if isinstance(dim, str) and is_sum(dim)
+        )
 
     def describe_inputs(self) -> str:
         """Returns the inputs for a message, each in the notation of ``TensorSpec.parse``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadInputSpec
 
-from .bounds import Bound, bound_at, dims_of, parse_bound, substituted
+from .bounds import Bound, bound_at, dims_of, free_dims, is_sum, parse_bound, substituted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
+    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``). The
+    string may be a sum of other dims (``"past+sequence"``).
 
     ``values`` is the range of valid integers, such as token ids. A bound of ``values`` may be a sum of dims, as in
     ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example.
@@ -97,7 +98,7 @@ class TensorSpec:
                 if match["shape"]:
                     raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
                 continue
-            if not (part.lstrip("-").isdigit() or part.isidentifier()):
+            if not (part.lstrip("-").isdigit() or part.isidentifier() or is_sum(part)):
                 raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like batch")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
         values = (parse_bound(match["lo"]), parse_bound(match["hi"])) if match["lo"] is not None else None
@@ -110,10 +111,12 @@ class TensorSpec:
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape after replacing each dynamic dim by its size in ``sizes``. Raises ``BadInputSpec`` if a
         size is missing."""
-        missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
+        missing = [name for dim in self.shape for name in free_dims(dim) if name not in sizes]
         if missing:
             raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
-        return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
+        return tuple(
+            bound_at(dim, sizes) if is_sum(dim) else sizes[dim] if isinstance(dim, str) else dim for dim in self.shape
+        )
 
     def range_at(self, sizes: Mapping[str, int]) -> tuple[int, int] | None:
         """Returns the smallest and the largest valid integer for the dims' ``sizes``. Returns None if the input has no
@@ -147,7 +150,10 @@ class TensorSpec:
     def with_dims(self, dims: Mapping[str, Dim]) -> TensorSpec:
         """Returns the spec after replacing each dynamic dim by its size or new name in ``dims``."""
         low_high = tuple(substituted(bound, dims) for bound in self.values or ())
-        shape = tuple(dims.get(dim, dim) if isinstance(dim, str) else dim for dim in self.shape)
+        shape = tuple(
+            substituted(dim, dims) if is_sum(dim) else dims.get(dim, dim) if isinstance(dim, str) else dim
+            for dim in self.shape
+        )
         return replace(self, shape=shape, values=low_high or None)  # type: ignore[arg-type]
 
 
@@ -161,7 +167,7 @@ def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str,
     name."""
     shapes = {spec.name: spec.shape for spec in new}
     pairs = [pair for spec in old for pair in zip(spec.shape, shapes.get(spec.name, ()), strict=False)]
-    return {one: other for one, other in pairs if isinstance(one, str)}
+    return {one: other for one, other in pairs if isinstance(one, str) and not is_sum(one)}
 
 
 def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
-from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec
+from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec, bound_at, is_sum
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -140,11 +140,12 @@ def output_specs(
     """Derives the specs of a model's outputs from several runs. ``cases`` has the dim sizes of each run, and ``runs``
     has the outputs of each run.
 
-    A dim with the same size in all runs is fixed. An output dim gets the name of an input dim if both dims always have
-    the same size. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names.
-    Raises ``BadSource`` if the rank of an output varies.
+    A dim with the same size in all runs is fixed. An output dim gets the name of an input dim, or of a sum of dims in
+    an input, if both always have the same size. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's
+    output names to new names. Raises ``BadSource`` if the rank of an output varies.
     """
     specs = []
+    known = dict.fromkeys([*signature.dims, *(d for spec in signature.inputs for d in spec.shape if is_sum(d))])
     if other := next((run for run in runs if set(run) != set(runs[0])), None):
         name = sorted(set(other) ^ set(runs[0]))[0]
         raise BadSource(
@@ -163,7 +164,7 @@ def output_specs(
             if len(set(sizes_seen)) == 1:
                 shape.append(sizes_seen[0])
             else:
-                same = [d for d in signature.dims if [case[d] for case in cases] == sizes_seen]
+                same = [dim for dim in known if [bound_at(dim, case) for case in cases] == sizes_seen]
                 shape.append(same[0] if same else f"{name}_{axis}")
         dtype = "string" if value.dtype.kind in "OUS" else str(value.dtype)
         specs.append(TensorSpec((names or {}).get(name, name), dtype, tuple(shape)))

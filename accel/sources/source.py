@@ -45,6 +45,7 @@ class SourceOptions(TypedDict, total=False):
     placeholders: Mapping[str, Any] | None
     example: Any
     dynamic: Mapping[str, Any] | None
+    decoder: bool | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Source:
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
     graph, and sets placeholders such as ``keep_prob`` and ``is_training`` to their values at inference.
-    ``placeholders`` sets placeholders of a TF1 graph that aren't inputs, as in ``{"keep_prob": 1.0}``.
+    ``placeholders`` sets placeholders of a TF1 graph that aren't inputs, as in ``{"keep_prob": 1.0}``. With
+    ``decoder``, a generative PyTorch model is opened with its KV cache as inputs and outputs.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """
@@ -88,6 +90,7 @@ class Source:
     placeholders: Mapping[str, Any] | None = None
     example: Any = None
     dynamic: Mapping[str, Any] | None = None
+    decoder: bool | None = None
 
     def __post_init__(self) -> None:
         # Sessions and results of accel.optimize have the attribute ``artifact``.
@@ -184,6 +187,8 @@ class Source:
         found = self.hub_model
         if form is not None or found or not self.native:
             self._refuse(("weights",), "has its own weights")
+        if form is not None or not self.native:
+            self._refuse(("decoder",), "is no PyTorch model")
         if form is not None:
             return self._open_tensorflow()
         if self.native:
@@ -194,7 +199,8 @@ class Source:
             dims = parse_dims(self.dims or {})
             try:
                 spec = found.spec if found else self.text
-                return open_torch(spec, inputs=self.inputs, weights=weights, dims=dims, like=like)
+                decoder = bool(self.decoder)
+                return open_torch(spec, inputs=self.inputs, weights=weights, dims=dims, like=like, decoder=decoder)
             except MadeByTensorFlow:
                 self._refuse(("weights",), "is a model of TensorFlow, which has its own weights")
                 return self._open_tensorflow()
@@ -268,7 +274,7 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
     ]
 
 
-_BASIC = ("inputs", "weights", "dims")
+_BASIC = ("inputs", "weights", "dims", "decoder")
 
 
 def check_name(path: Path) -> None:

@@ -62,7 +62,9 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
     dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
-        {axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in src.signature.inputs
+        # torch.export finds out by itself which sum of dims an axis has.
+        {axis: dims.get(d, torch.export.Dim.AUTO) for axis, d in enumerate(spec.shape) if isinstance(d, str)}
+        for spec in src.signature.inputs
     )
     outputs = _output_names(src)
     module = named(src)

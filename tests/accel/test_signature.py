@@ -199,3 +199,25 @@ def test_an_input_with_a_default_may_be_left_out() -> None:
     ):
         with pytest.raises(BadFeeds, match=says):
             signature.check_feeds(wrong)
+
+
+def test_a_dim_may_be_a_sum_of_other_dims() -> None:
+    """Fails if a sum counts as a dim of its own, its size isn't the sum, or wrong feeds are accepted."""
+    texts = ("ids:int64[batch,new]{0..9}", "mask:int64[batch,past+new]", "cache:float32[batch,past,4]")
+    signature = Signature(tuple(map(TensorSpec.parse, texts)), (), {"past": DimRange(0, 8, 16)})
+    assert signature.dynamic_dims == ("batch", "new", "past")
+    for sizes in signature.cases():
+        feeds = signature.inputs_at(sizes)
+        assert feeds["mask"].shape[1] == sizes["past"] + sizes["new"]
+        assert signature.check_feeds(feeds) == sizes
+    assert 0 in {sizes["past"] for sizes in signature.cases()}
+    with pytest.raises(BadFeeds, match="'past\\+new' of input 'mask' has size 1, but has to be"):
+        signature.check_feeds({**feeds, "mask": feeds["mask"][:, :1]})
+    assert Signature.from_json(signature.to_json()) == signature
+    fixed = signature.inputs[1].with_dims({"past": 3, "new": 4})
+    assert fixed.shape == ("batch", 7)
+
+
+def test_only_a_term_of_a_sum_may_be_empty() -> None:
+    with pytest.raises(BadInputSpec, match="1 <= min <= opt <= max"):
+        Signature((TensorSpec.parse("x:float32[batch,4]"),), (), {"batch": DimRange(0, 1, 2)})

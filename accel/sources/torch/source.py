@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel import kept_outputs
-from accel.artifact import Artifact, file_sha256, text_sha256
+from accel.artifact import Artifact, canonical_json, file_sha256, text_sha256
 from accel.errors import BadInputSpec
 from accel.kept_outputs import Run
 from accel.signature import Signature, TensorSpec
@@ -26,6 +26,7 @@ from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
 from .arguments import class_name
 from .call import NamedModule, discover_outputs, in_training, run_named
+from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
@@ -48,6 +49,7 @@ def open_torch(
     weights: Path | None = None,
     dims: Dims | None = None,
     like: Callable[[], Signature] | None = None,
+    decoder: bool = False,
 ) -> Artifact:
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
@@ -55,12 +57,13 @@ def open_torch(
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
     the factory's module. ``like`` is a function that returns the signature of another version of the model. ``like`` is
-    called if neither ``spec`` nor ``inputs`` declares the inputs.
+    called if neither ``spec`` nor ``inputs`` declares the inputs. With ``decoder``, the model gets a KV cache as inputs
+    and outputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
-    found = _find(spec, weights)
+    found = _find(spec, weights, decoder)
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
     found.module.eval()
@@ -109,7 +112,9 @@ def open_torch(
     # The hashes of weights, code and files don't cover a module's attributes. The hash of the source includes the
     # factory's name, because two factories in one file may make modules that differ only in attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
-    sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
+    about = about_decoder(found.module) if isinstance(found.module, CachedDecoder) else None
+    facts = [canonical_json(about)] if about else []
+    sha256 = text_sha256("\n".join([state, code, factory, *facts, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     for feeds, outcome in outputs.runs:
         kept_outputs.keep(Run.of(sha256, "torch", feeds), outcome)
@@ -127,6 +132,7 @@ def open_torch(
             **({"bounds": words} if words else {}),
             "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": outputs.result},
             **_pipeline(found.module),
+            **({"decoder": about} if about else {}),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,
@@ -151,7 +157,8 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     sha256 = artifact.source["sha256"]
     if sha256 not in _opened:
         weights = artifact.source.get("weights")
-        found = _find(artifact.source["spec"], Path(weights) if weights else None)
+        decoder = "decoder" in artifact.source
+        found = _find(artifact.source["spec"], Path(weights) if weights else None, decoder)
         _opened[sha256] = found.module.eval()
     return _opened[sha256]
 
@@ -207,7 +214,12 @@ def _precision(module: torch.nn.Module) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
 
 
-def _find(spec: str, weights: Path | None) -> Found:
+def _find(spec: str, weights: Path | None, decoder: bool) -> Found:
+    found = _find_module(spec, weights)
+    return as_decoder(found) if decoder else found
+
+
+def _find_module(spec: str, weights: Path | None) -> Found:
     asked = model_id(spec)
     if asked is not None and asked.commit:  # ``Source`` has already resolved the branch or tag to a commit
         found = locate(asked)

@@ -55,6 +55,15 @@ def quiet_transformers() -> Any:
     return transformers
 
 
+def generates(architecture: str) -> bool:
+    """Tells whether transformers knows ``architecture`` as a model that generates text from text, token by token."""
+    quiet_transformers()
+    from transformers.models.auto import modeling_auto
+
+    known: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return any(architecture in (names if isinstance(names, tuple) else (names,)) for names in known.values())
+
+
 def own_code(name: str) -> BadSource:
     """Returns the error for a model that needs Python code from its own folder."""
     return BadSource(

@@ -1,0 +1,205 @@
+"""Proves that a decoder with a KV cache computes the same logits as the model does without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.errors import AccelError, GateFailed, one_line
+from accel.progress import report
+from accel.proof.compare import compare
+from accel.proof.gates import PATIENT, gate_runtime, output_result
+from accel.runtimes.base import Session, open_session
+from accel.signature.decoder import IDS, LOGITS
+from accel.stage import GateResult
+
+from .replay import Replay, replay
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Whole = Callable[["np.ndarray"], "np.ndarray"]
+
+# The number of base texts, and their length in tokens. All scenarios use beginnings of these texts.
+_TEXTS, _LENGTH = 8, 128
+_TOKEN_BY_TOKEN = 96
+# The most tokens of the scenario at the end of the context. A context of 128k tokens would take hours.
+_LONGEST = 512
+_GREEDY = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Some texts, by number and length, and the steps in which they run. ``order`` is the order of the rows after the
+    first step."""
+
+    name: str
+    texts: tuple[tuple[int, int], ...]
+    steps: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+
+
+def scenarios(context: int) -> list[Scenario]:
+    """Returns the ways to run a decoder that may not change its logits. ``context`` is the largest number of tokens."""
+    length = min(_LENGTH, context)
+    single = min(_TOKEN_BY_TOKEN, length)
+    half, third = max(1, length // 2), max(1, length // 3)
+    rest = length - half
+    beams = ((0, length), (1, length), (2, length), (3, length))
+    found = [
+        Scenario(name="prefill of the whole text", texts=((0, length),), steps=(length,)),
+        Scenario(
+            name="prefill in three parts",
+            texts=((0, length), (1, length), (2, length)),
+            steps=tuple(size for size in (third, 1, length - third - 1) if size),
+        ),
+        Scenario(name=f"{single} tokens one by one", texts=((3, single),), steps=(1,) * single),
+        Scenario(
+            name="rows of unequal lengths, padded on the left",
+            texts=((0, length), (1, max(1, rest + half // 3)), (2, rest + 1)),
+            steps=(half, *_ones(rest)),
+        ),
+        Scenario(
+            name="a batch of 8",
+            texts=tuple((number, length) for number in range(_TEXTS)),
+            steps=(half, *_ones(rest)),
+        ),
+        Scenario(name="rows in a new order", texts=beams, steps=(half, *_ones(rest)), order=(2, 2, 0, 1)),
+    ]
+    return [scenario for scenario in found if all(scenario.steps)]
+
+
+def _ones(count: int) -> tuple[int, ...]:
+    """Splits ``count`` tokens into up to four single tokens and the rest."""
+    singles = min(4, count)
+    return (*(1,) * singles, *((count - singles,) if count > singles else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderGate:
+    """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of the logits of each scenario.
+
+    The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
+    errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
+    """
+
+    name: str = "decoder"
+    limit: float
+    context: int
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
+        """Returns a result for each scenario and for a greedy generation. ``passed`` is None if this machine can't run
+        ``out``."""
+        runtime = gate_runtime(out)
+        if runtime is None:
+            note = f"{out.kind} can't run on this machine; run accel verify on a machine that can"
+            return [
+                GateResult(
+                    gate=self.name, case="all", output=LOGITS, metric="rel_l2", value=None, limit=None, passed=None,
+                    note=note,
+                )
+            ]  # fmt: skip
+        texts = self._texts(src)
+        asked = scenarios(self.context)
+        with ExitStack() as stack:
+            whole = _whole(src, stack)
+            wanted = list(whole(texts[:, : min(_LENGTH, self.context)]))
+            end = texts[0, : self._end][None]
+            wanted_at_end = whole(end)[0]
+            with open_session(out, runtime, PATIENT) as session:
+                results = []
+                for index, scenario in enumerate(asked):
+                    report("gate", index / (len(asked) + 2))
+                    found = _run(session, scenario, texts)
+                    rows = scenario.texts if scenario.order is None else [scenario.texts[n] for n in scenario.order]
+                    results.append(self._worst(scenario.name, [wanted[n][:length] for n, length in rows], found))
+                name = f"the last token of {self._end}"
+                steps = (self._end - 1, 1) if self._end > 1 else (1,)
+                results.append(self._worst(name, [wanted_at_end], _replayed(session, name, list(end), steps)))
+                results.append(self._greedy(session, whole, texts[0, :8]))
+        return results
+
+    @property
+    def _end(self) -> int:
+        return min(self.context, _LONGEST)
+
+    def _texts(self, src: Artifact) -> np.ndarray:
+        """Returns random token ids, [texts, tokens]."""
+        import numpy as np
+
+        low, high = src.signature.input(IDS).range_at({}) or (0, 1)
+        shape = (_TEXTS, max(self._end, min(_LENGTH, self.context)))
+        return np.random.default_rng(self.seed).integers(low, high, size=shape, endpoint=True)
+
+    def _worst(self, case: str, wanted: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> GateResult:
+        differences = [
+            compare({LOGITS: one}, {LOGITS: other})[0] for one, other in zip(wanted, found, strict=True)
+        ]  # NaN counts as the largest error
+        worst = max(differences, key=lambda one: (one.rel_l2 != one.rel_l2, one.rel_l2))
+        return output_result(self.name, case, worst, self.limit)
+
+    def _greedy(self, session: Session, whole: Whole, text: np.ndarray) -> GateResult:
+        """Generates tokens greedily, and limits the share of the logits' spread by which a chosen token falls behind
+        the reference's best token. Two tokens whose logits differ by rounding alone are equally good."""
+        import numpy as np
+
+        count = min(_GREEDY, self.context - len(text))
+        running = Replay(session, 1)
+        logits = running.step(text[None])
+        tokens = list(text)
+        for _ in range(count):
+            tokens.append(int(logits[0, -1].argmax()))
+            logits = running.step(np.array([tokens[-1:]]))
+        reference = whole(np.array([tokens]))[0][len(text) - 1 : -1]
+        chosen = np.array(tokens[len(text) :])
+        behind = reference.max(axis=1) - reference[np.arange(len(chosen)), chosen]
+        spread = np.linalg.norm(reference, axis=1) + np.finfo(np.float32).tiny
+        value = float((behind / spread).max(initial=0.0))
+        other = int((reference.argmax(axis=1) != chosen).sum())
+        note = f"{other} tokens differ, whose logits are equal within rounding" if other and value <= self.limit else ""
+        return GateResult(
+            gate=self.name, case=f"{count} tokens chosen greedily", output=LOGITS, metric="behind the best logit",
+            value=value, limit=self.limit, passed=value <= self.limit, note=note,
+        )  # fmt: skip
+
+
+def _run(session: Session, scenario: Scenario, texts: np.ndarray) -> list[np.ndarray]:
+    rows = [texts[number, :length] for number, length in scenario.texts]
+    return _replayed(session, scenario.name, rows, scenario.steps, scenario.order)
+
+
+def _replayed(
+    session: Session, name: str, rows: Sequence[np.ndarray], steps: Sequence[int], order: Sequence[int] | None = None
+) -> list[np.ndarray]:
+    try:
+        return replay(session, rows, steps, order)
+    except AccelError as error:
+        raise GateFailed(f"the decoder that the stage made fails at {name}: {one_line(error)}") from error
+
+
+def _whole(artifact: Artifact, stack: ExitStack) -> Whole:
+    """Returns a function that computes the logits of whole texts without a cache. A PyTorch model computes them by
+    itself. Any other model starts with an empty cache."""
+    if artifact.kind == "torch" and artifact.manifest is None:
+        from accel.sources.torch.call import to_array
+        from accel.sources.torch.decoder import CachedDecoder
+        from accel.sources.torch.source import module_of
+
+        module = module_of(artifact)
+        assert isinstance(module, CachedDecoder), "the source was opened as a decoder"
+        return lambda ids: to_array(module.whole(_tensor(ids))).astype("float32")
+    session = stack.enter_context(open_session(artifact, gate_runtime(artifact), PATIENT))
+    return lambda ids: Replay(session, len(ids)).step(ids)
+
+
+def _tensor(ids: np.ndarray) -> Any:
+    from accel.sources.torch.call import to_tensor
+
+    return to_tensor(ids)

@@ -1,0 +1,92 @@
+"""Feeds given texts through a decoder in several steps, as a generation would, and collects the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from accel.errors import BadSource
+from accel.runtimes.base import Session
+from accel.signature import Signature
+from accel.signature.decoder import IDS, LOGITS, MASK, POSITIONS, Cache, reordered
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Replay:
+    """Holds the cache, the mask and the number of tokens of a batch while texts run through a decoder.
+
+    Texts of unequal lengths are padded on the left.
+    """
+
+    def __init__(self, session: Session, rows: int) -> None:
+        import numpy as np
+
+        cache = cache_of(session.signature)
+        self._session = session
+        self._takes = {spec.name for spec in session.signature.inputs}
+        self._layout = cache
+        self._cache: Mapping[str, np.ndarray] = cache.empty(rows)
+        self._mask = np.zeros((rows, 0), np.int64)
+
+    def step(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """Runs the next tokens ``ids`` [rows, count] and returns their logits [rows, count, vocabulary]. ``mask``
+        [rows, count] has a 0 for each token that is padding."""
+        import numpy as np
+
+        count = ids.shape[1]
+        self._mask = np.concatenate([self._mask, np.ones_like(ids) if mask is None else mask], axis=1)
+        positions = np.maximum(self._mask.cumsum(axis=1) - 1, 0)[:, -count:]
+        feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions, **self._cache}
+        outputs = self._session.run({name: value for name, value in feeds.items() if name in self._takes})
+        self._cache = self._layout.after(outputs)
+        return np.asarray(outputs[LOGITS], np.float32)
+
+    def reorder(self, rows: Iterable[int]) -> None:
+        """Puts the rows of the cache into a new order. A row may be repeated."""
+        order = list(rows)
+        self._cache = reordered(self._cache, order)
+        self._mask = self._mask[order]
+
+
+def cache_of(signature: Signature) -> Cache:
+    """Returns the KV cache of a decoder. Raises ``BadSource`` if the model is no decoder with a cache."""
+    cache = Cache.of(signature)
+    if cache is None:
+        raise BadSource(
+            f"the model has no KV cache, its inputs are {', '.join(spec.name for spec in signature.inputs)}; export "
+            "the decoder with accel export --decoder"
+        )
+    return cache
+
+
+def replay(
+    session: Session,
+    texts: Sequence[np.ndarray],
+    steps: Sequence[int],
+    order: Sequence[int] | None = None,
+) -> list[np.ndarray]:
+    """Returns the logits of each text, [length, vocabulary].
+
+    ``texts`` are padded on the left to equal lengths, and run in steps of the sizes ``steps``. ``order`` puts the rows
+    into a new order after the first step, and the results are in the new order.
+    """
+    import numpy as np
+
+    longest = max(map(len, texts))
+    ids = np.stack([np.pad(text, (longest - len(text), 0)) for text in texts])
+    mask = np.stack([np.arange(longest) >= longest - len(text) for text in texts]).astype(np.int64)
+    assert sum(steps) == longest, "the steps cover the longest text"
+    found: list[np.ndarray] = []
+    start = 0
+    running = Replay(session, len(texts))
+    for number, size in enumerate(steps):
+        if order is not None and number == 1:
+            running.reorder(order)
+            ids, mask, found = ids[list(order)], mask[list(order)], [one[list(order)] for one in found]
+        part = slice(start, start + size)
+        found.append(running.step(ids[:, part], mask[:, part]))
+        start += size
+    logits = np.concatenate(found, axis=1)
+    return [row[kept != 0] for row, kept in zip(logits, mask, strict=True)]

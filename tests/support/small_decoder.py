@@ -1,0 +1,42 @@
+"""Makes small decoders with random weights, large enough that every fault in a cache changes the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def small_config(kind: str, **fields: Any) -> Any:
+    """Returns a config of transformers for a decoder of two layers, with 4 heads of attention and 2 of keys and values
+    where the kind has fewer."""
+    from transformers import AutoConfig
+
+    usual = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 160, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "initializer_range": 0.2,
+    }  # fmt: skip
+    bare = AutoConfig.for_model(kind)
+    known = {name: value for name, value in usual.items() if hasattr(bare, name) and not _is_read_only(bare, name)}
+    return type(bare)(**{**known, **fields})
+
+
+def _is_read_only(config: Any, name: str) -> bool:
+    kind = getattr(type(config), name, None)
+    return isinstance(kind, property) and kind.fset is None
+
+
+def small_decoder(kind: str = "llama", **fields: Any) -> Any:
+    """Returns a causal language model of transformers with random weights. ``fields`` are fields of its config."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(small_config(kind, **fields)).eval()
+
+
+def save_decoder(folder: Path, kind: str = "llama", **fields: Any) -> Path:
+    """Saves a small decoder as transformers does, and returns the folder."""
+    small_decoder(kind, **fields).save_pretrained(folder)
+    return folder
