@@ -16,6 +16,7 @@ from accel.version import __version__ as __version__
 if TYPE_CHECKING:
     from accel.api.bench import bench
     from accel.api.bench import bench as benchmark  # noqa: F401 - the name of version 0.1.0
+    from accel.api.decoder.generate import generate
     from accel.api.doctor import doctor
     from accel.api.export import export
     from accel.api.inspect import inspect
@@ -53,6 +54,7 @@ _PUBLIC = {
     "doctor": "accel.api.doctor:doctor",
     "export": "accel.api.export:export",
     "fuse": "accel.kernels.torch.fuse:fuse",
+    "generate": "accel.api.decoder.generate:generate",
     "inspect": "accel.api.inspect:inspect",
     "load": "accel.api.load:load",
     "optimize": "accel.api.optimize:optimize",
@@ -77,6 +79,7 @@ __all__ = [
     "doctor",
     "export",
     "fuse",
+    "generate",
     "inspect",
     "load",
     "optimize",

@@ -40,6 +40,7 @@ COMMANDS = {
     "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models differ."),
     "inspect": ("accel.cli.inspect", "Show what a model is and how it was made."),
     "reproduce": ("accel.cli.reproduce", "Make an artifact again from its source and compare, stage by stage."),
+    "generate": ("accel.cli.generate", "Generate text with a decoder."),
     "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
     "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check them on this machine."),

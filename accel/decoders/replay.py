@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from accel.errors import BadSource
 from accel.runtimes.base import Session
 from accel.signature import Signature
-from accel.signature.decoder import IDS, LOGITS, MASK, POSITIONS, Cache, reordered
+from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, reordered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,14 @@ class Replay:
         outputs = self._session.run({name: value for name, value in feeds.items() if name in self._takes})
         self._cache = self._layout.after(outputs)
         return np.asarray(outputs[LOGITS], np.float32)
+
+    def first_broken_layer(self) -> int | None:
+        """Returns the first layer whose keys or values have a NaN or an infinity, or None if there is none."""
+        import numpy as np
+
+        broken = (n for n, value in enumerate(self._cache.values()) if not np.isfinite(value.astype(np.float32)).all())
+        found = next(broken, None)
+        return None if found is None else found // len(PARTS)
 
     def reorder(self, rows: Iterable[int]) -> None:
         """Puts the rows of the cache into a new order. A row may be repeated."""

@@ -40,3 +40,26 @@ def save_decoder(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     """Saves a small decoder as transformers does, and returns the folder."""
     small_decoder(kind, **fields).save_pretrained(folder)
     return folder
+
+
+# The bytes of all texts are tokens, after three special tokens.
+BYTE_VOCABULARY = 259
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+
+
+def save_byte_tokenizer(folder: Path, template: str | None = CHAT) -> Path:
+    """Writes a tokenizer whose tokens are bytes, with the special tokens <pad> 0, <s> 1 and </s> 2."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(names[:3])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if template else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

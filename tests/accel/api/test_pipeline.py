@@ -269,7 +269,7 @@ def test_arguments_that_no_pipeline_takes(both: accel.Pipeline, tmp_path: Path) 
     make."""
     (tmp_path / "file").write_text("mine")
     for arguments, message in (
-        ({"out": tmp_path / "x.onnx"}, "a pipeline is exported to a folder; pass e.g. out='x/'"),
+        ({"out": tmp_path / "x.onnx"}, "a pipeline of several models is exported to a folder; pass e.g. out='x/'"),
         ({"out": tmp_path / "file"}, "file has to end in .onnx"),
         ({"to": "openvino"}, "to='openvino' is for a single model"),
     ):

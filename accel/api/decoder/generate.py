@@ -1,0 +1,185 @@
+"""Generates text or token ids with a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Unpack
+
+from accel.decoders.decoder import Decoder
+from accel.decoders.generation import Generation, Token, begin
+from accel.decoders.sampling import Sampling
+from accel.decoders.tokenizer import Tokenizer
+from accel.errors import BadSource, UsageError
+from accel.runtimes.base import open_session
+from accel.sources.source import Model, Source, SourceOptions
+from accel.spelling import option
+
+Prompt = str | Sequence[int]
+
+
+class Answers:
+    """The answers to prompts. Iterating over it yields a ``Token`` as soon as it is chosen. ``texts`` and ``ids`` are
+    the answers so far, and ``finishes`` says why each answer ended."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer | None, stack: ExitStack) -> None:
+        self._generation = generation
+        self._tokens = iter(generation)
+        self._stack = stack
+        self.tokenizer = tokenizer
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        try:
+            return next(self._tokens)
+        except BaseException:  # also at the end
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the session. A later ``next`` raises ``StopIteration``."""
+        self._tokens = iter(())
+        self._stack.close()
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def finished(self) -> Answers:
+        """Generates the remaining tokens and returns this object."""
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Returns the text of each answer so far, or None without a tokenizer."""
+        return [row.stream.text if self.tokenizer else None for row in self._generation.rows]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Returns the generated token ids of each answer so far."""
+        return [row.answer for row in self._generation.rows]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Returns the token ids of the prompts."""
+        return [row.tokens[: row.prompt] for row in self._generation.rows]
+
+    @property
+    def finishes(self) -> list[str]:
+        """Returns ``end``, ``stop`` or ``length`` for each answer, or "" for an answer that isn't complete."""
+        return [row.finish for row in self._generation.rows]
+
+    @property
+    def seconds_to_first_token(self) -> float:
+        """Returns the seconds until every answer had its first token."""
+        return self._generation.first_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the tokens of all answers a second, after the first tokens."""
+        return self._generation.speed
+
+
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt] | None = None,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int | None = None,
+    sequences: int = 1,
+    chat: bool = False,
+    truncate: bool = False,
+    runtime: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **about: Unpack[SourceOptions],
+) -> Answers:
+    """Generates up to ``max_new_tokens`` tokens after each of ``prompts``, and yields each ``Token`` as it is chosen.
+
+    ``model`` is the folder of an exported decoder, a model of transformers that generates text, or a source opened with
+    ``decoder=True``. A prompt is a text, or a list of token ids. Without sampling options, the most likely token is
+    chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``sequences`` is the number of answers
+    to each prompt. With ``chat``, each prompt is a message of the user, in the form of the model's chat template.
+
+    Raises ``UsageError`` for a prompt that the model can't take, ``BadSource`` if the model is no decoder or lacks a
+    tokenizer that the prompts need, and ``RunFailed`` if the logits aren't finite.
+
+    >>> for token in accel.generate("dec/", "def ", max_new_tokens=64):    # doctest: +SKIP
+    ...     print(token.text, end="")
+    >>> accel.generate("dec/", [[1, 2, 3]]).finished().ids                 # doctest: +SKIP
+    """
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=logit_bias or {},
+        seed=seed,
+    )
+    if sequences < 1:
+        raise UsageError(f"{option('sequences', sequences)} gives no answer; give at least 1")
+    given = _listed(prompts)
+    source = Source.of(model, **about)
+    if source.native and source.form is None:
+        source = replace(source, decoder=True)
+    artifact = source.open()
+    with ExitStack() as stack:
+        decoder = Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
+        needed = chat or any(isinstance(prompt, str) for prompt in given)
+        tokenizer = _tokenizer(decoder, needed)
+        encoded = [_encoded(prompt, tokenizer, chat) for prompt in given for _ in range(sequences)]
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        generation = begin(
+            decoder,
+            encoded,
+            tokenizer=tokenizer,
+            most=max_new_tokens,
+            sampling=sampling,
+            stops=stops,
+            truncate=truncate,
+        )
+        return Answers(generation, tokenizer, stack.pop_all())
+
+
+def _listed(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
+    if prompts is None:
+        return []
+    if isinstance(prompts, str):
+        return [prompts]
+    found: list[Any] = list(prompts)
+    return [found] if found and all(isinstance(one, int) for one in found) else found
+
+
+def _tokenizer(decoder: Decoder, needed: bool) -> Tokenizer | None:
+    """Returns the tokenizer, or None if there is none and the prompts are token ids."""
+    try:
+        return decoder.tokenizer
+    except BadSource:
+        if needed:
+            raise
+        return None
+
+
+def _encoded(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        if chat:
+            raise UsageError(f"{option('chat', True)} takes texts, not token ids; leave out one of the two")
+        return prompt
+    assert tokenizer is not None, "a text needs a tokenizer"
+    return tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)

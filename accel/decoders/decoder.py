@@ -1,0 +1,84 @@
+"""Defines ``Decoder``: a generative model that is open to run, with its tokenizer and its special tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.errors import BadSource
+from accel.runtimes.base import Session
+from accel.signature.decoder import IDS, LOGITS
+
+from .folder import GENAI_CONFIG
+from .replay import cache_of
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids of a decoder's special tokens, and the largest number of tokens that it takes. ``ends`` lists the tokens
+    that end a text."""
+
+    context: int | None
+    ends: tuple[int, ...]
+    first: int | None
+
+
+class Decoder:
+    """A decoder with a KV cache in an open ``session``.
+
+    Raises ``BadSource`` if the model has no KV cache, or if a recorded special token isn't a token id.
+    """
+
+    def __init__(self, artifact: Artifact, session: Session) -> None:
+        self.artifact = artifact
+        self.session = session
+        self.cache = cache_of(session.signature)
+        vocabulary = next(spec for spec in session.signature.outputs if spec.name == LOGITS).shape[-1]
+        bounds = session.signature.input(IDS).range_at({})
+        # A model may have more logits than rows in its table of tokens, because of padding.
+        sizes = [vocabulary, *([bounds[1] + 1] if bounds else [])]
+        self.vocabulary = min(size for size in sizes if isinstance(size, int))
+        self.tokens = _special_tokens(artifact)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer in the decoder's folder. Raises ``BadSource`` if the folder has none, or if it has
+        another vocabulary."""
+        return Tokenizer.open(self.artifact.path.parent, self.vocabulary)
+
+
+def _special_tokens(artifact: Artifact) -> SpecialTokens:
+    """Reads the special tokens from the manifest, or else from genai_config.json, which other tools write."""
+    about: Mapping[str, Any] | None = artifact.source.get("decoder")
+    if about is None:
+        path = artifact.path.parent / GENAI_CONFIG
+        about = _genai_facts(path) if path.is_file() else {}
+    context = about.get("context")
+    ends = _ids(about.get("eos"), artifact.path)
+    first = _ids(about.get("bos"), artifact.path)
+    return SpecialTokens(context if isinstance(context, int) and context > 0 else None, ends, next(iter(first), None))
+
+
+def _genai_facts(path: Path) -> Mapping[str, Any]:
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        return {
+            "context": model.get("context_length"), "eos": model.get("eos_token_id"), "bos": model.get("bos_token_id")
+        }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadSource(f"the file {path} holds no valid config of a decoder; export the decoder again") from error
+
+
+def _ids(value: Any, where: Path) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    found: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, int) and one >= 0 for one in found):
+        raise BadSource(f"the special tokens of {where} are {value!r} instead of token ids; export the decoder again")
+    return tuple(found)

@@ -1,0 +1,204 @@
+"""Generates the tokens of several prompts in one batch, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from accel.cancel import check_cancelled
+from accel.errors import RunFailed, UnsupportedHere, UsageError
+from accel.machine import available_memory
+from accel.spelling import option
+
+from .decoder import Decoder
+from .replay import Replay
+from .sampling import Sampler, Sampling
+from .tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Finish = Literal["", "end", "stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """A generated token of the prompt number ``prompt``. ``text`` is the text that the token completes. ``finish`` is
+    set at the last token: ``end`` for a token that ends the text, ``stop`` for a stop string, and ``length`` for the
+    largest number of tokens."""
+
+    prompt: int
+    id: int
+    text: str
+    finish: Finish = ""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A prompt and its answer so far."""
+
+    number: int
+    prompt: int
+    tokens: list[int]
+    stream: TextStream
+    shown: int = 0
+    finish: Finish = ""
+
+    @property
+    def answer(self) -> list[int]:
+        """Returns the generated tokens."""
+        return self.tokens[self.prompt :]
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """Generates the answers of several prompts. Iterating over it yields each ``Token`` as soon as it is chosen.
+
+    ``rows`` has the prompts and the answers so far. ``first_seconds`` is the time until the first token, and
+    ``seconds`` the time of all later tokens.
+    """
+
+    decoder: Decoder
+    rows: list[Row]
+    most: int
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    first_seconds: float = 0.0
+    seconds: float = field(default=0.0)
+
+    def __iter__(self) -> Iterator[Token]:
+        import numpy as np
+
+        sampler = Sampler(self.sampling, len(self.rows))
+        running = Replay(self.decoder.session, len(self.rows))
+        active = list(self.rows)
+        longest = max(len(row.tokens) for row in active)
+        ids = np.stack([np.pad(row.tokens, (longest - len(row.tokens), 0)) for row in active])
+        mask = np.stack([np.arange(longest) >= longest - len(row.tokens) for row in active]).astype(np.int64)
+        started = time.perf_counter()
+        logits = running.step(ids.astype(np.int64), mask)[:, -1]
+        while active:
+            check_cancelled()
+            self._check_finite(logits, running, len(active[0].tokens))
+            for row, scores in zip(active, logits, strict=True):
+                yield self._next(row, sampler.choose(row.number, scores, row.tokens, row.prompt))
+            if not self.first_seconds:
+                self.first_seconds = time.perf_counter() - started
+            self.seconds = time.perf_counter() - started - self.first_seconds
+            kept = [index for index, row in enumerate(active) if not row.finish]
+            if len(kept) < len(active):
+                active = [active[index] for index in kept]
+                running.reorder(kept)
+            if active:
+                logits = running.step(np.array([row.tokens[-1:] for row in active], np.int64))[:, -1]
+
+    @property
+    def speed(self) -> float:
+        """Returns the generated tokens a second after the first token of each row, or 0 before the second token."""
+        count = sum(len(row.answer) - 1 for row in self.rows)
+        return count / self.seconds if self.seconds and count > 0 else 0.0
+
+    def _next(self, row: Row, token: int) -> Token:
+        """Adds ``token`` to the row. Holds back text that may be the beginning of a stop string."""
+        row.tokens.append(token)
+        context = self.decoder.tokens.context
+        ends = token in self.decoder.tokens.ends
+        if not ends:
+            row.stream.add(token)
+        text = row.stream.text
+        found = [at for stop in self.stops if (at := text.find(stop, max(0, row.shown - len(stop)))) >= 0]
+        if found:
+            row.finish, row.stream.text = "stop", text[: min(found)]
+        elif ends:
+            row.finish = "end"
+        elif len(row.answer) >= self.most or len(row.tokens) == context:
+            row.finish = "length"
+        until = len(row.stream.text) if row.finish else len(text) - _held(text, self.stops)
+        piece = row.stream.text[row.shown : max(row.shown, until)]
+        row.shown += len(piece)
+        return Token(prompt=row.number, id=token, text=piece, finish=row.finish)
+
+    def _check_finite(self, logits: np.ndarray, running: Replay, length: int) -> None:
+        import numpy as np
+
+        if np.isfinite(logits.max(axis=1)).all():
+            return
+        layer = running.first_broken_layer()
+        where = f"the keys or values of layer {layer} are the first" if layer is not None else "the cache is finite"
+        raise RunFailed(
+            f"the logits after {length} tokens are NaN or infinite ({where}); check the file with accel verify, and "
+            "export or quantize the model again"
+        )
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """Returns the length of the end of ``text`` that may be the beginning of a stop string."""
+    return max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+
+
+def begin(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokenizer: Tokenizer | None,
+    most: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
+    truncate: bool = False,
+) -> Generation:
+    """Checks the prompts and returns a generation that hasn't begun. ``most`` is the largest number of new tokens. With
+    ``truncate``, a prompt that is too long loses its first tokens.
+
+    Raises ``UsageError`` for an empty prompt, a token id outside the vocabulary, or a prompt longer than the context.
+    Raises ``UnsupportedHere`` if the cache doesn't fit into memory.
+    """
+    if most < 1:
+        raise UsageError(f"{option('max_new_tokens', most)} generates nothing; give at least 1")
+    if stops and tokenizer is None:
+        raise UsageError(f"{option('stop')} needs a tokenizer; copy the model's tokenizer.json beside the decoder")
+    if any(not stop for stop in stops):
+        raise UsageError(f"an empty {option('stop')} ends every text at once; give a text")
+    for token in sampling.logit_bias:
+        _check_token(token, decoder.vocabulary, option("logit_bias"))
+    context = decoder.tokens.context
+    rows = []
+    for number, prompt in enumerate(prompts):
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise UsageError(f"prompt {number + 1} has no tokens; give at least one")
+        for token in tokens:
+            _check_token(token, decoder.vocabulary, f"prompt {number + 1}")
+        if context is not None and len(tokens) >= context:
+            if not truncate:
+                raise UsageError(
+                    f"prompt {number + 1} has {len(tokens)} tokens, but the context holds {context} with at least one "
+                    f"new token; shorten the prompt, or pass {option('truncate', True)} to drop its beginning"
+                )
+            tokens = tokens[-max(1, context - most) :]
+        rows.append(Row(number=number, prompt=len(tokens), tokens=tokens, stream=TextStream(tokenizer)))
+    if not rows:
+        raise UsageError(f"there is no prompt; give one with {option('prompt')}")
+    _check_room(decoder, rows, most)
+    return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops))
+
+
+def _check_token(token: int, vocabulary: int, where: str) -> None:
+    if not 0 <= token < vocabulary:
+        raise UsageError(f"{where} has the token id {token}, but ids are 0 to {vocabulary - 1}; correct the ids")
+
+
+def _check_room(decoder: Decoder, rows: Sequence[Row], most: int) -> None:
+    """Raises ``UnsupportedHere`` if the caches don't fit into memory. A step needs the cache before and after it."""
+    context = decoder.tokens.context
+    longest = max(row.prompt for row in rows) + most
+    tokens = min(longest, context) if context is not None else longest
+    needed = 2 * tokens * len(rows) * decoder.cache.bytes_a_token()
+    room = available_memory()
+    if room is not None and needed > room:
+        raise UnsupportedHere(
+            f"a cache of {tokens} tokens for {len(rows)} prompts takes {needed / 2**30:.1f} GiB, but only "
+            f"{room / 2**30:.1f} GiB of memory are free; lower {option('max_new_tokens')}, or give fewer or shorter "
+            "prompts"
+        )
