@@ -13,9 +13,10 @@ from accel.proof.data import check_values
 from accel.proof.gates import OutputGate
 from accel.proof.runs import check_runs, check_samples, nan_words
 from accel.sources.source import Source
-from accel.stage import run_stage
+from accel.stage import Gate, run_stage
 from accel.tables.limits import ROUNDING
 
+from .decoder.export import decoder_gates
 from .export import DEFAULT_OPSET, TO_ONNX, to_onnx_config, usual_limit
 
 
@@ -68,7 +69,8 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         return Exported(artifact=src)
     if src.kind in TO_ONNX:
         limit = usual_limit(src)
-        config, gates = to_onnx_config(src.kind), [OutputGate(limit=limit)]
+        config = to_onnx_config(src.kind)
+        gates: list[Gate] = [OutputGate(limit=limit), *decoder_gates(src, limit)]
         made = run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":

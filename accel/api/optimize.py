@@ -24,6 +24,7 @@ from accel.sources.main_file import REPORT
 from accel.sources.source import Model, Source, SourceOptions
 
 from .as_onnx import Exported, as_onnx
+from .decoder.export import is_decoder
 from .export import check_writable, open_cache
 from .optimized import Optimized
 
@@ -58,6 +59,9 @@ def optimize(
     rounds: int = 9,
     budget_seconds: float | None = None,
     thorough: bool = False,
+    text: str | Path | None = None,
+    max_kl: float | None = None,
+    contexts: Sequence[int] = (),
     kernels: bool = False,
     engine: Sequence[str] = (),
     quantize: QuantizeOptions | Sequence[str] = (),
@@ -104,6 +108,14 @@ def optimize(
     - ``max_drop``: the largest allowed relative loss of the metric. Without a metric, ``max_drop`` is the largest
       allowed distance between a candidate's outputs and the source's outputs (``accel.proof.concordance.discordance``).
 
+    Decoders with a KV cache are judged by their next-token distributions instead:
+
+    - ``text``: a text file that no calibration used. Without it, the decoder samples texts by itself.
+    - ``metric``: ``kl`` (the mean divergence in nats a token), ``perplexity`` (its relative rise) or ``top1`` (the
+      share of the most likely tokens that change). ``max_drop`` is the limit.
+    - ``max_kl``: short for the metric ``kl`` and its limit.
+    - ``contexts``: the numbers of tokens in the cache to measure one new token with, by default 128.
+
     Speed:
 
     - ``sizes``: the sizes of the dims for the measurement. By default the dims have the sizes of a sample of the data.
@@ -137,6 +149,8 @@ def optimize(
     machine. Raises ``NothingPassed`` if the target can't run here and no candidate has correct outputs.
     """
     named = Source.of(model, **about)
+    if is_decoder(named, None) and data is None and eval_data is None:
+        named = replace(named, decoder=True)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
         samples = Path(stack.enter_context(TemporaryDirectory(prefix="accel-")))
@@ -151,6 +165,9 @@ def optimize(
             labels=_path(labels),
             label_metric=label_metric,
             max_drop=max_drop,
+            text=_path(text),
+            max_kl=max_kl,
+            contexts=tuple(contexts),
             profiles=tuple(profiles),
             compute_capabilities=tuple(compute_capabilities),
             sizes=sizes,

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
+from accel.decoders.proof import DecoderGate
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
 from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
+from accel.signature.decoder import Cache, step_sizes
 from accel.sources.notes import integers_note
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
 from accel.spelling import option
@@ -155,6 +157,11 @@ def verify(
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     unknown = integers_note(_common(first, second)) if data is None else None
+    if data is None and Cache.of(second.signature) is not None:
+        for result in DecoderGate(limit=limit, context=_context(first, second)).check(first, second):
+            cases.append(result.case)
+            if not result.passed:
+                problems.append(f"output {result.output!r} at {result.case}: {result.finding}")
     outputs = worst(found)
     middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
     advice = _advice_on_weights(first, second) or (_advice_on_random_inputs(second) if data is None else "")
@@ -179,6 +186,14 @@ def verify(
         problems=tuple(problems),
         notes=(unknown,) if unknown else (),
     )
+
+
+def _context(first: Artifact, second: Artifact) -> int:
+    """Returns the largest number of tokens of two decoders, as recorded, or else as many as their ranges allow."""
+    for artifact in (first, second):
+        if about := artifact.source.get("decoder"):
+            return int(about["context"])
+    return sum(second.signature.dims[dim].max for dim in step_sizes(second.signature, 1, 1))
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
@@ -223,6 +238,8 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))
     second = two.open()
+    if Cache.of(second.signature) is not None and one.native and one.form is None:
+        one = replace(one, decoder=True)
     return one.open(like=partial(getattr, second, "signature")), second
 
 

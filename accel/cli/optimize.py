@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import ANY_WIDTH, TABLE_WIDTH, output_options
-from .options import read_sizes, sizes_option, source_options, wide_option
+from .options import read_contexts, read_sizes, sizes_option, source_options, wide_option
 
 if TYPE_CHECKING:
     from accel.sources.source import SourceOptions
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 @click.option(
     "--eval-data", type=click.Path(path_type=Path), help="Samples that the metric is computed on; by default --data."
 )
-@click.option("--metric", help="module:function or file.py:function, f(outputs, data) -> float, higher is better.")
+@click.option(
+    "--metric",
+    help="module:function or file.py:function, f(outputs, data) -> float, higher is better. For a decoder: kl, "
+    "perplexity or top1.",
+)
 @click.option("--labels", type=click.Path(path_type=Path), help="Labels to judge by instead of a metric, as .npz.")
 @click.option(
     "--label-metric",
@@ -49,6 +53,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="Largest loss against the source: relative loss of the metric, else 1 - concordance of the outputs.",
 )
+@click.option("--text", type=click.Path(path_type=Path), help="Text to judge a decoder on. Default: its own texts.")
+@click.option("--max-kl", type=float, help="For a decoder: --metric kl, and its limit in nats a token.")
+@click.option("--contexts", metavar="N,...", help="Tokens in a decoder's cache to measure with: 128,1024.")
 @click.option(
     "--profile",
     "profiles",
@@ -121,6 +128,7 @@ def command(
     wide: bool,
     source: SourceOptions,
     no_cache: bool,
+    contexts: str | None,
     say: Output,
     **options: Any,
 ) -> None:
@@ -136,6 +144,7 @@ def command(
         model,
         precision=precision or None,
         sizes=read_sizes(sizes),
+        contexts=read_contexts(contexts),
         vary_session=not fixed_session,
         use_cache=not no_cache,
         **source,

@@ -139,6 +139,14 @@ def read_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
+def read_contexts(text: str | None) -> tuple[int, ...]:
+    """Converts a text such as ``128,1024`` to numbers."""
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise BadInputSpec(f"can't read --contexts {text!r}; write numbers with commas, e.g. 128,1024")
+    return tuple(map(int, parts))
+
+
 sizes_option = click.option(
     "--sizes",
     metavar="NAME=SIZE,...",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, manifest_path
+from accel.decoders.folder import write_folder
 from accel.errors import AccelError, CannotWrite
 from accel.sources.main_file import REPORT
 from accel.spelling import option
@@ -41,11 +42,13 @@ def publish(
     folder: Path,
     report: Callable[[Artifact], Mapping[str, Any]],
     page: Callable[[Path, Artifact], None] | None,
+    configs: Path | None = None,
 ) -> Artifact:
     """Copies ``artifact`` into ``folder`` and returns the copy. After copying, removes the model of an earlier run.
     ``session`` holds the runtime, options and figures for the manifest. ``report`` is a function that takes the copy
     and returns the content of ``optimize.json``. ``page`` is a function that takes the copy and a path, and writes the
-    report page to the path. If ``page`` is None, no page is written.
+    report page to the path. If ``page`` is None, no page is written. ``configs`` is the folder with the configs and the
+    tokenizer of a decoder.
     """
     if artifact.manifest is None:  # the chosen model is a source that accel did not make
         artifact = _recorded(artifact)
@@ -53,6 +56,8 @@ def publish(
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
     main = folder / KINDS[artifact.kind].main_file
     published = artifact.copy_to(main)
+    if "decoder" in artifact.source:
+        write_folder(published, configs)
     with beside(folder / REPORT) as temporary:
         temporary.write_text(json.dumps(report(published), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     for name in main_files():

@@ -45,6 +45,9 @@ class OptimizeRequest:
     labels: Path | None = None
     label_metric: str | None = None
     max_drop: float = 0.01
+    text: Path | None = None
+    max_kl: float | None = None
+    contexts: tuple[int, ...] = ()
     profiles: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
     sizes: Mapping[str, int] | None = None
@@ -63,6 +66,8 @@ class OptimizeRequest:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
+        if any(context < 1 for context in self.contexts):
+            raise UsageError(f"a context holds at least one token; give e.g. {option('contexts', (128, 1024))}")
         if not 0 <= self.max_drop < 1:
             raise UsageError(
                 f"the drop {self.max_drop} has to be at least 0 and below 1; give e.g. 0.01 for one percent"

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import MissingExtra
+from accel.errors import MissingExtra, UsageError
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import default_runtime
+from accel.signature.decoder import Cache
 from accel.sources.notes import source_notes, training_note
+from accel.spelling import option
 
 from .attempt import attempt
 from .budget import Budget
@@ -22,8 +24,9 @@ from .candidate import CandidateResult, Status, megabytes, not_tried
 from .choice import fused, likeliest
 from .first_result import FirstResult
 from .judge.comparison import Judge, Judgement, Metric
+from .judge.decoder import MEASURES, DecoderJudge, measure_and_limit
 from .measure.noise import noise_notes
-from .measure.workload import Workload, workload
+from .measure.workload import Workload, decode_steps, workload
 from .notes import not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
@@ -85,7 +88,7 @@ def run(
     costs = Costs(src, cache)
     if not request.thorough:
         made = costs.in_order(made)
-    judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples)
+    judge, request = judge_for(request, src, metric, samples)
     warnings = _check_source(request, opened, judge, samples, cache, budget)
     source = source_row(src, judge, request.cores)
     search = Search(
@@ -113,6 +116,8 @@ def run(
         not_as_asked(source, outcome.chosen, for_recipes.precisions),
     ]
     said = [text for text in warnings if text]
+    chosen = outcome.chosen.judgement
+    notes += [f"{outcome.chosen.name}: {chosen.details}"] if chosen is not None and chosen.details else []
     notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
     notes += [late] if late and budget.chosen_by_accel else []
     candidates = [source, *rows, *(not_tried(item) for item in left_out)]
@@ -141,11 +146,38 @@ def published_choice(
         objective=request.objective,
         command=command_line(request),
     )
-    return published(result, chosen, request.out)
+    return published(result, chosen, request.out, request.source.folder)
+
+
+def judge_for(
+    request: OptimizeRequest, src: Artifact, metric: str | Metric | None, samples: int
+) -> tuple[Judge, OptimizeRequest]:
+    """Returns the judge of the candidates, and the request with the limit of the judge's measure. A decoder is judged
+    by its next-token distributions, unless the user gives samples.
+
+    Raises ``UsageError`` if an option is for decoders only.
+    """
+    if Cache.of(src.signature) is None or request.judged_on is not None:
+        for name in ("text", "max_kl", "contexts"):
+            if getattr(request, name):
+                raise UsageError(
+                    f"{option(name)} is for a decoder with a KV cache that is judged without samples; leave out "
+                    f"{option(name)}"
+                )
+        return Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples), request
+    if callable(metric):
+        raise UsageError(
+            f"a decoder is judged by {', '.join(MEASURES)}; give one of them with {option('metric')}, or samples with "
+            f"{option('data')}"
+        )
+    measure, limit = measure_and_limit(metric, request.max_drop, request.max_kl)
+    return DecoderJudge(src, request.text, measure), replace(request, max_drop=limit)
 
 
 def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
-    """Returns the requests that the candidates are timed on."""
+    """Returns the requests that the candidates are timed on. A decoder is timed on one token after each context."""
+    if Cache.of(src.signature) is not None and not (request.judged_on or request.sizes or request.lengths):
+        return decode_steps(src.signature, request.contexts, request.batch or 1, request.objective, request.cores)
     return workload(
         src.signature,
         stream,
@@ -254,9 +286,9 @@ def _choose_measured(
     return outcome
 
 
-def published(result: Optimization, chosen: CandidateResult, folder: Path) -> Optimization:
-    """Publishes the chosen model with its session, figures and report. Returns ``result`` with the published
-    artifact."""
+def published(result: Optimization, chosen: CandidateResult, folder: Path, configs: Path | None = None) -> Optimization:
+    """Publishes the chosen model with its session, figures and report. Returns ``result`` with the published artifact.
+    ``configs`` is the folder with the configs and the tokenizer of a decoder."""
     with_page = find_spec("jinja2") is not None
     if not with_page:
         result = replace(result, notes=(*result.notes, f"no {PAGE}: {MissingExtra('jinja2', 'report')}"))
@@ -274,6 +306,7 @@ def published(result: Optimization, chosen: CandidateResult, folder: Path) -> Op
         folder,
         lambda artifact: replace(result, artifact=artifact).to_json(),
         (lambda path, artifact: _write_page(path, replace(result, artifact=artifact))) if with_page else None,
+        configs,
     )
     return replace(result, artifact=published)
 

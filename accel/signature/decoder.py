@@ -90,6 +90,17 @@ class Cache:
         return sum(_size(spec, 1) * _size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in self.past)
 
 
+def step_sizes(signature: Signature, new: int, past: int) -> dict[str, int]:
+    """Returns the sizes of the dims for a step with ``new`` tokens and ``past`` tokens in the cache. Other tools may
+    give the length of the mask a name of its own."""
+    cache = Cache.of(signature)
+    assert cache is not None, "the model is a decoder"
+    ids, after = signature.input(IDS).shape[1], cache.past[0].shape[2]
+    total = next((spec.shape[1] for spec in signature.inputs if spec.name == MASK), TOTAL)
+    sizes = {after: past, ids: new, total: past + new}
+    return {dim: size for dim, size in sizes.items() if isinstance(dim, str) and dim in signature.dims}
+
+
 def _size(spec: TensorSpec, axis: int) -> int:
     dim = spec.shape[axis]
     assert isinstance(dim, int), f"the axis {axis} of {spec} is fixed"

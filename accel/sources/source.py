@@ -140,6 +140,13 @@ class Source:
         return (main_file(path) or path) if path.is_dir() else path
 
     @property
+    def folder(self) -> Path | None:
+        """Returns the folder with the model and the files beside it, or None for a model in memory or a factory."""
+        path = self.path
+        folder = path if path.is_dir() else path.parent
+        return folder if path.exists() else None
+
+    @property
     def native(self) -> bool:
         """Tells whether the model is in its framework's own format, not an artifact or an ONNX file."""
         if isinstance(self.spec, Artifact):

@@ -39,6 +39,12 @@ def is_decoder(source: Source, out: Path | None) -> bool:
     return generates(str(names[0]))
 
 
+def decoder_gates(src: Artifact, limit: float) -> list[DecoderGate]:
+    """Returns the gate of a decoder, or no gate if ``src`` wasn't opened as a decoder."""
+    about = src.source.get("decoder")
+    return [DecoderGate(limit=limit, context=about["context"])] if about else []
+
+
 def _check_own_cache(src: Artifact, gate: DecoderGate) -> None:
     """Raises ``BadSource`` if the PyTorch model itself computes other logits with its cache than without."""
     failed = next((result for result in gate.check(src, src) if result.passed is False), None)
@@ -60,12 +66,12 @@ def export_decoder(
     check_out(folder, source.text)
     check_folder(folder)
     allowed = limit or usual_limit(src)
-    gates = [DecoderGate(limit=allowed, context=src.source["decoder"]["context"])]
+    gates = decoder_gates(src, allowed)
     out = folder / KINDS["onnx"].main_file
     try:
         made = to_onnx(src, to_onnx_config("torch", opset=opset), simplify, limit, cache, out, gates)
     except StageFailed:
         _check_own_cache(src, gates[0])
         raise
-    write_folder(made, source.path if source.path.is_dir() else None)
+    write_folder(made, source.folder)
     return made

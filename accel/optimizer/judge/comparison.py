@@ -48,9 +48,10 @@ class Judgement:
     """The judgement of one candidate.
 
     With a metric, ``drop`` is (reference - candidate) / |reference|, computed from the metric of the source and of the
-    candidate. Without a metric, ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest
-    difference of any output value. ``judged_on`` names the batches and the runtime on which the candidate was judged.
-    ``problem`` is the reason why the outputs can't be compared, or empty.
+    candidate. Without a metric, ``drop`` is the ``discordance`` of the worst output. For a decoder, ``metric`` is the
+    perplexity, and ``DecoderJudge`` computes ``drop``. ``max_abs_diff`` is the largest difference of any output value.
+    ``judged_on`` names the batches and the runtime on which the candidate was judged. ``problem`` is the reason why the
+    outputs can't be compared, or empty. ``details`` are further figures in words.
     """
 
     drop: float
@@ -59,6 +60,7 @@ class Judgement:
     max_abs_diff: float
     judged_on: str
     problem: str = ""
+    details: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the judgement in the format of ``optimize.json`` and the cache."""

@@ -12,6 +12,7 @@ from accel.proof.gates import cast_feeds
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature, shapes_of
+from accel.signature.decoder import step_sizes
 from accel.spelling import is_command_line, option
 from accel.timing.blocks import Candidate
 
@@ -25,6 +26,8 @@ OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 # replaced by its quantiles.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
+# The number of tokens in the cache of a decoder that is timed.
+_CONTEXT = 128
 # The number of requests per core in one timed pass. With fewer requests, the throughput would depend too much on
 # streams that finish early.
 _REQUESTS_A_CORE = 4
@@ -149,6 +152,20 @@ def workload(
         note = f"measured at {others + ', ' if others else ''}{dim} {', '.join(map(str, _few(found)))} in turn"
     if len(found) > len(mix):
         note += f" (quantiles of {len(found)} lengths)"
+    if repeats > 1:
+        note += f", throughput over {repeats * len(mix)} requests"
+    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)
+
+
+def decode_steps(signature: Signature, contexts: Sequence[int], batch: int, objective: str, cores: int) -> Workload:
+    """Returns the workload of a decoder: one new token for each number of tokens in the cache, which is 128 without
+    ``contexts``."""
+    found = sorted(set(contexts)) or [_CONTEXT]
+    rows = _batch(signature, batch, {})
+    mix = tuple(signature.example_inputs(**rows, **step_sizes(signature, 1, size)) for size in found)
+    repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
+    note = f"measured: one token with {' and '.join(map(str, found))} tokens in the cache"
+    note += f", {batch} rows" if batch > 1 else ""
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
     return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)

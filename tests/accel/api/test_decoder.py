@@ -38,6 +38,22 @@ def test_a_folder_of_transformers_becomes_a_decoder(cli, tmp_path: Path) -> None
     assert np.allclose(session.run(["logits"], feeds)[0][0, -1], wanted, atol=1e-4)
 
 
+def test_verify_proves_a_decoder_against_its_source(tmp_path: Path, cli) -> None:
+    """Fails if accel verify can't compare a decoder with the folder that it was made from, or leaves out the scenarios
+    of a decoder. The other model's positions are off by one."""
+    source = save_decoder(tmp_path / "gpt2", "gpt2")
+    accel.export(source, out=tmp_path / "dec", simplify=False)
+    ran = cli("verify", str(source), str(tmp_path / "dec"), "--json")
+    assert ran.code == 0, ran.stderr
+    assert "rows of unequal lengths, padded on the left" in json.loads(ran.stdout)["cases"]
+    other = small_decoder("gpt2")
+    with torch.no_grad():
+        other.transformer.wpe.weight.copy_(other.transformer.wpe.weight.roll(1, 0))
+    found = accel.verify(other, tmp_path / "dec")
+    assert not found.passed
+    assert "prefill" in found.verdict
+
+
 # One model for each kind of position, attention and cache. Each passes every scenario of the gate, or accel.export
 # raises an error.
 FAMILIES = {

@@ -1,0 +1,209 @@
+"""Judges how much the next-token distributions of a quantized decoder differ from those of its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact, text_sha256
+from accel.cache import StageCache
+from accel.decoders.decoder import Decoder
+from accel.decoders.generation import begin
+from accel.decoders.replay import Replay
+from accel.decoders.sampling import Sampling
+from accel.errors import BadData, UnknownName, UsageError
+from accel.progress import report
+from accel.proof.gates import PATIENT, gate_runtime
+from accel.runtimes.base import SessionOptions, open_session
+from accel.spelling import option
+from accel.stage import path_sha256
+
+from .comparison import Judge, Judgement
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The measures that a budget may be for: the mean Kullback-Leibler divergence of the candidate's distributions from the
+# source's in nats a token, the relative rise of the perplexity, and the share of tokens whose most likely successor
+# changes.
+KL, PERPLEXITY, TOP1 = MEASURES = ("kl", "perplexity", "top1")
+
+_WINDOW = 256
+_MOST_TOKENS = 2048
+# The logits of the source stay in memory while the candidates are judged.
+_MOST_BYTES = 1 << 28
+_SAMPLED_TEXTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Sums over tokens: of the divergences, of the negative log-likelihoods of the candidate and of the source, and of
+    the tokens with another most likely successor."""
+
+    tokens: int = 0
+    divergence: float = 0.0
+    candidate: float = 0.0
+    source: float = 0.0
+    changed: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in vars(self)})
+
+    @property
+    def perplexity(self) -> float:
+        """Returns the candidate's perplexity."""
+        return math.exp(self.candidate / self.tokens)
+
+    @property
+    def source_perplexity(self) -> float:
+        """Returns the source's perplexity."""
+        return math.exp(self.source / self.tokens)
+
+    def drop(self, measure: str) -> float:
+        """Returns the loss in terms of ``measure``."""
+        if measure == KL:
+            return self.divergence / self.tokens
+        if measure == TOP1:
+            return self.changed / self.tokens
+        return max(0.0, self.perplexity / self.source_perplexity - 1)
+
+
+class DecoderJudge(Judge):
+    """Judges decoders on the text file ``text``, or on texts that the source samples. ``measure`` is one of
+    ``MEASURES``.
+
+    Perplexity alone is blind: 4-bit weights may change every twentieth most likely token, and hardly the perplexity.
+    """
+
+    def __init__(self, source: Artifact, text: Path | None, measure: str = KL) -> None:
+        super().__init__(source, None, None)
+        if measure not in MEASURES:
+            raise UnknownName(f"unknown measure {measure!r} of a decoder; use one of {', '.join(MEASURES)}")
+        self._text = text
+        self._measure_name = measure
+        self._windows: list[np.ndarray] | None = None
+        self._logits: list[np.ndarray] | None = None
+
+    def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
+        """Returns a hash of everything that a judgement depends on."""
+        text = path_sha256(self._text) if self._text else ""
+        part = f"decoder {self._measure_name} {_WINDOW} {_MOST_TOKENS}"
+        return text_sha256("\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), text, part]))
+
+    def check(self, cache: StageCache) -> None:  # noqa: ARG002 - a decoder's logits are too large for the cache
+        """Reads the text. Raises ``BadData`` if the text is too short, and ``BadSource`` if a text is given and the
+        decoder's folder has no tokenizer."""
+        self._of_source()
+
+    def nan_note(self) -> str:
+        """Returns "", because ``check`` raises an error for a source with NaN."""
+        return ""
+
+    def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
+        """Runs ``candidate`` on the texts and compares its distributions with the source's."""
+        windows, wanted = self._of_source()
+        settings = replace(SessionOptions.of(options), spinning=False)
+        total, largest = Sums(), 0.0
+        runtime = gate_runtime(candidate)
+        with open_session(candidate, runtime, settings) as session:
+            for number, (ids, reference) in enumerate(zip(windows, wanted, strict=True)):
+                report("judging", number / len(windows))
+                found = Replay(session, 1).step(ids[None])[0]
+                largest = max(largest, float(abs(found - reference).max()))
+                total += sums(ids, reference, found)
+        finite = math.isfinite(total.divergence)
+        return Judgement(
+            drop=total.drop(self._measure_name) if finite else math.inf,
+            metric=total.perplexity if finite else None,
+            reference_metric=total.source_perplexity,
+            max_abs_diff=largest,
+            judged_on=f"{total.tokens} tokens of {self._text.name if self._text else 'its own texts'} with {runtime}",
+            problem="" if finite else "its logits are NaN or infinite",
+            details=self._details(total) if finite else "",
+        )
+
+    def _details(self, total: Sums) -> str:
+        return (
+            f"KL {total.drop(KL):.4g} nats a token, perplexity {total.perplexity:.4g} (the source: "
+            f"{total.source_perplexity:.4g}), {100 * (1 - total.drop(TOP1)):.1f}% of the most likely tokens unchanged"
+        )
+
+    def _of_source(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns the texts, and the source's logits for each text."""
+        if self._windows is None or self._logits is None:
+            with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
+                decoder = Decoder(self.source, session)
+                self._windows = list(_windows(decoder, self._text))
+                self._logits = [Replay(session, 1).step(ids[None])[0] for ids in self._windows]
+            import numpy as np
+
+            if not all(np.isfinite(logits).all() for logits in self._logits):
+                raise BadData(
+                    "the source itself has NaN in its logits; check it with accel verify, and export it again"
+                )
+        return self._windows, self._logits
+
+
+def sums(ids: np.ndarray, reference: np.ndarray, found: np.ndarray) -> Sums:
+    """Returns the sums over the tokens ``ids`` [length]. ``reference`` and ``found`` are the logits of the source and
+    of the candidate, [length, vocabulary]."""
+    import numpy as np
+
+    wanted, other = _log_probabilities(reference[:-1]), _log_probabilities(found[:-1])
+    at = np.arange(len(ids) - 1), ids[1:]
+    return Sums(
+        tokens=len(ids) - 1,
+        divergence=float((np.exp(wanted) * (wanted - other)).sum()),
+        candidate=-float(other[at].sum()),
+        source=-float(wanted[at].sum()),
+        changed=int((wanted.argmax(axis=1) != other.argmax(axis=1)).sum()),
+    )
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+def _windows(decoder: Decoder, text: Path | None) -> Iterator[np.ndarray]:
+    """Yields the token ids of each window of the text, or of each text that the decoder samples."""
+    import numpy as np
+
+    length = min(_WINDOW, decoder.tokens.context or _WINDOW)
+    most = max(2 * length, min(_MOST_TOKENS, _MOST_BYTES // (4 * decoder.vocabulary)))
+    if text is None:
+        first = decoder.tokens.first or 0
+        prompts = [[first] for _ in range(_SAMPLED_TEXTS)]
+        count = min(length, most // _SAMPLED_TEXTS) - 1
+        own = begin(decoder, prompts, tokenizer=None, most=count, sampling=Sampling(temperature=1.0, seed=0))
+        for number, _ in enumerate(own):
+            report("sampling texts", number / (count * _SAMPLED_TEXTS))
+        yield from (np.array(row.tokens) for row in own.rows if len(row.tokens) > 1)
+        return
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadData(f"{text} is no text in UTF-8; give a text file with {option('text')}") from error
+    ids = np.array(decoder.tokenizer.encode(content)[:most])
+    if len(ids) < 2:
+        raise BadData(f"{text} has fewer than two tokens; give a longer text with {option('text')}")
+    yield from (part for start in range(0, len(ids), length) if len(part := ids[start : start + length]) > 1)
+
+
+def measure_and_limit(metric: str | None, max_drop: float, max_kl: float | None) -> tuple[str, float]:
+    """Returns the measure and the limit that the user's options mean. ``max_kl`` is short for the metric ``kl`` with
+    ``max_drop``."""
+    if max_kl is None:
+        return metric or KL, max_drop
+    if metric not in (None, KL):
+        raise UsageError(f"{option('max_kl', max_kl)} is a limit of {KL}; leave out {option('metric', metric)}")
+    if not max_kl >= 0:
+        raise UsageError(f"{option('max_kl', max_kl)} is not valid; give nats a token, e.g. 0.005")
+    return KL, max_kl

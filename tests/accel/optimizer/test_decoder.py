@@ -1,0 +1,112 @@
+"""Proves that ``accel optimize`` judges a decoder by its next-token distributions and times single tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.optimizer.judge.decoder import KL, PERPLEXITY, TOP1, DecoderJudge, Sums, sums
+from tests.support.small_decoder import BYTE_VOCABULARY, save_byte_tokenizer, save_decoder
+
+
+def test_the_measures_are_those_of_torch() -> None:
+    """Fails if the divergence is taken in the wrong direction, or a token is compared with the wrong logits."""
+    draw = np.random.default_rng(0)
+    reference, found = (draw.standard_normal((9, 20)).astype(np.float32) for _ in range(2))
+    ids = draw.integers(0, 20, 9)
+    total = sums(ids, reference, found)
+    p, q = (torch.from_numpy(one[:-1]).double().log_softmax(-1) for one in (reference, found))
+    wanted = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    assert total.drop(KL) == pytest.approx(float(wanted), rel=1e-9)
+    loss = torch.nn.functional.cross_entropy(torch.from_numpy(found[:-1]).double(), torch.from_numpy(ids[1:]))
+    assert total.perplexity == pytest.approx(float(loss.exp()), rel=1e-9)
+    assert total.drop(TOP1) == pytest.approx(float((p.argmax(-1) != q.argmax(-1)).double().mean()))
+    assert sums(ids, found, found).drop(PERPLEXITY) == 0.0
+
+
+def test_perplexity_alone_is_blind() -> None:
+    """Shows why the divergence is the default: two candidates with the perplexity of the source, of which one has
+    other distributions."""
+    blind = Sums(tokens=10, divergence=5.0, candidate=20.0, source=20.0, changed=6)
+    assert (blind.drop(PERPLEXITY), blind.drop(KL), blind.drop(TOP1)) == (0.0, 0.5, 0.6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns an exported decoder that is large enough for weights of 8 and 4 bits."""
+    shape = {"vocab_size": BYTE_VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
+    source = save_decoder(tmp_path_factory.mktemp("decoder") / "llama", **shape)
+    save_byte_tokenizer(source)
+    out = tmp_path_factory.mktemp("exported") / "dec"
+    accel.export(source, out=out, simplify=False)
+    return out
+
+
+@pytest.mark.slow
+def test_the_command(cli: Callable[..., object], folder: Path, tmp_path: Path) -> None:
+    """Fails if the result lacks a file that makes it a decoder, a candidate over the limit is chosen, or the figures of
+    the chosen one aren't shown."""
+    (tmp_path / "held_out.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    words = ("--text", str(tmp_path / "held_out.txt"), "--max-kl", "0.02", "--contexts", "16,64")
+    precisions = ("--precision", "int8", "--precision", "int4", "--target", "ort-cpu", "--rounds", "5")
+    ran = cli("optimize", str(folder), "-o", str(tmp_path / "q"), *words, *precisions, "--json")
+    assert ran.code == 0, ran.stderr  # type: ignore[attr-defined]
+    body = json.loads(ran.stdout)  # type: ignore[attr-defined]
+    judged = {row["name"]: row["judgement"]["drop"] for row in body["candidates"] if row["judgement"]}
+    assert judged["ort-cpu int8 dynamic"] < judged["ort-cpu int4"]
+    assert any("one token with 16 and 64 tokens in the cache" in note for note in body["notes"])
+    assert {"genai_config.json", "tokenizer.json", "generation_config.json"} <= {
+        file.name for file in (tmp_path / "q").iterdir()
+    }
+    assert accel.generate(tmp_path / "q", "The quick", max_new_tokens=4).finished().texts != [None]
+
+
+def test_a_decoder_judges_itself_without_a_loss(folder: Path, tmp_path: Path) -> None:
+    """Fails if a model differs from itself, on a text or on texts of its own."""
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    artifact = accel.Source(folder).open()
+    for text in (tmp_path / "text.txt", None):
+        judgement = DecoderJudge(artifact, text).judge(artifact, {})
+        assert judgement.drop == pytest.approx(0.0, abs=1e-9)
+        assert judgement.metric == judgement.reference_metric
+        assert "100.0% of the most likely tokens unchanged" in judgement.details
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"metric": "accuracy"}, UnknownName, "use one of kl, perplexity, top1"),
+        ({"metric": "top1", "max_kl": 0.1}, UsageError, "is a limit of kl"),
+        ({"max_kl": -1.0}, UsageError, "give nats a token"),
+        ({"contexts": (0,)}, UsageError, "at least one token"),
+        ({"text": "empty.txt"}, BadData, "fewer than two tokens"),
+        ({"text": "bytes.txt"}, BadData, "no text in UTF-8"),
+    ],
+)
+def test_bad_input(
+    arguments: dict[str, object], error: type[Exception], said: str, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(error, match=said):
+        accel.optimize(folder, out=tmp_path / "q", target="ort-cpu", precision="int8", **arguments)  # type: ignore[arg-type]
+
+
+def test_options_of_decoders_are_for_decoders(tmp_path: Path) -> None:
+    """Fails if an option without an effect is accepted, or a text is read without a tokenizer."""
+    module = torch.nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="text= is for a decoder"):
+        accel.optimize(module, example=(torch.ones(2, 4),), text=tmp_path / "x.txt", out=tmp_path / "q")
+    (tmp_path / "x.txt").write_text("hello")
+    bare = save_decoder(tmp_path / "bare")
+    with pytest.raises(BadSource, match="has no tokenizer"):
+        accel.optimize(bare, text=tmp_path / "x.txt", out=tmp_path / "q", target="ort-cpu")
