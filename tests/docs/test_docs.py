@@ -46,12 +46,12 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
 
 
-@pytest.mark.parametrize(("page", "count"), [("own-model.md", 4), ("pipelines.md", 3)])
+@pytest.mark.parametrize(("page", "count"), [("own-model.md", 4), ("pipelines.md", 3), ("decoders.md", 2)])
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the Python code of own-model.md and pipelines.md runs without errors. Also checks that a pipeline in
-    these pages has the same outputs as its modules."""
+    """Checks that the Python code of these pages runs without errors. Also checks that a pipeline has the outputs of
+    its modules, and that a decoder generates the tokens of its source."""
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count

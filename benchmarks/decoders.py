@@ -1,0 +1,305 @@
+"""Measures the decode and prefill speed of a decoder in accel's forms, in PyTorch and in other tools.
+
+Usage:
+
+    python benchmarks/decoders.py                                  # PyTorch and accel
+    python benchmarks/decoders.py --packages FOLDER                # also the tools that FOLDER holds
+    python benchmarks/decoders.py --forms accel-int4,genai-int4    # only these forms
+
+``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai``. The model is a Llama of 12 layers of
+1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M parameters). Its weights are random, so
+the figures say nothing about quality.
+
+Every form runs in a process of its own. The processes take turns in short blocks, so that other work on the machine
+slows all of them. A decode time is the median over the blocks of the fastest step of a block, with the quartiles. The
+floor is the time to read the weights that a step needs and the cache once, at the bandwidth with which two threads
+copy memory in the same run. Needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+CONTEXTS = (128, 1024)
+PROMPT, STEPS, ROUNDS = 512, 12, 9
+PRECISIONS = {"accel-fp32": None, "accel-int8": "int8", "accel-int4": "int4"}
+FORMS = ("pytorch", *PRECISIONS, "genai-fp32", "genai-int4")
+THREADS = 2
+
+
+def make_model(folder: Path) -> Path:
+    """Writes the model to ``folder`` as transformers does, if it isn't there."""
+    if not (folder / "config.json").is_file():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=16,
+            num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1,
+            eos_token_id=2, pad_token_id=0,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_forms(folder: Path) -> dict[str, float]:
+    """Exports and quantizes the model, and returns the seconds that each step took."""
+    import accel
+
+    source, seconds = make_model(folder / "llama"), {}
+    for form, precision in PRECISIONS.items():
+        out, started = folder / form, time.perf_counter()
+        if (out / "model.onnx").is_file():
+            continue
+        if precision is None:
+            accel.export(source, out=out)
+        else:
+            accel.optimize(
+                folder / "accel-fp32", out=out, target="ort-cpu", precision=precision, metric="kl", max_drop=0.9
+            )
+        seconds[form] = round(time.perf_counter() - started, 1)
+    return seconds
+
+
+def of_pytorch(folder: Path) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
+    """Returns a function that runs a prompt, and a function that runs one more token and returns its seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_num_threads(THREADS)
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    state: dict[str, Any] = {}
+
+    def step(ids: Any) -> None:
+        with torch.inference_mode():
+            logits = model(input_ids=ids, past_key_values=state["cache"], use_cache=True, logits_to_keep=1).logits
+        state["next"] = logits[:, -1:].argmax(-1)
+
+    def prefill(ids: np.ndarray) -> None:
+        state["cache"] = DynamicCache()
+        step(torch.from_numpy(ids))
+
+    def decode() -> float:
+        started = time.perf_counter()
+        step(state["next"])
+        return time.perf_counter() - started
+
+    return prefill, decode
+
+
+def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
+    """Returns the functions of ``of_pytorch`` for a form of accel."""
+    import accel
+    from accel.decoders.replay import Replay
+
+    session = accel.load(folder / form, options={"threads": THREADS})
+    state: dict[str, Any] = {}
+
+    def prefill(ids: np.ndarray) -> None:
+        state["running"] = Replay(session, 1)
+        state["next"] = state["running"].step(ids)[:, -1].argmax(-1)
+
+    def decode() -> float:
+        started = time.perf_counter()
+        state["next"] = state["running"].step(state["next"][:, None])[:, -1].argmax(-1)
+        return time.perf_counter() - started
+
+    return prefill, decode
+
+
+def of_genai(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
+    """Returns the functions of ``of_pytorch`` for onnxruntime-genai. Its forms are the files of accel."""
+    import onnxruntime_genai as genai
+
+    own = folder / form.replace("genai", "accel")
+    config = json.loads((own / "genai_config.json").read_text())
+    options = {"intra_op_num_threads": THREADS}
+    config["model"]["decoder"]["session_options"] |= options
+    config["model"]["eos_token_id"] = [31999]
+    copy = Path(tempfile.mkdtemp(dir=folder))
+    for file in own.iterdir():
+        os.link(file, copy / file.name)
+    (copy / "genai_config.json").unlink()
+    (copy / "genai_config.json").write_text(json.dumps(config))
+    model = genai.Model(str(copy))
+    state: dict[str, Any] = {}
+
+    def prefill(ids: np.ndarray) -> None:
+        parameters = genai.GeneratorParams(model)
+        parameters.set_search_options(max_length=ids.shape[1] + STEPS + 8, do_sample=False)
+        state["generator"] = genai.Generator(model, parameters)
+        state["generator"].append_tokens(ids.astype(np.int32)[0])
+        state["generator"].generate_next_token()
+
+    def decode() -> float:
+        started = time.perf_counter()
+        state["generator"].generate_next_token()
+        return time.perf_counter() - started
+
+    return prefill, decode
+
+
+def work(form: str, folder: Path) -> None:
+    """Answers lines of JSON on stdin: the number of tokens of the prompt. Each answer has the seconds of the prompt and
+    of each step."""
+    made = of_pytorch(folder) if form == "pytorch" else None
+    prefill, decode = made or (of_genai if form.startswith("genai") else of_accel)(folder, form)
+    ids = np.random.default_rng(0).integers(3, 31000, (1, max(*CONTEXTS, PROMPT)))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        count = json.loads(line)
+        started = time.perf_counter()
+        prefill(ids[:, :count])
+        seconds = time.perf_counter() - started
+        print(json.dumps([seconds, [decode() for _ in range(STEPS)]]), flush=True)
+
+
+class Worker:
+    """A process that runs one form."""
+
+    def __init__(self, form: str, folder: Path, packages: Path | None) -> None:
+        path = [str(Path(__file__).parents[1]), *([str(packages)] if packages else [])]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", form, "--folder", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), *path[1:]])},
+        )
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline().strip()) != "ready":
+            if not line and self.process.poll() is not None:
+                raise SystemExit(f"{form} failed; see the error above")
+
+    def ask(self, count: int) -> tuple[float, list[float]]:
+        """Returns the seconds of a prompt of ``count`` tokens, and of each step after it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        seconds, steps = json.loads(self.process.stdout.readline())
+        return seconds, steps
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def bandwidth() -> float:
+    """Returns the gigabytes a second that two threads read, as the best of ten sums over 1 GiB."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    block = torch.ones(1 << 28)
+    best = 0.0
+    for _ in range(10):
+        started = time.perf_counter()
+        block.sum()
+        best = max(best, block.nbytes / (time.perf_counter() - started) / 1e9)
+    return best
+
+
+def bytes_of_a_step(folder: Path, form: str, context: int) -> float:
+    """Returns the bytes that a step reads: the weights without the table of token embeddings, and the cache."""
+    own = folder / form.replace("genai", "accel").replace("pytorch", "accel-fp32")
+    weights = sum(file.stat().st_size for file in own.iterdir() if file.suffix in (".onnx", ".weights", ".data"))
+    table = 32000 * 1024 * 4
+    cache = 12 * 2 * 4 * 64 * 4 * context
+    return weights - table + cache
+
+
+def measure(forms: list[str], folder: Path, packages: Path | None) -> dict[str, Any]:
+    """Returns the figures of each form, in ms and tokens a second."""
+    workers = {form: Worker(form, folder, packages) for form in forms}
+    steps: dict[tuple[str, int], list[float]] = {(form, size): [] for form in forms for size in CONTEXTS}
+    prompts: dict[str, list[float]] = {form: [] for form in forms}
+    for worker in workers.values():
+        worker.ask(CONTEXTS[0])
+    for number in range(ROUNDS):
+        order = forms if number % 2 else forms[::-1]
+        for size in CONTEXTS:
+            for form in order:
+                steps[form, size].append(min(workers[form].ask(size)[1]) * 1e3)
+        for form in order:
+            prompts[form].append(PROMPT / workers[form].ask(PROMPT)[0])
+    for worker in workers.values():
+        worker.close()
+    speed = bandwidth()
+    rows = {}
+    for form in forms:
+        found = {}
+        for size in CONTEXTS:
+            low, middle, high = np.quantile(steps[form, size], (0.25, 0.5, 0.75))
+            floor = bytes_of_a_step(folder, form, size) / speed / 1e6
+            ratios = np.array(steps["pytorch", size]) / np.array(steps[form, size]) if "pytorch" in forms else None
+            found[str(size)] = {
+                "ms": round(float(middle), 2),
+                "quartiles": [round(float(low), 2), round(float(high), 2)],
+                "floor_ms": round(floor, 2),
+                "over_pytorch": None if ratios is None else round(float(np.median(ratios)), 2),
+            }
+        rows[form] = {"decode": found, "prefill_tokens_a_second": round(float(np.median(prompts[form])), 1)}
+    return {"gigabytes_a_second": round(speed, 1), "rows": rows}
+
+
+def table(body: dict[str, Any]) -> str:
+    """Returns the figures as a page."""
+    machine = body["environment"]
+    lines = [
+        "# Decoders: a Llama of 201 M parameters",
+        "",
+        f"{machine['cpu']}, {THREADS} threads, {body['gigabytes_a_second']} GB/s of memory; {machine['date']}. "
+        "Written by `python benchmarks/decoders.py`.",
+        "",
+        "| form | " + " | ".join(f"decode at {size}, ms | times PyTorch | over the floor" for size in CONTEXTS)
+        + " | prefill 512, tokens/s |",
+        "|---|" + "---|" * (3 * len(CONTEXTS) + 1),
+    ]  # fmt: skip
+    for form, row in body["rows"].items():
+        cells = []
+        for size in CONTEXTS:
+            one = row["decode"][str(size)]
+            low, high = one["quartiles"]
+            cells += [f"{one['ms']} ({low} to {high})", str(one["over_pytorch"]), f"{one['ms'] / one['floor_ms']:.2f}"]
+        lines.append(f"| {form} | {' | '.join(cells)} | {row['prefill_tokens_a_second']} |")
+    made = ", ".join(f"{form} {seconds} s" for form, seconds in body["seconds"].items())
+    return "\n".join([*lines, "", f"Making the files took: {made or 'made earlier'}.", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "accel-decoders")
+    parser.add_argument("--packages", type=Path)
+    parser.add_argument("--forms", default="")
+    parser.add_argument("--worker")
+    given = parser.parse_args()
+    if given.worker:
+        work(given.worker, given.folder)
+        return
+    from accel.timing.environment import environment
+
+    forms = given.forms.split(",") if given.forms else [f for f in FORMS if given.packages or "genai" not in f]
+    seconds = make_forms(given.folder)
+    body = {"environment": environment(THREADS), "seconds": seconds, **measure(forms, given.folder, given.packages)}
+    (RESULTS / "decoders.json").write_text(json.dumps(body, indent=2) + "\n")
+    (RESULTS / "decoders.md").write_text(table(body))
+    print(table(body))
+
+
+if __name__ == "__main__":
+    main()
