@@ -64,6 +64,16 @@ def shortened(error: object, most: int = 300) -> str:
     return text if len(text) <= most else text[: most - 3].rpartition(" ")[0].rstrip(",;:") + "..."
 
 
+def library_text(error: BaseException, most: int = 2000) -> str:
+    """Returns the text of the library's error that caused ``error``, or "" if no error of another library did."""
+    text = ""
+    while error.__cause__ is not None:
+        error = error.__cause__
+        if not isinstance(error, AccelError):
+            text = f"{type(error).__name__}: {one_line(error, most)}"
+    return text
+
+
 def whole_sentences(error: object, most: int = 240) -> str:
     """Returns an error's text in one line, without terminal colors, cut after the last sentence that fits.
 

@@ -62,16 +62,16 @@ def attempt(
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
     except UnsupportedHere as error:  # other candidates may still be supported
-        row.reject(str(error))
+        row.reject(str(error), error)
         row.unsupported = True
     except (UsageError, CannotWrite):
         raise
     except GateFailed as error:
         advice = row.recipe.gate_advice.get(work.stage, "") if row.recipe else ""
-        row.reject("; ".join(filter(None, (error.finding or str(error), advice))))
+        row.reject("; ".join(filter(None, (error.finding or str(error), advice))), error)
         row.over_budget = True
     except AccelError as error:
-        row.reject(str(error))
+        row.reject(str(error), error)
     return row
 
 

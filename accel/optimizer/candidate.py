@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from accel.artifact import Artifact
+from accel.errors import library_text
 
 from .judge.comparison import Judgement
 from .mixed.trajectory import Trajectory
@@ -29,6 +30,7 @@ class CandidateResult:
 
     ``reason`` is the reason why the candidate isn't chosen. ``options`` holds the session options. ``base`` is the name
     of the same candidate with the default session options. ``base`` is empty if ``options`` are the default options.
+    ``detail`` is the text of a library's error behind the reason, for ``optimize.json``.
     ``trajectory`` is the record of the search for the layers that stay float, or None without a search.
     ``missed_final`` is set if the candidate was eliminated after a short measurement. ``hidden_by_noise`` is set if the
     candidate seems faster than the chosen candidate, but the noise is too large to tell. ``unsupported`` is set if the
@@ -41,6 +43,7 @@ class CandidateResult:
     precision: str = ""
     status: str = Status.PASSED
     reason: str = ""
+    detail: str = ""
     megabytes: float | None = None
     judgement: Judgement | None = None
     measured: Mapping[str, Any] | None = None
@@ -64,6 +67,7 @@ class CandidateResult:
             "precision": self.precision,
             "status": str(self.status),
             "reason": self.reason,
+            **({"detail": self.detail} if self.detail else {}),
             "runtime": self.runtime,
             "options": dict(self.options),
             "megabytes": self.megabytes,
@@ -99,9 +103,11 @@ class CandidateResult:
         """Tells whether the candidate was measured to be faster than the source."""
         return self.measured is not None and self.measured["verdict"] == "faster"
 
-    def reject(self, reason: str) -> None:
-        """Marks the candidate as rejected, because it is wrong or can't be made."""
+    def reject(self, reason: str, cause: BaseException | None = None) -> None:
+        """Marks the candidate as rejected, because it is wrong or can't be made. ``cause`` is the error behind the
+        reason, if any."""
         self.status, self.reason = Status.REJECTED, reason
+        self.detail = library_text(cause) if cause else ""
 
     def skip(self, reason: str, *, out_of_time: bool = False) -> None:
         """Marks the candidate as not tried or not measured."""

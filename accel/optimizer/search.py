@@ -105,7 +105,7 @@ class Search:
             try:
                 judged(row, judge_of, row.artifact, row.options, max_drop, self.cache)
             except AccelError as error:
-                row.reject(str(error))
+                row.reject(str(error), error)
         measurable = [base for base in bases if base is not self.source]
         for base in measurable:
             base.reason = ""

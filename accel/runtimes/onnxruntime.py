@@ -14,9 +14,10 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange, one_line
+from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.machine import trim_memory
 from accel.signature import Feeds, numpy_dtype, shapes_of
+from accel.sources.onnx.refusal import plain_reason
 
 from .base import BaseSession, SessionOptions
 
@@ -67,7 +68,7 @@ class OnnxRuntimeSession(BaseSession):
             return self._run_native(feeds)
         except _FAILURES as error:
             sizes = shapes_of(feeds)
-            failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {_reason(error)}"
+            failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {plain_reason(error)}"
             if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
                 raise ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values") from error
             raise RunFailed(f"{failed}; check the inputs' values") from error
@@ -171,13 +172,13 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         low = {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
         fix = "use the runtime onnx-rounded, or export the model in float32" if low else "export it again"
         raise UnsupportedHere(
-            f"ONNX Runtime lacks a kernel for an operator of the model {path} ({_reason(error)}); {fix}"
+            f"ONNX Runtime lacks a kernel for an operator of the model {path} ({plain_reason(error)}); {fix}"
         ) from error
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
-        why = _reason(error)
+        why = plain_reason(error)
         raise InvalidModel(f"{path} is no valid ONNX model ({why}); export it again", why) from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
-        why = _reason(error)
+        why = plain_reason(error)
         raise InvalidModel(f"ONNX Runtime can't load {path} ({why}); export it again", why) from error
 
 
@@ -217,20 +218,9 @@ def _register_operators(settings: Any, path: Path) -> None:
         settings.register_custom_ops_library(given)
     except _FAILURES as error:
         raise BadConfig(
-            f"{OPERATORS} names the library {given}, which ONNX Runtime can't load ({_reason(error)}); unset the "
+            f"{OPERATORS} names the library {given}, which ONNX Runtime can't load ({plain_reason(error)}); unset the "
             "variable, or set it to a library built by accel kernels build --onnxruntime-include"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Returns ONNX Runtime's message in one line, without the error code and the path."""
-    text = one_line(error, None)
-    text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
-    text = re.sub(
-        r"^Non-zero status code returned while running (\S+) node\. Name:'(.*?)' Status Message: ", r"\1 '\2': ", text
-    )
-    text = re.sub(r"^(Load model from .*? failed: ?)?(This is an invalid model\. )?", "", text)
-    return text[:240].rstrip(" .")
 
 
 def _dtype(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import StageFailed, UnknownName, UnsupportedHere, one_line
 from accel.progress import report
+from accel.sources.onnx.refusal import plain_reason
 from accel.spelling import option
 from accel.stage import StageConfig
 
@@ -173,6 +174,6 @@ def _check_loads(path: Path) -> None:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise CastFailed(
-            f"ONNX Runtime refuses the cast model ({one_line(error)}); pass {option('cast', ['keep-fp32=NAME'])} to "
-            "keep the node in float32"
+            f"ONNX Runtime refuses the cast model ({plain_reason(error)}); pass "
+            f"{option('cast', ['keep-fp32=NAME'])} to keep the node in float32"
         ) from error

@@ -13,6 +13,7 @@ from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
 from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, new_names, numpy_dtype, shapes_of
 from accel.sources.onnx.file import opset_of
+from accel.sources.onnx.refusal import plain_reason
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
 from accel.spelling import option, options
@@ -293,7 +294,7 @@ def _observe_outputs(
     try:
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
+        raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {plain_reason(error)}") from error
     # Runs the model only at sizes that the user gave: at the default sizes, and for each dim also at the largest or
     # smallest size. Many models accept only multiples of a step, such as 32, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
@@ -310,7 +311,7 @@ def _observe_outputs(
             fix = step_advice(signature, partial(session.run, names))
             fix = fix or f"; correct {options('inputs', 'dims')}"
             raise NotBroughtOver(
-                f"{path} doesn't run on inputs of the shapes {shapes} ({one_line(error)}){fix}"
+                f"{path} doesn't run on inputs of the shapes {shapes} ({plain_reason(error)}){fix}"
             ) from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):

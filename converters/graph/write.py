@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
-from accel.errors import StageFailed, one_line
+from accel.errors import StageFailed
 from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_without_weights
 from accel.sources.onnx.light import GRAPH_INITIALIZER, LENGTH, MODEL_GRAPH, TENSOR_RAW_DATA
+from accel.sources.onnx.refusal import refused_by_checker
 from accel.sources.onnx.weights import detached_bytes, is_detached, raw_bytes, raw_pieces
 
 if TYPE_CHECKING:
@@ -229,25 +230,9 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
     return digest.hexdigest()
 
 
-def is_unknown_operator(error: Exception) -> bool:
-    """Returns True if ``error`` from ``onnx.checker`` says that an operator has no schema. Only the text of the error
-    identifies a missing schema."""
-    return "No Op registered" in str(error) or "No opset import" in str(error)
-
-
 def check_file(path: Path) -> str | None:
     """Returns the error that ``onnx.checker`` finds in the file, or None. Also checks types and shapes. The weights
     that ``read_without_weights`` leaves out become inputs, because the checker would copy them."""
-    import onnx
-
     model = read_without_weights(path)
-    try:
-        apart = as_inputs(model, lambda tensor: not any(field.name in _ALL_VALUES for field, _ in tensor.ListFields()))
-        onnx.checker.check_model(model if apart else str(path), full_check=True)
-    except Exception as error:
-        # The checker has no schemas of operators from other domains, so only the runtime can check these operators.
-        foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in model.graph.node)
-        if foreign and is_unknown_operator(error):
-            return None
-        return one_line(error)
-    return None
+    apart = as_inputs(model, lambda tensor: not any(field.name in _ALL_VALUES for field, _ in tensor.ListFields()))
+    return refused_by_checker(model if apart else str(path), lambda: model.graph.node)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import InvalidModel, one_line
+from accel.errors import InvalidModel
+from accel.sources.onnx.refusal import is_unknown_operator, plain_reason
 
-from ..graph.write import is_unknown_operator
 from .engine_from_onnx import EngineNotBuilt
 from .preflight import preflight, refused
 
@@ -34,7 +34,7 @@ def check_onnx(
         # Unknown operators are left to TensorRT's parser, because the parser's error names the node.
         if not is_unknown_operator(error):
             raise InvalidModel(
-                f"the ONNX file {path} fails the ONNX checker ({one_line(error)}); export it again"
+                f"the ONNX file {path} fails the ONNX checker ({plain_reason(error)}); export it again"
             ) from error
     if not model.graph.node or not model.graph.output:
         raise InvalidModel(f"the graph in {path} has no nodes or no outputs; export the model again")

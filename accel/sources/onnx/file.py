@@ -17,6 +17,7 @@ from accel.signature import Dim, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
 from .light import read_light
+from .refusal import plain_reason, refused_by_checker
 
 if TYPE_CHECKING:
     import onnx
@@ -353,16 +354,10 @@ def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: boo
 def check(path: Path) -> str | None:
     """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if the checker and
     ONNX Runtime accept the file."""
-    import onnx
     import onnxruntime
 
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:
-        # The checker has no schemas for custom domains, so only ONNX Runtime can check nodes of these domains.
-        own = {node.domain for node in read_without_weights(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
-        if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
-            return one_line(error)
+    if fault := refused_by_checker(str(path), lambda: read_without_weights(path).graph.node):
+        return fault
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -371,5 +366,5 @@ def check(path: Path) -> str | None:
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
         return None  # the model is valid, but this CPU lacks a kernel, for example for bfloat16
     except Exception as error:
-        return one_line(error)
+        return plain_reason(error)
     return None
