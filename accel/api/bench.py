@@ -13,7 +13,7 @@ from accel.artifact import Artifact, manifest_path
 from accel.errors import BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, UnknownName, UsageError
 from accel.machine import available_cores
 from accel.progress import report, shows_progress
-from accel.proof.data import widened
+from accel.proof.data import rounding_note, widened
 from accel.proof.runs import failed_on_data
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
@@ -23,7 +23,7 @@ from accel.sources.tensorflow.source import saved_model_file
 from accel.spelling import option
 from accel.tables.kinds import KINDS, kind_of
 from accel.timing.blocks import Candidate
-from accel.timing.paired import measure
+from accel.timing.paired import measure, resolved
 from accel.timing.report import BenchReport, Sweep
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def bench(
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
     candidate uses the threads and streams that its manifest records. If the manifest doesn't record them, the candidate
     uses one stream, and one thread for each core that this process may use. With several streams, the report compares
-    throughputs. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. With ``one_thread``, the
-    baseline is also timed with one thread, which may be faster for a small model, or beside other work. The docstring
+    throughputs. If a candidate uses fewer threads than the baseline, the baseline is also timed with as few threads.
+    With ``one_thread``, the baseline is also timed with one thread, which may be faster for a small model, or beside
+    other work. With ``cuda_graph``, the kernels of engines are launched as CUDA graphs. The docstring
     of ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The other arguments set the fields of ``accel.Source`` for all candidates that
@@ -85,16 +86,15 @@ def bench(
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
     """
     ready = _candidates(candidates, against, also, cuda_graph, about)
-    if one_thread and available_cores() > 1:
-        base = ready[0]
-        ready.insert(1, replace(base, name=f"{base.name}, 1 thread", options={**base.options, "threads": 1}))
+    ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread)
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
     first = widened(ready[0].artifact, samples, declared)
     _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
+    note = rounding_note(samples, first.signature)
     try:
-        return measure(
+        found = measure(
             ready,
             feeds,
             rounds=rounds,
@@ -108,6 +108,7 @@ def bench(
         if samples is None:
             raise
         raise failed_on_data(error, samples, _in_one(feeds), first.signature) from error
+    return replace(found, notes=(note,) if note else ())
 
 
 def sweep(
@@ -141,6 +142,8 @@ def sweep(
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
     first = widened(ready[0].artifact, samples, declared)
+    ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread=False)
+    note = rounding_note(samples, first.signature)
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
     for shape in shapes:
@@ -165,7 +168,28 @@ def sweep(
                 seed=seed,
             )
         )
-    return Sweep(reports=tuple(reports))
+    return Sweep(reports=tuple(replace(one, notes=(note,) if note else ()) for one in reports))
+
+
+def _with_fewer_threads(
+    ready: Sequence[Candidate], threads: int | None, streams: int | None, one_thread: bool
+) -> list[Candidate]:
+    """Returns copies of the baseline, which is the first of ``ready``, with the smaller numbers of threads that the
+    other candidates use. An engine runs on a GPU, so its number of threads doesn't matter."""
+    base, *others = (resolved(one, threads, streams) for one in ready)
+    alone = [one for one in others if one.streams == 1 and one.artifact.kind != "engine"]
+    counts = {one.options["threads"] for one in alone} | ({1} if one_thread else set())
+    if base.streams > 1 or base.artifact.kind == "engine":
+        return []
+    return [
+        replace(
+            ready[0],
+            name=f"{base.name}, {count} thread{'s' * (count > 1)}",
+            options={**ready[0].options, "threads": count},
+        )
+        for count in sorted(counts)
+        if 0 < count < (base.options["threads"] or available_cores())
+    ]
 
 
 def _shapes(

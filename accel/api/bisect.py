@@ -98,7 +98,7 @@ def bisect(
     ``UsageError`` if the inputs or outputs differ, and ``BadData`` if the data doesn't fit.
     """
     from accel.proof.bisect import Bisection
-    from accel.proof.data import widened
+    from accel.proof.data import rounding_note, widened
     from accel.sources.onnx.weights import read_detached
 
     notes: list[str] = []
@@ -130,6 +130,7 @@ def bisect(
     if samples < 1:
         raise UsageError(f"{samples} samples are too few; give at least 1")
     feeds = _feeds(first, Path(data) if data else None, samples)
+    notes += filter(None, [rounding_note(Path(data) if data else None, first.signature)])
     search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
     return BisectReport(
         divergence=search.found,

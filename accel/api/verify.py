@@ -36,7 +36,7 @@ class Verification:
     ``outputs`` maps each output to its largest differences over all ``cases``. ``middle_sample`` maps each output to
     the median of the samples' relative errors (rel_l2). Axis 0 is the axis of the samples. A few samples with large
     values change the error of a whole output, but not the median. ``problems`` has a sentence for each output that
-    differs by more than ``limit``. ``notes`` says what the comparison didn't cover.
+    differs by more than ``limit``. ``notes`` says what the comparison didn't cover, and what was rounded.
     """
 
     passed: bool
@@ -118,7 +118,7 @@ def verify(
     import numpy as np
 
     from accel.proof.concordance import sample_errors
-    from accel.proof.data import widened
+    from accel.proof.data import rounding_note, widened
     from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
     from accel.proof.runs import failed_on_data
 
@@ -156,7 +156,7 @@ def verify(
             cases.append(case)
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
-    unknown = integers_note(_common(first, second)) if data is None else None
+    note = integers_note(_common(first, second)) if data is None else rounding_note(Path(data), first.signature)
     if data is None and Cache.of(second.signature) is not None:
         for result in DecoderGate(limit=limit, context=_context(first, second)).check(first, second):
             cases.append(result.case)
@@ -184,7 +184,7 @@ def verify(
         middle_sample=middle,
         cases=tuple(cases),
         problems=tuple(problems),
-        notes=(unknown,) if unknown else (),
+        notes=(note,) if note else (),
     )
 
 

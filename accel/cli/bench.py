@@ -123,6 +123,8 @@ def command(
     if not say.quiet:  # the table and the JSON show the warnings too
         for warning in dict.fromkeys(warning for report in reports for warning in report.warnings):
             click.echo(f"accel: warning: {warning}", err=True)
+        for note in dict.fromkeys(note for report in reports for note in report.notes):
+            click.echo(f"accel: note: {note}", err=True)
 
     def human() -> Any:
         from rich.console import Group

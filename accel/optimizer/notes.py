@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from accel.artifact import Artifact
 from accel.errors import AccelError
 from accel.graph.read import read_graph
+from accel.proof.data import rounding_note
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
 from .judge.comparison import Judge
+from .request import OptimizeRequest
 
 # A note is written for an int8 candidate with less than this share of its FLOPs in int8.
 _MOSTLY = 0.5
@@ -31,6 +33,12 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
     for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
         found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
     return found
+
+
+def data_notes(request: OptimizeRequest, src: Artifact) -> list[str]:
+    """Returns a note if numbers of the user's data are rounded for the model."""
+    notes = (rounding_note(data, src.signature) for data in (request.data, request.eval_data))
+    return list(dict.fromkeys(filter(None, notes)))
 
 
 def partly_quantized(artifact: Artifact) -> str:

@@ -27,7 +27,7 @@ from .judge.comparison import Judge, Judgement, Metric
 from .judge.decoder import MEASURES, DecoderJudge, measure_and_limit
 from .measure.noise import noise_notes
 from .measure.workload import Workload, decode_steps, workload
-from .notes import not_as_asked, notes_on_making, seen_note
+from .notes import data_notes, not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
 from .recipes.order import Costs
@@ -118,7 +118,7 @@ def run(
     said = [text for text in warnings if text]
     chosen = outcome.chosen.judgement
     notes += [f"{outcome.chosen.name}: {chosen.details}"] if chosen is not None and chosen.details else []
-    notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
+    notes += [*outcome.notes, *said, *data_notes(request, src), *source_notes(src), *filter(None, [training_note(src)])]
     notes += [late] if late and budget.chosen_by_accel else []
     candidates = [source, *rows, *(not_tried(item) for item in left_out)]
     return published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)

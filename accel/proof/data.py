@@ -149,7 +149,7 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
     for file in filter(Path.is_file, sorted(data.glob("*.npz")) if data.is_dir() else [data]):  # a pipe would block
         try:
             with open_npz(file) as archive:
-                shapes = {s.name: _shape(archive, s.name) for s in signature.inputs if s.name in archive.files}
+                shapes = {s.name: _header(archive, s.name)[0] for s in signature.inputs if s.name in archive.files}
         except (BadData, KeyError):
             continue
         for spec in signature.inputs:
@@ -165,8 +165,9 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
     return replace(artifact, signature=signature.with_dims(ranges)) if ranges else artifact
 
 
-def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
-    """Returns the shape of an array, read from its header."""
+def _header(archive: np.lib.npyio.NpzFile, name: str) -> tuple[tuple[int, ...], str]:
+    """Returns the shape and the name of the dtype of an array, read from its header. For a header of an unknown
+    version, returns an empty shape and no name."""
     from numpy.lib import format as npy
 
     assert archive.zip is not None, "it is open"
@@ -174,9 +175,28 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
         readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         reader = readers.get(npy.read_magic(stream))
         if reader is None:
-            return ()
-        shape: tuple[int, ...] = reader(stream)[0]
-        return shape
+            return (), ""
+        shape, _, dtype = reader(stream)
+        return shape, str(dtype)
+
+
+def rounding_note(data: Path | None, signature: Signature) -> str:
+    """Returns a note that names the inputs whose numbers in ``data`` are rounded to the narrower floats that the model
+    takes, or "". Reads only the headers of the arrays. Skips unreadable files, which ``Dataset.load`` reports."""
+    found: dict[str, str] = {}
+    floats = {spec.name: spec.dtype for spec in signature.inputs if spec.dtype in ("float32", "float16", "bfloat16")}
+    for file in filter(Path.is_file, data_files(data)) if data is not None and floats else ():
+        try:
+            with open_npz(file) as archive:
+                for name in floats.keys() & set(archive.files):
+                    if _header(archive, name)[1] == "float64":
+                        found.setdefault(name, floats[name])
+        except BadData:
+            continue
+    if not found:
+        return ""
+    names = " and ".join(sorted(found))
+    return f"the data holds {names} as float64; the numbers are rounded to {found[min(found)]}, which the model takes"
 
 
 def check_values(data: Path, signature: Signature) -> None:
@@ -186,7 +206,9 @@ def check_values(data: Path, signature: Signature) -> None:
     ranges = IntegerRanges(signature.inputs)
     for file in data_files(data) if ranges.names else ():
         with open_npz(file) as archive:
-            shapes = {spec.name: _shape(archive, spec.name) for spec in signature.inputs if spec.name in archive.files}
+            shapes = {
+                spec.name: _header(archive, spec.name)[0] for spec in signature.inputs if spec.name in archive.files
+            }
             found = ranges.first_outside({name: archive[name] for name in ranges.names if name in shapes}, shapes)
         if found is not None:
             declared = str(signature.input(found.input))
@@ -300,8 +322,26 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
             f"{file}: input {name!r} in sample {start + int(np.argwhere(lost)[0, 0])} holds {value.dtype} "
             f"numbers that are too large for the dtype {spec.dtype}; scale the numbers"
         )
+    if value.dtype == np.float64 and (lost := _changed_integers(value, converted)).any():
+        row, number = int(np.argwhere(lost)[0, 0]), value[lost][0]
+        raise BadData(
+            f"{file}: input {name!r} in sample {start + row} holds the whole number {number:.0f} as float64, which "
+            f"{spec.dtype} would change to {float(converted[lost][0]):.0f}; subtract an offset from the numbers or "
+            f"scale them, or save them as {spec.dtype} if the change is harmless"
+        )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
         raise BadData(
             f"{file}: input {name!r} holds numbers that don't fit the dtype {spec.dtype}; correct the numbers"
         )
     return converted
+
+
+def _changed_integers(value: np.ndarray, converted: np.ndarray) -> np.ndarray:
+    """Returns True for each whole number, such as an id or a time stamp, that is exact as float64 but not as
+    ``converted``. Fractions are always rounded, and beyond 2^53, float64 itself holds only whole numbers."""
+    import numpy as np
+
+    changed: np.ndarray = converted.astype(np.float64) != value
+    if changed.any():
+        changed &= (np.abs(value) <= 2.0**53) & (value == np.trunc(value))
+    return changed

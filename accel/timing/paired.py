@@ -188,7 +188,7 @@ def measure(
     index = _check(candidates, sets, baseline, rounds, block_seconds, budget_seconds)
     if streams is not None and streams < 1:
         raise UsageError(f"the number of streams can't be {streams}; use 1 or more")
-    ready = [_resolved(c, threads, streams) for c in candidates]
+    ready = [resolved(c, threads, streams) for c in candidates]
     most = max(c.streams for c in ready)
     machine = environment(threads or available_cores())
     lanes: list[Lane] = []
@@ -227,7 +227,7 @@ def measure(
     )
 
 
-def _resolved(candidate: Candidate, threads: int | None, streams: int | None) -> Candidate:
+def resolved(candidate: Candidate, threads: int | None, streams: int | None) -> Candidate:
     """Returns the candidate with its number of streams and with all options of its session filled in."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:

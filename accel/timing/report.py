@@ -82,8 +82,8 @@ class BenchReport:
     the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple of candidates for each round, in the
     order of their timing. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every
     ``speedup`` compares throughputs. ``statistic`` is ``fast runs`` if every ``speedup`` compares the fastest runs
-    instead of the median runs, because other work disturbed the machine. ``samples`` maps each candidate to one array
-    per round, with the nanoseconds of every run. ``samples`` is not part of the JSON.
+    instead of the median runs, because other work disturbed the machine. ``notes`` are about the data. ``samples`` maps
+    each candidate to one array per round, with the nanoseconds of every run. ``samples`` is not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -97,6 +97,7 @@ class BenchReport:
     order: tuple[tuple[str, ...], ...]
     streams: int = 1
     statistic: Literal["median", "fast runs"] = "median"
+    notes: tuple[str, ...] = ()
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -149,6 +150,7 @@ class BenchReport:
             "noise_floor": self.noise_floor,
             "baseline_against_itself": twin,
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "sizes": dict(self.sizes),
             "environment": dict(self.environment),
             "seed": self.seed,

@@ -17,6 +17,7 @@ from accel.optimizer.attempt import judged
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, megabytes
 from accel.optimizer.judge.comparison import Judge, Metric
+from accel.optimizer.notes import data_notes
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.result import Optimization
 from accel.optimizer.run import published_choice, run, source_row, timed_workload
@@ -75,7 +76,7 @@ def optimize_pipeline(
         done = f"{work.note}, {request.cores} threads"
         nothing = "anything was measured: the source itself was taken"
         notes.append(done if search.environment else budget.reason(nothing) if rows else "no part became faster")
-        notes += [*source_notes(src), *filter(None, [training_note(src)])]
+        notes += [*data_notes(request, src), *source_notes(src), *filter(None, [training_note(src)])]
         return published_choice(request, src, chosen, [source, *rows], search.environment, notes)
 
 

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 import accel
 from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.machine import available_cores
 from accel.sources.source import Source
 
 QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0")
@@ -145,6 +146,22 @@ def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
     names = ["out/model.onnx (onnxruntime)", "fp32.onnx (onnxruntime)", "other.onnx (onnxruntime)"]
     assert [row.name for row in report.rows] == names
     assert {row.error for row in report.rows} == {None}
+
+
+def test_the_baseline_also_runs_with_the_threads_of_the_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Fails if a candidate with one thread is compared only with a baseline on all cores, or if the table doesn't say
+    which row ran with how many threads."""
+    if available_cores() < 2:
+        pytest.skip("this process has a single core")
+    chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
+    report = accel.bench([chosen.path.parent], against=two[0], **FAST)
+    names = ["a.onnx (onnxruntime)", "a.onnx (onnxruntime), 1 thread", "out/model.onnx (onnxruntime)"]
+    assert [row.name for row in report.rows] == names
+    assert [row.options["threads"] for row in report.rows] == [available_cores(), 1, 1]
+    assert f"{available_cores()} threads" in report.table()
+    assert "1 thread" in report.table()
+    for same in ({"threads": 1}, {"threads": available_cores()}):
+        assert len(accel.bench([chosen.path.parent], against=two[0], **same, **FAST).rows) == 2
 
 
 def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
