@@ -11,6 +11,7 @@ from accel.artifact import Artifact, manifest_path
 from accel.child import run_in_child
 from accel.errors import RandomOps, UnsupportedHere, UsageError
 from accel.proof.chain import Link, check_chain
+from accel.runtimes.base import recorded_options
 from accel.sources.source import Model, Source, SourceOptions
 from accel.spelling import option
 
@@ -37,6 +38,19 @@ class Inspection:
     problem: str = ""
 
     @property
+    def precision(self) -> str:
+        """Returns the precision that the model computes in, or "" if it is unknown.
+
+        The session that ``accel optimize`` chose may compute in another precision than the file has. The precision of a
+        quantized model names both, as in ``int8+bf16``.
+        """
+        own = str(self.artifact.properties.get("precision", ""))
+        asked = str(recorded_options(self.artifact).get("precision", "fp32"))
+        if asked == "fp32" or asked == own:
+            return own
+        return asked if own in ("", "fp32") else f"{own}+{asked}"
+
+    @property
     def changed(self) -> list[Link]:
         return [link for link in self.chain if link.status == "changed"]
 
@@ -46,6 +60,7 @@ class Inspection:
             "path": str(artifact.path),
             "kind": artifact.kind,
             "bytes": self.bytes,
+            "precision": self.precision,
             "signature": artifact.signature.to_json(),
             "properties": dict(artifact.properties),
             "graph": self.graph,

@@ -68,12 +68,19 @@ def _human(found: Inspection) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
+    from accel.timing.columns import session_of
+
     artifact = found.artifact
-    properties = ", ".join(f"{k} {_plain(v)}" for k, v in artifact.properties.items() if k != "profiles")
+    known = {**artifact.properties, **({"precision": _precision(found)} if found.precision else {})}
+    properties = ", ".join(f"{k} {_plain(v)}" for k, v in known.items() if k != "profiles")
     lines = [f"{artifact.path}: {artifact.kind}, {found.bytes / 1e6:.1f} MB; {properties}"]
     lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
     lines += [f"  out  {spec}" for spec in artifact.signature.outputs]
     lines += [f"  dim  {name} {r}" for name, r in artifact.signature.dims.items()]
+    session = artifact.manifest.session if artifact.manifest else {}
+    if session:
+        own = ", ".join(filter(None, [str(session.get("runtime", "")), session_of(session)]))
+        lines.append(f"  runs in {own}")
     if artifact.source:
         lines.append(f"  from {artifact.source.get('spec', '')}")
     parts: list[Any] = ["\n".join(lines).replace("[", "\\[")]
@@ -100,6 +107,11 @@ def _human(found: Inspection) -> Any:
     if find_spec("netron") is not None and artifact.path.suffix in _NETRON:
         parts.append(escape(f"netron is installed and shows this file as well: netron {artifact.path}"))
     return Group(*parts)
+
+
+def _precision(found: Inspection) -> str:
+    own = found.artifact.properties.get("precision")
+    return found.precision if own in (None, found.precision) else f"{found.precision} (the file's weights: {own})"
 
 
 def _graph(graph: dict[str, Any]) -> list[Any]:

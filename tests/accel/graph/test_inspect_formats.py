@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import accel
-from accel.artifact import Artifact
+from accel.artifact import Artifact, manifest_path
 from accel.errors import BadSource, UnsupportedHere
 from accel.graph.ncnn_param import read_net
 from accel.graph.openvino_ir import read_ir
@@ -28,6 +29,28 @@ def looked_at(cli: Any, *words: Any) -> dict[str, Any]:
     assert ran.code == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "computed"),
+    [("fp32", "bf16", "bf16"), ("fp32", "fp32", "fp32"), ("int8", "bf16", "int8+bf16"), ("int8", None, "int8")],
+)
+def test_the_precision_is_that_of_the_session(
+    cli: Any, digits: Artifact, tmp_path: Path, own: str, asked: str | None, computed: str
+) -> None:
+    """Fails if inspect shows only the precision of the file, although the session that accel optimize chose computes
+    float32 weights in bfloat16."""
+    made = digits.copy_to(tmp_path / "model.onnx")
+    assert made.manifest is not None
+    options = {"threads": 1, **({"precision": asked} if asked else {})}
+    session = {"runtime": "openvino", "options": options}
+    manifest = replace(made.manifest, session=session, properties={**made.properties, "precision": own})
+    manifest.write(manifest_path(made.path))
+    assert looked_at(cli, made.path)["precision"] == computed
+    said = " ".join(cli("inspect", made.path, "-q").stdout.split())
+    assert f"precision {computed}" in said
+    assert ("the file's weights: " in said) == (own != computed)
+    assert f"runs in openvino, 1 thread{', precision bf16' if asked == 'bf16' else ''}" in said
 
 
 # The fields that accel inspect reports for a file of any format.
