@@ -37,7 +37,7 @@ class Exported:
         """
         tolerance = max(ROUNDING, self.limit)
         apart = check_samples(self.artifact, data, samples, cache, source=self.source, tolerance=tolerance)
-        nan = nan_words(apart.nan, apart.samples, data)
+        nan = nan_words(apart.nan, apart.samples, self.artifact.signature, data)
         if apart.rel_l2 <= self.limit:
             return "", nan
         return (

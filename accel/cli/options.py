@@ -20,8 +20,8 @@ _input = click.option(
     "inputs",
     multiple=True,
     metavar="NAME:DTYPE[DIM,...]",
-    help="An input of the model; a named dim is dynamic: x:float32[batch,3,32,32]. Integers may add their range: "
-    "ids:int64[batch,sequence]{0..30521}. Repeat for each input.",
+    help="An input of the model; a named dim is dynamic: x:float32[batch,3,32,32]. Numbers may add the range of "
+    "random inputs: ids:int64[batch,sequence]{0..30521}, scale:float32[]{0.5..2}. Repeat for each input.",
 )
 _weights = click.option(
     "--weights",

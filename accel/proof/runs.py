@@ -60,11 +60,17 @@ def check_runs(src: Artifact, cache: StageCache) -> None:
                 session.run(signature.example_inputs(**sizes))
             except RunFailed as error:
                 sizes_taken = option("dims", {"NAME": "MIN:OPT:MAX[:STEP]"})
-                integers = option("inputs", ["NAME:int64[DIM]{LOW..HIGH}"])
-                advice = f"; give the sizes it takes with {sizes_taken}, and the range of integers with {integers}"
+                numbers = option("inputs", [f"{_ranged(signature)}{{LOW..HIGH}}"])
+                advice = f"; give the sizes it takes with {sizes_taken}, and the range of its numbers with {numbers}"
                 fix = step_advice(signature, session.run) or advice
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
     cache.put_record("runs", key, True)
+
+
+def _ranged(signature: Signature) -> str:
+    """Returns the first input that may need a range, an integer input if there is one, as ``--input`` spells it."""
+    inputs = [replace(spec, values=None) for spec in signature.inputs]
+    return str(next((spec for spec in inputs if "int" in spec.dtype), inputs[0]))
 
 
 @dataclass(frozen=True)
@@ -147,14 +153,17 @@ def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
     return int(np.logical_or.reduce(same).sum()) if same else 0
 
 
-def nan_words(nan: int, samples: int, data: Path | None) -> str:
+def nan_words(nan: int, samples: int, signature: Signature, data: Path | None) -> str:
     """Returns the warning for a source that outputs NaN for ``nan`` of ``samples`` samples, or "" if ``nan`` is 0."""
     if not nan:
         return ""
+    floats = [spec for spec in signature.inputs if spec.is_float and spec.values is None]
+    ranged = option("inputs", [f"{spec}{{0.1..1}}" for spec in floats[:1]])
+    fix = "leave these samples out" if data or not floats else f"give the range of random inputs with {ranged}"
     return (
         f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}, and a "
         "candidate has to give NaN there too; correct the model (look for a logarithm, a root or a division of values "
-        "that may be 0 or less), or leave these samples out"
+        f"that may be 0 or less), or {fix}"
     )
 
 

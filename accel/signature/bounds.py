@@ -1,8 +1,9 @@
-"""Parses and evaluates sums of dims and numbers. The bound of an integer input is a number or a sum such as
-``length-1``. A dim of an input may be a sum of other dims, such as ``past+sequence``."""
+"""Parses and evaluates sums of dims and numbers. The bound of an input is a number or a sum such as ``length-1``. A
+dim of an input may be a sum of other dims, such as ``past+sequence``."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,32 +11,42 @@ from functools import lru_cache
 
 from accel.errors import BadInputSpec
 
-Bound = int | str
+Bound = int | float | str
 
 # A dim with another operator, such as a hyphen, may be a name that an exporter chose.
 _SUM = re.compile(r"[A-Za-z_]\w*(?: *\+ *\w+)+")
+_KINDS = {False: "an integer", True: "a finite number"}
 _TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
 
 
-def parse_bound(text: Bound) -> Bound:
-    """Parses ``text`` into a number or a sum in normal form. Equal bounds have the same normal form.
+_FRACTION = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
-    Raises ``BadInputSpec`` if ``text`` is neither a number nor a sum of dims and numbers.
+
+def parse_bound(text: Bound, *, fractions: bool = False) -> Bound:
+    """Parses ``text`` into a number or a sum in normal form. Equal bounds have the same normal form. With
+    ``fractions``, which is for inputs that hold floats, the number may have a fraction.
+
+    Raises ``BadInputSpec`` if ``text`` is neither a finite number nor a sum of dims and integers.
     """
+    number = text.strip() if isinstance(text, str) else repr(text)
+    if fractions and _FRACTION.fullmatch(number) and math.isfinite(float(number)):
+        return int(float(number)) if float(number).is_integer() and abs(float(number)) < 1e15 else float(number)
+    if isinstance(text, float):
+        raise BadInputSpec(f"{text!r} can't bound the range of this input; give {_KINDS[fractions]}")
     return text if isinstance(text, int) else _bound(*_terms(text))
 
 
 def dims_of(bound: Bound) -> frozenset[str]:
     """Returns the names of the dims in a bound."""
-    return frozenset() if isinstance(bound, int) else frozenset(dim for dim, _ in _terms(bound)[0])
+    return frozenset() if isinstance(bound, int | float) else frozenset(dim for dim, _ in _terms(bound)[0])
 
 
-def is_sum(dim: Bound) -> bool:
+def is_sum(dim: int | str) -> bool:
     """Tells whether the dim of a shape is a sum of other dims and numbers, such as ``past+sequence``."""
     return isinstance(dim, str) and _SUM.fullmatch(dim) is not None
 
 
-def free_dims(dim: Bound) -> tuple[str, ...]:
+def free_dims(dim: int | str) -> tuple[str, ...]:
     """Returns the names of the dims that determine the size of ``dim``, in order: the terms of a sum, or the dim
     itself. Returns an empty tuple for a fixed size."""
     if isinstance(dim, int):
@@ -43,9 +54,9 @@ def free_dims(dim: Bound) -> tuple[str, ...]:
     return tuple(name for name, _ in _terms(dim)[0]) if is_sum(dim) else (dim,)
 
 
-def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
+def bound_at(bound: Bound, sizes: Mapping[str, int]) -> float:
     """Evaluates the bound for the dims' ``sizes``. Raises ``KeyError`` if a dim of the bound has no size."""
-    if isinstance(bound, int):
+    if isinstance(bound, int | float):
         return bound
     dims, number = _terms(bound)
     return sum(count * sizes[dim] for dim, count in dims) + number
@@ -53,7 +64,7 @@ def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
 
 def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
     """Replaces each dim in the bound by the dim's size or new name in ``dims``, and returns the new bound."""
-    if isinstance(bound, int):
+    if isinstance(bound, int | float):
         return bound
     terms, number = _terms(bound)
     found = Counter[str]()

@@ -37,7 +37,7 @@ class IntegerRanges:
 
     @cached_property
     def _ranged(self) -> tuple[TensorSpec, ...]:
-        return tuple(spec for spec in self.inputs if spec.values is not None)
+        return tuple(spec for spec in self.inputs if spec.values is not None and not spec.is_float)
 
     @cached_property
     def _by_dims(self) -> bool:

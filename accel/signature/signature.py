@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel.errors import BadFeeds, BadInputSpec
 from accel.spelling import option
@@ -17,6 +17,8 @@ from .spec import TensorSpec, as_tuples, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
+
+_Number = TypeVar("_Number", int, float)
 
 Feeds = Mapping[str, "np.ndarray"]
 
@@ -158,11 +160,12 @@ class Signature:
         """Returns random inputs that the model accepts. Equal seeds give equal inputs. ``sizes`` sets the sizes of
         dynamic dims.
 
-        Floats are normally distributed. Integers are drawn from the input's range ``values``, or else from ``seen``, or
-        else from 0 and 1. An input with a ``sample`` repeats this sample. An input whose name ends in ``mask`` holds
-        ones followed by zeros, with a random count of ones in each row. Optional inputs are left out.
+        Floats are uniform in the input's range ``values``, or else normally distributed. Integers are drawn from
+        ``values``, or else from ``seen``, or else from 0 and 1. An input with a ``sample`` repeats this sample. An
+        input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
+        Optional inputs are left out.
 
-        Raises ``BadInputSpec`` if an input has no valid integer at ``sizes``.
+        Raises ``BadInputSpec`` if an input has no valid number at ``sizes``.
         """
         import numpy as np
 
@@ -182,23 +185,16 @@ class Signature:
             elif spec.sample is not None:
                 feeds[spec.name] = spec.repeated(shape, seed)
             elif spec.dtype.startswith(("int", "uint")):
-                low, high = self._drawn_from(spec, resolved)
+                low, high = _not_empty(spec, spec.range_at(resolved) or spec.seen or (0, 1), resolved)
                 feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
             elif spec.dtype == "bool":
                 feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)
+            elif spec.values is not None:
+                least, most = _not_empty(spec, spec.span_at(resolved) or (0.0, 1.0), resolved)
+                feeds[spec.name] = rng.uniform(least, most, shape).astype(kind)
             else:
                 feeds[spec.name] = rng.standard_normal(shape).astype(kind)
         return feeds
-
-    def _drawn_from(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, int]:
-        low, high = spec.range_at(sizes) or spec.seen or (0, 1)
-        if low > high:
-            at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
-            raise BadInputSpec(
-                f"input {spec} has an empty integer range at the size {at}; allow only larger sizes with "
-                f"{option('dims')}"
-            )
-        return low, high
 
     @property
     def unknown_integers(self) -> tuple[TensorSpec, ...]:
@@ -319,3 +315,13 @@ class Signature:
 
         dims = {name: DimRange(*r) for name, r in body["dims"].items()}
         return cls(specs(body["inputs"]), specs(body["outputs"]), dims)
+
+
+def _not_empty(spec: TensorSpec, found: tuple[_Number, _Number], sizes: Mapping[str, int]) -> tuple[_Number, _Number]:
+    """Returns the range ``found``. Raises ``BadInputSpec`` if it holds no number at ``sizes``."""
+    if found[0] > found[1]:
+        at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
+        raise BadInputSpec(
+            f"input {spec} has an empty range at the size {at}; allow only larger sizes with {option('dims')}"
+        )
+    return found

@@ -23,7 +23,7 @@ DTYPES = (
 )  # fmt: skip
 
 _SPEC = re.compile(
-    r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>[^{}.]+)\.\.(?P<hi>[^{}.]+)\})?$"
+    r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>[^{}]+?)\.\.(?P<hi>[^{}]+)\})?$"
 )
 
 
@@ -49,12 +49,12 @@ class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``). The
     string may be a sum of other dims (``"past+sequence"``).
 
-    ``values`` is the range of valid integers, such as token ids. A bound of ``values`` may be a sum of dims, as in
-    ``(1, "length")`` for the lengths of sequences. ``seen`` is the range of the integers in the user's example.
-    Integers outside ``seen`` may be valid too. Example inputs are drawn from ``values``, or else from ``seen``.
-    ``optional`` is True if the model has a default for this input. ``sample`` holds the integers of the user's example
-    as nested tuples, if the model doesn't accept random integers. An example are boxes, whose second corner may not be
-    left of the first corner. Example inputs then repeat ``sample``.
+    ``values`` is the range of valid integers, such as token ids, or the range of the floats that example inputs hold. A
+    bound of ``values`` may be a sum of dims, as in ``(1, "length")`` for the lengths of sequences. ``seen`` is the
+    range of the integers in the user's example. Integers outside ``seen`` may be valid too. Example inputs are drawn
+    from ``values``, or else from ``seen``. ``optional`` is True if the model has a default for this input. ``sample``
+    holds the integers of the user's example as nested tuples, if the model doesn't accept random integers. An example
+    are boxes, whose second corner may not be left of the first corner. Example inputs then repeat ``sample``.
     """
 
     name: str
@@ -68,9 +68,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.values is not None:
-            low, high = (parse_bound(bound) for bound in self.values)
+            low, high = (parse_bound(bound, fractions=self.is_float) for bound in self.values)
             object.__setattr__(self, "values", (low, high))
-            if isinstance(low, int) and isinstance(high, int) and low > high:
+            if not isinstance(low, str) and not isinstance(high, str) and low > high:
                 raise BadInputSpec(f"input {self.name!r} has an empty range of values {low}..{high}; give low..high")
         if self.dtype not in DTYPES:
             parts = "give its real and imaginary parts instead, as torch.view_as_real does"
@@ -85,7 +85,8 @@ class TensorSpec:
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
         """Parses a text such as ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range
-        of integers. A bound may be a sum of dims, as in ``lengths:int64[batch]{1..sequence}``.
+        of numbers. A bound may be a sum of dims, as in ``lengths:int64[batch]{1..sequence}``. The range of floats may
+        have fractions, as in ``scale:float32[]{0.5..2}``.
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
@@ -101,7 +102,7 @@ class TensorSpec:
             if not (part.lstrip("-").isdigit() or part.isidentifier() or is_sum(part)):
                 raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like batch")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
-        values = (parse_bound(match["lo"]), parse_bound(match["hi"])) if match["lo"] is not None else None
+        values = (match["lo"], match["hi"]) if match["lo"] is not None else None
         return cls(match["name"], match["dtype"], tuple(shape), values)
 
     def __str__(self) -> str:
@@ -119,12 +120,23 @@ class TensorSpec:
         )
 
     def range_at(self, sizes: Mapping[str, int]) -> tuple[int, int] | None:
-        """Returns the smallest and the largest valid integer for the dims' ``sizes``. Returns None if the input has no
-        ``values``, or if a bound names a dim that ``sizes`` lacks."""
+        """Returns the smallest and the largest valid integer for the dims' ``sizes``. Returns None if the input holds
+        no integers, if it has no ``values``, or if a bound names a dim that ``sizes`` lacks."""
+        found = None if self.is_float else self.span_at(sizes)
+        return None if found is None else (int(found[0]), int(found[1]))
+
+    def span_at(self, sizes: Mapping[str, int]) -> tuple[float, float] | None:
+        """Returns the smallest and the largest number of an example input for the dims' ``sizes``, or None if the input
+        has no ``values``, or if a bound names a dim that ``sizes`` lacks."""
         if self.values is None or not self.bound_dims <= sizes.keys():
             return None
         low, high = self.values
         return bound_at(low, sizes), bound_at(high, sizes)
+
+    @property
+    def is_float(self) -> bool:
+        """Tells whether the tensor holds floats."""
+        return self.dtype.startswith(("float", "bfloat"))
 
     def repeated(self, shape: Sequence[int], start: int = 0) -> np.ndarray:
         """Returns ``sample``, repeated or cut to ``shape``. Begins with the row ``start``. Along an axis on which the

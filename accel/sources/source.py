@@ -64,8 +64,9 @@ class Source:
     the first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
-    ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. For an
-    ONNX file, ``inputs`` gives the range of an integer input, or the size of a dim that the file leaves open.
+    ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. A
+    range, as in ``x:float32[batch]{0..1}``, limits the random inputs. For an ONNX file, ``inputs`` gives the range of
+    an input, or the size of a dim that the file leaves open.
     ``weights`` is a state dict or a training checkpoint for the module of a factory. ``dims`` are the ranges of dynamic
     dims as (min, opt, max) or (min, opt, max, step).
 

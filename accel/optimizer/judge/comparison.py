@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact, finite_json, text_sha256
+from accel.artifact import Artifact, canonical_json, finite_json, text_sha256
 from accel.cache import StageCache
 from accel.errors import BadData, BadSource, RunFailed, UsageError
 from accel.progress import report
@@ -100,7 +100,8 @@ class Judge:
         code = _DROP
         if self.metric is not None:
             code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
-        data = path_sha256(self.data) if self.data else ""
+        # Random inputs depend on the ranges that the user declares for an existing file.
+        data = path_sha256(self.data) if self.data else canonical_json(self.source.signature.to_json())
         part = f"{self._skip} {self._count} of {self._batch}"
         return text_sha256(
             "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, part])
@@ -155,7 +156,7 @@ class Judge:
             reference = self._reference_outputs()
             count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
             self._nan = (sum(map(nan_samples, reference)), count)
-        return nan_words(*self._nan, self.data)
+        return nan_words(*self._nan, self.source.signature, self.data)
 
     def check(self, cache: StageCache) -> None:
         """Runs the source and the metric on the data, before any candidate is made. Doesn't run them if ``cache`` has
