@@ -18,7 +18,7 @@ from accel.progress import report
 from accel.sources.onnx.file import one_line, opset_of, read_proto
 from accel.sources.tensorflow.process import in_tensorflow, require_tensorflow
 from accel.sources.tensorflow.source import TensorFlowSpec
-from accel.spelling import option
+from accel.spelling import option, options
 from accel.stage import StageConfig
 
 from ..graph.names import Contract, give_names
@@ -78,9 +78,8 @@ def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artif
             operator=operator,
         )
     except ChildCrashed as error:
-        last = operator.read_text() if operator.is_file() else ""
-        at = f"; it was at the operator {last}, export the part of the model without it" if last else ""
-        raise ExportFailed(f"tf2onnx can't convert {src.source.get('spec', src.path)}: {error}{at}") from error
+        where = src.source.get("spec", src.path)
+        raise ExportFailed(f"tf2onnx can't convert {where}: {error}{_at(operator, TensorFlowSpec.of(src))}") from error
     finally:
         operator.unlink(missing_ok=True)
     model = read_proto(made, weights=True)
@@ -109,19 +108,23 @@ def run_tf2onnx(
     except AccelError:
         raise
     except Exception as error:
-        raise _refused(spec.path, heard.lines, error) from error
+        raise _refused(spec, heard.lines, error, operator) from error
     finally:
         log.removeHandler(heard)
     foreign = {node.op_type for node in model.graph.node if _is_foreign(node)}
     if left := foreign | _unsupported(heard.lines):
-        raise _not_converted(spec.path, sorted(left))
+        raise _not_converted(spec, sorted(left))
     _as_specified(model)
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.path)
     keep_zero_padding(model)
     write_onnx(model, out)
     if fault := check_file(out):
-        raise ExportFailed(f"the file that tf2onnx made of {spec.path} fails the ONNX checker: {fault}")
+        other = option("opset", first if first != opset else opset - 1)
+        raise ExportFailed(
+            f"the file that tf2onnx made of {spec.path} fails the ONNX checker ({fault}); pass another opset, such as "
+            f"{other}"
+        )
     nodes = len(model.graph.node)
     return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": nodes, "transposes": turned}
 
@@ -196,22 +199,36 @@ def _as_specified(model: onnx.ModelProto) -> None:
             mode.s, nearest.s = b"half_pixel", b"round_prefer_ceil"
 
 
-def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
+def _not_converted(spec: TensorFlowSpec, ops: list[str]) -> OpNotConverted:
     what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
-    cut = f"export the part of the model without {'it' if len(ops) == 1 else 'them'}"
-    if where.endswith(".tflite"):
-        cut = "export the SavedModel or Keras file that the TFLite file was made from"
-    elif any(op.startswith("LookupTable") for op in ops):
-        cut = "tables of strings aren't supported: look strings up before the model, and export the part behind it"
-    return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
+    cut = _cut(spec, "it" if len(ops) == 1 else "them")
+    if spec.form != "tflite" and any(op.startswith("LookupTable") for op in ops):
+        cut = f"tables of strings aren't supported: look strings up before the model, and {_cut(spec, 'the table')}"
+    return OpNotConverted(f"{spec.path} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 
-def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
+def _cut(spec: TensorFlowSpec, what: str) -> str:
+    """Returns the advice that exports the model without the operators ``what``, for the form of the user's file."""
+    if spec.form == "tflite":
+        return "export the SavedModel or Keras file that the TFLite file was made from"
+    if spec.form in ("graph", "checkpoint"):
+        names = options("graph_inputs", "graph_outputs")
+        return f"export the part of the graph without {what}: name tensors behind or before {what} with {names}"
+    return f"export a FILE.py:FUNCTION that returns the part of the model without {what}"
+
+
+def _at(operator: Path, spec: TensorFlowSpec) -> str:
+    """Returns a phrase with the operator that was being converted, and the advice to leave it out."""
+    last = operator.read_text() if operator.is_file() else ""
+    return f"; it was at the operator {last}, {_cut(spec, 'it')}" if last else f"; {_cut(spec, 'the cause')}"
+
+
+def _refused(spec: TensorFlowSpec, lines: list[str], error: Exception, operator: Path) -> StageFailed:
     if left := _unsupported([*lines, str(error)]):
-        return _not_converted(where, sorted(left))
+        return _not_converted(spec, sorted(left))
     told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
-    reason = one_line(f"{type(error).__name__}: {error}")
-    return ExportFailed(f"tf2onnx can't convert {where}: {reason}" + (f" ({one_line(told)[:160]})" if told else ""))
+    reason = one_line(f"{type(error).__name__}: {error}") + (f" ({one_line(told)[:160]})" if told else "")
+    return ExportFailed(f"tf2onnx can't convert {spec.path}: {reason}{_at(operator, spec)}")
 
 
 def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:

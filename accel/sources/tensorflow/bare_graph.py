@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from accel.errors import BadSource, InvalidModel, one_line
 from accel.spelling import arguments
@@ -66,7 +67,8 @@ def load_checkpoint(spec: TensorFlowSpec) -> Loaded:
 
 def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
     _check_tensors(graph, spec)
-    graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in spec.outputs])
+    whole, graph = graph, tf.compat.v1.graph_util.extract_sub_graph(graph, [operation(name) for name in spec.outputs])
+    _check_connected(whole, graph, spec)
     inputs, outputs = ({plain_name(name): name for name in names} for names in (spec.inputs, spec.outputs))
     return _from_frozen(Frozen(graph=graph, inputs=inputs, outputs=outputs), spec)
 
@@ -100,7 +102,8 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
         call, tensors = run_graph(whole)
     except ValueError as error:
         raise BadSource(
-            f"the graph {spec.path} can't be cut at {', '.join(frozen.inputs.values())}: {one_line(error)}"
+            f"the graph {spec.path} can't be cut at {', '.join(frozen.inputs.values())} ({one_line(error)}); "
+            f"{_other_tensors(frozen.graph)}"
         ) from error
     inputs = [(n, dtype_name(t.dtype), shape_of(t.shape)) for n, t in zip(frozen.inputs, tensors, strict=True)]
     return Loaded(call=call, inputs=inputs, outputs=list(frozen.outputs), freeze=lambda: converted, placeholders=said)
@@ -109,14 +112,41 @@ def _from_frozen(frozen: Frozen, spec: TensorFlowSpec) -> Loaded:
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
     """Raises ``BadSource`` if the spec has no inputs or outputs, or names a tensor that isn't in the graph. The error
     message suggests tensors to use."""
-    nodes = {node.name for node in graph.node}
-    starts, ends = _ends(graph)
-    hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
+    nodes = {node.name: node for node in graph.node}
     if not spec.inputs or not spec.outputs:
-        raise BadSource(f"the graph {spec.path} doesn't name its inputs and outputs; pass their names, e.g. {hint}")
+        raise BadSource(f"the graph {spec.path} doesn't name its inputs and outputs; {_other_tensors(graph)}")
     for name in (*spec.inputs, *spec.outputs):
-        if name.partition(":")[0] not in nodes:
-            raise BadSource(f"the graph {spec.path} has no tensor {name}; pass tensors of the graph, e.g. {hint}")
+        node, _, index = name.partition(":")
+        if node not in nodes or not _has_output(nodes[node], index or "0"):
+            raise BadSource(f"the graph {spec.path} has no tensor {name}; {_other_tensors(graph)}")
+
+
+def _has_output(node: Any, index: str) -> bool:
+    """Tells whether a node has the output ``index``. The number of outputs of some operators, such as a call of a
+    function, is unknown here, so any number is accepted for them."""
+    known = op_def_registry.get(node.op)
+    if not index.isdecimal():
+        return False
+    if known is None or any(out.number_attr or out.type_list_attr for out in known.output_arg):
+        return True
+    return int(index) < len(known.output_arg)
+
+
+def _check_connected(whole: Any, graph: Any, spec: TensorFlowSpec) -> None:
+    """Raises ``BadSource`` if an input isn't in ``graph``, the part of ``whole`` that computes the outputs."""
+    used = {node.name for node in graph.node}
+    for name in spec.inputs:
+        if operation(name) not in used:
+            rest = [other for other in spec.inputs if operation(other) in used]
+            said = f"the outputs {', '.join(spec.outputs)} of the graph {spec.path} don't depend on the input {name}"
+            fix = f"leave it out: {arguments(graph_inputs=rest, graph_outputs=spec.outputs)}, or " if rest else ""
+            raise BadSource(f"{said}; {fix}{_other_tensors(whole)}")
+
+
+def _other_tensors(graph: Any) -> str:
+    """Returns the advice to pass inputs and outputs of ``graph``."""
+    starts, ends = _ends(graph)
+    return f"pass tensors of the graph, e.g. {arguments(graph_inputs=starts[:4] or ['x:0'], graph_outputs=ends[:4])}"
 
 
 def _ends(graph: Any) -> tuple[list[str], list[str]]:

@@ -45,7 +45,7 @@ def load(spec: TensorFlowSpec) -> Loaded:
         return {name: np.array(interpreter.get_tensor(index)) for name, index in outputs.items()}
 
     def freeze() -> Frozen:
-        raise BadSource(f"{path} is a TFLite file and has no TensorFlow graph")
+        raise BadSource(f"{path} is a TFLite file and has no TensorFlow graph; give the model it was made from")
 
     return Loaded(call=call, inputs=specs, outputs=list(outputs), freeze=freeze, declared=declared)
 

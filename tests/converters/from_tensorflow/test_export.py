@@ -204,7 +204,7 @@ def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int
 ENDS = {"graph_inputs": ["x"], "graph_outputs": ["y"]}
 BAD = {
     "noise.pb": (BadSource, "random_normal", {**ENDS, "graph_outputs": ["noise"], "strip_training_ops": True}),
-    "frozen.pb": (BadSource, r"pass their names, e.g. graph_inputs=\['x:0'\], graph_outputs=\['logits:0'\]", {}),
+    "frozen.pb": (BadSource, r"pass tensors of the graph, e.g. graph_inputs=\['x:0'\], graph_outputs=\['log", {}),
     "strings": (ExportFailed, "StringLength", {}),
     "no_signatures": (BadSource, "has no signatures", {}),
     "only.weights.h5": (InvalidModel, "only weights", {}),
@@ -235,7 +235,7 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
 @pytest.mark.parametrize(
     ("name", "code", "wrong", "fix", "words"),
     [
-        ("strings", 1, "the operator StringLength", "export the part of the model without it", []),
+        ("strings", 1, "the operator StringLength", "export a FILE.py:FUNCTION that returns the part of the model", []),
         ("lookup.keras", 1, "the operator LookupTableFindV2", "look strings up before the model", []),
         (
             "gelu_int8.tflite",
