@@ -14,6 +14,9 @@ from typing import Any
 from accel.artifact import text_sha256
 from accel.errors import BadSource, one_line
 
+from .hub.model_id import or_hub_id
+from .nearby import nearby, or_nearby
+
 _ACCEL = Path(__file__).resolve().parents[1]
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 SOURCE = "accel_source_"  # prefix of module names for modules loaded from a file
@@ -39,7 +42,7 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise BadSource(f"{path} does not exist; check the path")
+        raise BadSource(f"{path} does not exist; {or_nearby(str(path))}")
     name = f"{SOURCE}{path.stem}_{text_sha256(str(path.absolute()))[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -71,9 +74,11 @@ def _import_module(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            near = nearby(spec)
+            here = f"give {near} if you mean that, or " if near else ""
             raise BadSource(
-                f"{spec!r} is no file, folder or importable module; "
-                "give a path, file.py:factory or package.module:factory"
+                f"{spec!r} is no file, folder or importable module; {here}give a path, file.py:factory, "
+                f"package.module:factory{or_hub_id(spec)}"
             ) from error
         raise raised(f"importing {name}", error) from error
     except ValueError as error:

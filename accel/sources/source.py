@@ -18,6 +18,7 @@ from .hub.download import Located, locate
 from .hub.model_id import model_id
 from .live import captured, facts_about
 from .main_file import main_file
+from .nearby import or_nearby
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -229,7 +230,7 @@ class Source:
             return open_onnx(path, dims=parse_dims(self.dims or {}), inputs=parse_inputs(self.inputs or ()))
         self._refuse(("inputs",), "has its own inputs")
         if not path.is_file():
-            raise BadSource(f"{path} does not exist; check the path")
+            raise BadSource(f"{path} does not exist; {or_nearby(str(path))}")
         return Artifact.open(path)
 
     def _refuse(self, names: Sequence[str], why: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
-from accel.errors import BadSource
+from accel.errors import BadSource, InvalidModel
 
+from ..onnx.file import external_files, read_without_weights
 from .model_id import ModelId
 
 # The library sentence-transformers stores each module in a folder such as 1_Pooling.
@@ -70,9 +71,22 @@ def _onnx(names: Sequence[str]) -> list[str]:
 
 
 def _one_onnx(main: str, names: Sequence[str]) -> Choice:
-    """Returns the ONNX file ``main``, its external data and its manifest. The names of all these files begin with the
-    name of ``main``."""
+    """Returns the ONNX file ``main``, its manifest and the files beside it that are usually its external data. The
+    names of all these files begin with the name of ``main``."""
     return Choice((main, *(name for name in names if name.startswith((f"{main}_", f"{main}.")))), main)
+
+
+def with_external_data(choice: Choice, folder: Path, names: Sequence[str]) -> Choice:
+    """Returns ``choice`` with the files of ``names`` that hold the weights of the ONNX file, which is in ``folder``.
+    Returns a choice without an ONNX file unchanged. A damaged ONNX file is reported when it is opened."""
+    if not choice.main or not (folder / choice.main).is_file():
+        return choice
+    try:
+        weights = external_files(read_without_weights(folder / choice.main))
+    except InvalidModel:
+        return choice
+    files = (str(PurePosixPath(choice.main).with_name(name)) for name in weights)
+    return replace(choice, files=tuple(dict.fromkeys((*choice.files, *(name for name in files if name in names)))))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from accel.errors import BadSource
 from accel.progress import report
 from accel.version import __version__
 
-from .choice import choose
+from ..nearby import or_nearby
+from .choice import choose, with_external_data
 from .model_id import ModelId
 from .refusal import refuse
 
@@ -51,38 +52,28 @@ def locate(asked: ModelId) -> Located:
     if known is not None and known.path.exists():
         return known
     try:
-        import huggingface_hub
+        import huggingface_hub  # noqa: F401
     except ImportError as error:
         raise BadSource(
             f"{str(asked)!r} is no file or folder here, and huggingface_hub has to be installed to read models of the "
-            'Hugging Face Hub; check the path, or run: pip install "accel-toolchain[examples]"'
+            f'Hugging Face Hub; {or_nearby(str(asked))}, or run: pip install "accel-toolchain[examples]"'
         ) from error
-    revision = asked.revision or None
     try:
         names = _names(asked)
     except Exception as error:  # the library's errors have no common base class
         folder = _cached_folder(asked)
         if folder is None:
             refuse(asked, error)
-        choice = choose(asked, _names_in(asked, folder))
+        names = _names_in(asked, folder)
+        choice = with_external_data(choose(asked, names), folder, names)
         if missing := _missing(folder, choice.files):
             refuse(asked, error, missing)
     else:
         choice = choose(asked, names)
-        report(f"download {asked}")
-        try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    asked.repo,
-                    revision=revision,
-                    allow_patterns=list(choice.files),
-                    library_name="accel",
-                    library_version=__version__,
-                    tqdm_class=_bar(f"download {asked}"),
-                )
-            )
-        except Exception as error:
-            refuse(asked, error, _missing(_cached_folder(asked), choice.files))
+        folder = _downloaded(asked, choice.files)
+        # Only the ONNX file itself knows the names of the files with its weights.
+        whole = with_external_data(choice, folder, names)
+        folder, choice = folder if whole == choice else _downloaded(asked, whole.files), whole
     commit = folder.name
     found = Located(
         path=_opened_path(folder, choice.files, choice.main),
@@ -92,6 +83,26 @@ def locate(asked: ModelId) -> Located:
     )
     _located[asked] = _located[ModelId(asked.repo, commit, asked.file)] = found
     return found
+
+
+def _downloaded(asked: ModelId, files: Sequence[str]) -> Path:
+    """Downloads the missing ones of ``files``, and returns the folder of the revision."""
+    import huggingface_hub
+
+    report(f"download {asked}")
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                asked.repo,
+                revision=asked.revision or None,
+                allow_patterns=list(files),
+                library_name="accel",
+                library_version=__version__,
+                tqdm_class=_bar(f"download {asked}"),
+            )
+        )
+    except Exception as error:
+        refuse(asked, error, _missing(_cached_folder(asked), files))
 
 
 def _names(asked: ModelId) -> Sequence[str]:
@@ -153,7 +164,7 @@ def _opened_path(folder: Path, files: Sequence[str], main: str) -> Path:
     if len(files) == 1 or not main:
         return folder / main
     cache = StageCache()
-    key = text_sha256(f"{folder} {main}")
+    key = text_sha256(f"{folder} {main} {' '.join(files)}")
     kept = cache.entry(key) / Path(main).name
     if not kept.is_file():
         with cache.scratch() as scratch:

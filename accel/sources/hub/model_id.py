@@ -22,6 +22,14 @@ _ID = re.compile(
 )
 
 
+# The organizations of models whose ids once had no organization. Each row is the beginning of such an id.
+_ORGANIZATIONS = (
+    ("distil", "distilbert"), ("bert-", "google-bert"), ("gpt2", "openai-community"),
+    ("openai-gpt", "openai-community"), ("roberta-", "FacebookAI"), ("xlm-", "FacebookAI"), ("t5-", "google-t5"),
+    ("albert-", "albert"), ("xlnet-", "xlnet"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelId:
     """A repository of the hub. ``revision`` is a branch, a tag or a commit, or "" for the main branch. ``file`` is an
@@ -51,3 +59,12 @@ def model_id(spec: str) -> ModelId | None:
     if not spec.startswith(_PREFIX) and (Path(spec).exists() or Path(found["repo"]).suffix.lower() in _FILES):
         return None
     return ModelId(found["repo"], found["revision"] or "", found["file"] or "")
+
+
+def or_hub_id(spec: str) -> str:
+    """Returns the part of an advice that says how to name a model of the hub, for a ``spec`` such as
+    ``bert-base-uncased``, which lacks the organization. Returns "" if ``spec`` can't be the name of a model."""
+    if not re.fullmatch(r"[a-z0-9][\w.-]*", spec, re.IGNORECASE | re.ASCII) or Path(spec).suffix.lower() in _FILES:
+        return ""
+    organization = next((name for start, name in _ORGANIZATIONS if spec.startswith(start)), "ORGANIZATION")
+    return f", or for a model of the Hugging Face Hub {organization}/{spec}"

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from accel.errors import BadSource, CannotWrite, no_space, one_line
 
+from ..nearby import or_nearby
 from .model_id import ModelId
 
 _LOG_IN = "run hf auth login or set HF_TOKEN"
@@ -19,6 +20,7 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
     from huggingface_hub import constants, errors
 
     nowhere = f"{str(asked)!r} is no file or folder here, and"
+    path = or_nearby(str(asked))
     partly = f"the local cache has only a part of {asked}"
     causes = list(_causes(error))
 
@@ -36,7 +38,7 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
     status = getattr(getattr(caused_by(errors.HfHubHTTPError), "response", None), "status_code", None)
     if caused_by(errors.RepositoryNotFoundError) or status == 401:
         raise BadSource(
-            f"{nowhere} the Hugging Face Hub has no public model of this name; check the path or the id, or for a "
+            f"{nowhere} the Hugging Face Hub has no public model of this name; {path} or the id, or for a "
             f"private model {_LOG_IN}"
         ) from error
     if caused_by(errors.RevisionNotFoundError):
@@ -44,22 +46,20 @@ def refuse(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> NoR
             f"the model {asked.repo} has no revision {asked.revision!r}; give a branch, a tag or a full commit hash"
         ) from error
     if caused_by(errors.HFValidationError):
-        raise BadSource(
-            f"{nowhere} this can't be the name of a model of the Hugging Face Hub; check the path"
-        ) from error
+        raise BadSource(f"{nowhere} this can't be the name of a model of the Hugging Face Hub; {path}") from error
     if caused_by(errors.OfflineModeIsEnabled):
         offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if name in os.environ), "")
         unset = f"unset {offline or 'HF_HUB_OFFLINE'} to download it"
         if missing:
             raise BadSource(f"{partly} ({missing[0]} is missing); {unset}") from error
         raise BadSource(
-            f"{nowhere} the local cache of the Hugging Face Hub has no such model; check the path, or {unset}"
+            f"{nowhere} the local cache of the Hugging Face Hub has no such model; {path}, or {unset}"
         ) from error
     reason = f"the hub answers {status}" if status else one_line(causes[-1], 120)
     if missing:
         raise BadSource(f"the download of {asked} broke off ({reason}); try again to continue the download") from error
     raise BadSource(
-        f"{nowhere} the Hugging Face Hub can't look up a model of this name ({reason}); check the path, or the network"
+        f"{nowhere} the Hugging Face Hub can't look up a model of this name ({reason}); {path}, or the network"
     ) from error
 
 

@@ -16,6 +16,7 @@ from accel.errors import one_line as one_line
 from accel.signature import Dim, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
+from ..nearby import or_nearby
 from .light import read_light
 from .refusal import plain_reason, refused_by_checker
 
@@ -49,7 +50,7 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     if not path.is_file():
-        raise InvalidModel(f"{path} does not exist; check the path")
+        raise InvalidModel(f"{path} does not exist; {or_nearby(str(path))}")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; export it again")
     try:

@@ -18,6 +18,7 @@ from accel.signature import DimRange, Signature, TensorSpec
 from accel.spelling import option, options
 
 from ..declare import Dims, Inputs, parse_dims, parse_inputs
+from ..nearby import or_nearby
 from .process import in_tensorflow
 
 _FORMS = {".keras": "keras", ".h5": "keras", ".hdf5": "keras", ".pb": "graph", ".meta": "checkpoint"}
@@ -248,7 +249,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
         rest = sorted(f for f in main.parent.rglob("*") if f.is_file() and f != main)
         return [main, *(f for f in rest if f.relative_to(main.parent).parts[0] in ("variables", "assets"))]
     if not path.is_file():
-        raise BadSource(f"{path} does not exist; check the path")
+        raise BadSource(f"{path} does not exist; {or_nearby(str(path))}")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save it again")
     if form == "checkpoint":

@@ -14,6 +14,7 @@ from accel.signature import DimRange, TensorSpec
 from accel.spelling import option
 
 from ..checkpoints.unpickle import refuse_bomb
+from ..nearby import or_nearby
 from .call import flatten
 from .found import Found
 
@@ -142,7 +143,7 @@ def _is_torchscript(path: Path) -> bool:
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        raise BadSource(f"{path} does not exist; check the path")
+        raise BadSource(f"{path} does not exist; {or_nearby(str(path))}")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save it again")
     refuse_bomb(path)

@@ -22,7 +22,7 @@ from accel.api.reproduce import reproduce
 from accel.errors import BadSource, InvalidModel, UnsupportedHere, UsageError
 from accel.sources.source import Source
 from tests.support import ROOT
-from tests.support.hub.fake_hub import COMMIT, files_of, into_cache
+from tests.support.hub.fake_hub import COMMIT, FakeHub, files_of, into_cache
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ def test_a_model_of_timm(cache: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "timm")
 
 
-def net(folder: Path) -> dict[str, bytes]:
-    """Returns the files of an ONNX model with external data."""
+def net(folder: Path, data: str = "model.onnx_data") -> dict[str, bytes]:
+    """Returns the files of an ONNX model with its weights in the file ``data``."""
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
     ends = [onnx.helper.make_tensor_value_info(name, 1, ["batch", 4]) for name in ("x", "y")]
     graph = onnx.helper.make_graph(
@@ -171,7 +171,7 @@ def net(folder: Path) -> dict[str, bytes]:
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     folder.mkdir()
-    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
+    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location=data, size_threshold=0)
     return files_of(folder)
 
 
@@ -189,6 +189,21 @@ def test_an_onnx_model(cache: Path, tmp_path: Path, own_cache: Path, cli: Callab
     ran = cli("export", "org/net", "--opset", "18", "-o", tmp_path / "out.onnx")
     assert ran.code == 0, ran.stderr
     assert reproduce(tmp_path / "out.onnx").passed
+
+
+@pytest.mark.parametrize("name", ["weights.pb", "model_weights", "w"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_external_data_of_any_name(hub: FakeHub, cache: Path, tmp_path: Path, name: str, offline: bool) -> None:
+    """Fails if accel downloads only the data files whose names begin with the name of the ONNX file."""
+    files = {f"onnx/{file}": body for file, body in net(tmp_path / "net", name).items()}
+    hub.files["org/net"] = {**files, "onnx/other.bin": b"x", "weights.pb": b"x", "config.json": b"{}"}
+    if offline:  # the cache has everything, and the hub doesn't answer
+        into_cache(cache, "org/net", files)
+        hub.server_close()
+    with accel.load("org/net") as session:
+        assert session.run({"x": np.ones((1, 4), np.float32)})["y"].tolist() == [[4.0] * 4]
+    got = {path.name for path in (cache / "models--org--net" / "snapshots" / COMMIT).rglob("*") if path.is_file()}
+    assert got == {"model.onnx", name}
 
 
 @pytest.mark.parametrize(
