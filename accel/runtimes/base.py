@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.artifact import Artifact
-from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
+from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.machine import cpu_limit
 from accel.signature import Feeds, Signature
 from accel.tables.kinds import KINDS
@@ -103,9 +103,19 @@ class BaseSession(ABC):
     def signature(self) -> Signature:
         return self.artifact.signature
 
+    def check_feeds(self, feeds: Feeds) -> None:
+        """Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if a dim is empty that the source takes only
+        with at least one entry."""
+        sizes = self.signature.check_feeds(feeds)
+        if 0 in sizes.values():
+            refused: Mapping[str, str] = self.artifact.source.get("not_empty", {})
+            for dim, reason in refused.items():
+                if sizes.get(dim) == 0:
+                    raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
+
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Raises ``BadFeeds`` if ``feeds`` don't fit the signature."""
-        self.signature.check_feeds(feeds)
+        self.check_feeds(feeds)
         return self._run(feeds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class RoundedSession(BaseSession):
     def run_all(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Returns the tensors ``names`` in their own dtypes. By default, returns all tensors that nodes of the
         top-level graph compute."""
-        self.signature.check_feeds(feeds)
+        self.check_feeds(feeds)
         return self._typed(self._model.run(feeds, self.tensors if names is None else names))
 
     def _typed(self, found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -141,7 +141,7 @@ class OpenVinoSession(BaseSession):
         if self.streams == 1:
             return super().run_many(requests)
         for feeds in requests:
-            self.signature.check_feeds(feeds)
+            self.check_feeds(feeds)
             self._check_integers(feeds)
         self._ready()
         free = self._free

@@ -89,7 +89,7 @@ class TensorRTSession(BaseSession):
 
         CUDA events measure only the GPU, without the CPU's work before, between and after the phases.
         """
-        self.signature.check_feeds(feeds)
+        self.check_feeds(feeds)
         events = [self._cuda.create_event() for _ in range(4)]
         left = iter(events)
         try:

@@ -14,6 +14,7 @@ def source_notes(artifact: Artifact) -> list[str]:
     notes = (
         _batch_note(artifact),
         _bounds_note(artifact),
+        _sizes_note(artifact),
         _samples_note(artifact),
         integers_note(artifact.signature),
         _renaming_note(artifact),
@@ -49,6 +50,12 @@ def _bounds_note(artifact: Artifact) -> str | None:
     """Returns a note about the bounds of integer inputs that accel found by running the model, or else None."""
     found = artifact.source.get("bounds")
     return f"{found}; {option('inputs')} declares other integers" if found else None
+
+
+def _sizes_note(artifact: Artifact) -> str | None:
+    """Returns a note about the sizes that accel found by running the model, or else None."""
+    found = artifact.source.get("sizes")
+    return f"{found}; {option('dims')} declares other sizes" if found else None
 
 
 def _samples_note(artifact: Artifact) -> str | None:

@@ -35,6 +35,7 @@ from .live import SUFFIX, open_captured
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
+from .taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .train_folder import final_folder, open_train_folder
 
 # Maps the sha256 of each source to the module that this process opened from the source. Building a module again would
@@ -67,9 +68,13 @@ def open_torch(
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
     found.module.eval()
+    reached = ""
     if found.forms:
         sampled = (_sampled(found, form) for form in found.forms)
         form = found.forms[0] if given else that_runs(found.module, tuple(sampled), ranges)
+        names_of = [spec.name for spec in form.inputs]
+        before = next(one for one in found.forms if [spec.name for spec in one.inputs] == names_of)
+        reached = reach_words(before, form) if not given else ""
         found = replace(found, inputs=form.inputs, dims=form.dims)
     specs = given or found.inputs
     if not specs and like is not None:
@@ -100,8 +105,11 @@ def open_torch(
     signature = with_table_ranges(signature, run)
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
-    signature = bounded
+    guessed = [dim for dim in bounded.dims if dim not in declared and dim not in ranges and dim != bounded.batch_dim]
+    signature = guessed_within_reach(bounded, run, guessed)
+    reached = reached or reach_words(bounded, signature)
     outputs = discover_outputs(found.module, signature, names, found.name or spec)
+    empty = refused_empty(signature, run)
     signature = replace(signature, outputs=outputs.specs)
     training = in_training(found.module)
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
@@ -130,6 +138,8 @@ def open_torch(
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
             **({"bounds": words} if words else {}),
+            **({"sizes": reached} if reached else {}),
+            **({"not_empty": empty} if empty else {}),
             "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": outputs.result},
             **_pipeline(found.module),
             **({"decoder": about} if about else {}),

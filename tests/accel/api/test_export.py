@@ -202,8 +202,9 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """Checks that the error names the largest range that works, and doesn't suggest a fixed size. In this test, a dim
-    is larger than the table of position embeddings or smaller than a convolution's window."""
+    """Checks that the error names the largest range that works, and doesn't suggest a fixed size. A range that the user
+    doesn't declare becomes the largest range that works, with a note. In this test, a dim is larger than the table of
+    position embeddings or smaller than a convolution's window."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")  # the test uses the older exporter, which is faster
@@ -211,13 +212,19 @@ def test_a_dim_that_goes_farther_than_the_model(
     monkeypatch.setitem(stage._RUNGS, "dynamo", broken)
     (tmp_path / "limited.py").write_text(LIMITED)
     words = ["export", f"{tmp_path / 'limited.py'}:{factory}", "--input", spec, "-o", tmp_path / "m.onnx", "-q"]
-    ran = cli(*words)
+    ran = cli(*words, "--dim", "length=2:16:64")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
     assert said in ran.stderr
     assert "one size" not in ran.stderr
     assert ran.stderr.rstrip().endswith(f"give --dim {fix}")
     ran = cli(*words, "--dim", fix)
     assert ran.code == 0, ran.stderr
+    ran = cli(*words)
+    assert ran.code == 0, ran.stderr
+    assert "the range of length" in ran.stderr
+    low, _, high = fix.removeprefix("length=").split(":")
+    found = accel.Source(tmp_path / "m.onnx").open().signature.dims["length"]
+    assert (found.min, found.max) == (int(low), int(high))
     in_steps, fix = {"table": ("8:16:64:8", "8:16:24:8"), "window": ("2:16:64:2", "6:16:64:2")}[factory]
     assert cli(*words, "--dim", f"length={in_steps}").stderr.rstrip().endswith(f"give --dim length={fix}")
 

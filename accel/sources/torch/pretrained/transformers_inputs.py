@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel.signature import BATCH, DimRange, Signature, TensorSpec
+from accel.signature import BATCH, DimRange, Feeds, Signature, TensorSpec
 
 from ...declare import input_example
-from ...output_specs import farthest, probe_cases
+from ...output_specs import probe_cases
 from ..call import NamedModule, run_named
+from ..taken_sizes import runs_at, within_reach
 
 # The largest text length in a range that accel chooses. Gates run the model with texts up to this length, and longer
 # texts would take too long.
@@ -71,41 +73,15 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
     for form in found:
         fixed = {dim: bounds for dim, bounds in given.items() if dim in form.dims}
         asked = form.with_dims(fixed)
-        if len(found) > 1 and not all(_runs(module, asked, case) for case in probe_cases(asked)):
+        run = _run_of(module, asked)
+        if len(found) > 1 and not all(runs_at(asked, run, case) for case in probe_cases(asked)):
             continue
-        for dim, bounds in asked.dims.items():
-            if dim in fixed or dim == BATCH:
-                continue
-            asked = asked.with_dims({dim: _reach(module, asked, dim, bounds)})
-        return asked
+        return within_reach(asked, run, [dim for dim in asked.dims if dim not in fixed and dim != BATCH])
     return found[0]
 
 
-def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange:
-    """Returns the part of the range ``bounds`` that ``module`` can take. Returns ``bounds`` unchanged if the module
-    fails at every tested size.
-    """
-
-    def runs(size: int) -> bool:
-        return _runs(module, form, form.sizes(**{dim: size}))
-
-    ends = {end: runs(end) for end in (bounds.max, bounds.min)}
-    if all(ends.values()):
-        return bounds
-    good = next((size for size in (bounds.opt, bounds.opt // 2, bounds.min) if size and runs(size)), 0)
-    if not good:
-        return bounds
-    high, low = (end if ends[end] else farthest(runs, good, end) for end in (bounds.max, bounds.min))
-    return replace(bounds, min=low, opt=min(max(bounds.opt, low), high), max=high)
-
-
-def _runs(module: Any, form: Signature, sizes: Mapping[str, int]) -> bool:
-    named = NamedModule(module, [spec.name for spec in form.inputs])
-    try:
-        run_named(named, form, form.example_inputs(**sizes))
-    except Exception:  # a model may raise any type of error, which is reported later
-        return False
-    return True
+def _run_of(module: Any, form: Signature) -> Callable[[Feeds], object]:
+    return partial(run_named, NamedModule(module, [spec.name for spec in form.inputs]), form)
 
 
 def example(module: Any) -> tuple[str, ...]:
