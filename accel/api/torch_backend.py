@@ -49,6 +49,9 @@ def accel_backend(
         return _eager(graph, "gradients are on; call the model inside torch.inference_mode()")
     if where := {str(one.device.type) for one in tensors} - {"cpu"}:
         return _eager(graph, f"its tensors are on {where.pop()}; move the model to the CPU, or optimize it for the GPU")
+    if any("_transformer_encoder_layer_fwd" in str(node.target) for node in graph.graph.nodes):
+        fix = "call torch.backends.mha.set_fastpath_enabled(False) before the model's first call"
+        return _eager(graph, f"PyTorch has fused its encoder layer into one operator, which has no ONNX form; {fix}")
     return _Part(graph, dict(options or {}))
 
 
@@ -164,7 +167,9 @@ class _Part:
             {axis: dims[self._symbols[i, axis]] for axis in range(value.ndim) if (i, axis) in dynamic}
             for i, value in zip(self._inputs, inputs, strict=True)
         )
-        program = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,) if any(shapes) else None)
+        # torch.export marks the dynamic dims in the tensors themselves, and would find the marks of the last attempt.
+        own = tuple(value.clone() for value in inputs)
+        program = torch.export.export(module, own, dynamic_shapes=(shapes,) if any(shapes) else None)
         if self._options:
             return optimize(program, **self._options).session
         return open_session(as_onnx(Source.of(program), StageCache()).artifact)

@@ -105,7 +105,9 @@ def open_torch(
     signature = with_table_ranges(signature, run)
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
-    guessed = [dim for dim in bounded.dims if dim not in declared and dim not in ranges and dim != bounded.batch_dim]
+    # An exported program may have guards that its ranges don't tell, so its ranges are guesses too.
+    known = {*ranges, *(declared if found.path.suffix != ".pt2" else ()), bounded.batch_dim}
+    guessed = [dim for dim in bounded.dims if dim not in known]
     signature = guessed_within_reach(bounded, run, guessed)
     reached = reached or reach_words(bounded, signature)
     outputs = discover_outputs(found.module, signature, names, found.name or spec)

@@ -113,6 +113,63 @@ def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
             torch.testing.assert_close(compiled(x), squares(x), rtol=1e-4, atol=1e-5)
 
 
+class Halving(nn.Module):
+    """A convolution with a stride, whose exported program has a guard on the length: the output's length isn't 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 8, 3, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).amax(-1)
+
+
+class Recurrent(nn.Module):
+    """A network that no exporter writes with a dynamic length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x.transpose(1, 2))[0][:, -1]
+
+
+@pytest.mark.parametrize(("kind", "sessions"), [(Halving, 2), (Recurrent, 3)])
+def test_a_second_length_is_compiled(kind: type[nn.Module], sessions: int, ran: list[BaseSession]) -> None:
+    """Fails if a second length of the inputs runs in eager mode. A model that can be exported with a dynamic length
+    needs no session for the third length, and any other model needs a session for each length."""
+    torch.manual_seed(0)
+    model = kind().eval()
+    compiled = torch.compile(model, backend=accel_backend)
+    allowed = torch._dynamo.config.patch(allow_rnn=True)  # torch.compile leaves an LSTM out otherwise
+    with torch.no_grad(), warnings.catch_warnings(), allowed:
+        warnings.simplefilter("error", UserWarning)
+        for length in (8, 16, 24):
+            x = torch.randn(2, 4, length)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(ran) == sessions
+
+
+def test_the_advice_for_fused_encoder_layers(ran: list[BaseSession]) -> None:
+    """Fails if an encoder layer that PyTorch fuses stays in eager mode without a reason that helps."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"call torch.backends.mha.set_fastpath_enabled\(False\) before"):
+            torch.compile(model, backend=accel_backend)(x)
+        assert not ran
+        torch._dynamo.reset()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            found = torch.compile(model, backend=accel_backend)(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+    assert len(ran) == 1
+
+
 def write(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)
     return x * 2
