@@ -2,7 +2,7 @@
 Also parses the command line's notation for inputs, makes random inputs, and checks inputs.
 """
 
-from .bounds import Bound, bound_at, is_sum
+from .bounds import Bound, is_sum, size_at
 from .dim_range import BATCH, DimRange, merged_ranges
 from .integers import IntegerRanges, OutOfRange
 from .signature import Feeds, Signature, shapes_of
@@ -20,11 +20,11 @@ __all__ = [
     "Signature",
     "TensorSpec",
     "as_tuples",
-    "bound_at",
     "is_sum",
     "merged_ranges",
     "new_names",
     "numpy_dtype",
     "shapes_of",
+    "size_at",
     "with_values_of",
 ]

@@ -54,6 +54,13 @@ def free_dims(dim: int | str) -> tuple[str, ...]:
     return tuple(name for name, _ in _terms(dim)[0]) if is_sum(dim) else (dim,)
 
 
+def size_at(dim: int | str, sizes: Mapping[str, int]) -> int:
+    """Returns the size of a dim, which is fixed, has a name, or is a sum. Raises ``KeyError`` if a size is missing."""
+    if isinstance(dim, int):
+        return dim
+    return int(bound_at(dim, sizes)) if is_sum(dim) else sizes[dim]
+
+
 def bound_at(bound: Bound, sizes: Mapping[str, int]) -> float:
     """Evaluates the bound for the dims' ``sizes``. Raises ``KeyError`` if a dim of the bound has no size."""
     if isinstance(bound, int | float):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accel.errors import BadFeeds, BadInputSpec
 from accel.spelling import option
 
-from .bounds import bound_at, free_dims, is_sum
+from .bounds import free_dims, is_sum, size_at
 from .dim_range import BATCH, DimRange, merged_ranges
 from .spec import TensorSpec, as_tuples, dtype_name, numpy_dtype
 
@@ -243,9 +243,9 @@ class Signature:
                     )
         for spec, axis, dim in self._sums:
             known = all(name in sizes for name in free_dims(dim))
-            if spec.name in feeds and known and (size := feeds[spec.name].shape[axis]) != bound_at(dim, sizes):
+            if spec.name in feeds and known and (size := feeds[spec.name].shape[axis]) != size_at(dim, sizes):
                 raise BadFeeds(
-                    f"the dim {dim!r} of input {spec.name!r} has size {size}, but has to be {bound_at(dim, sizes)}"
+                    f"the dim {dim!r} of input {spec.name!r} has size {size}, but has to be {size_at(dim, sizes)}"
                 )
         for dim, stepped in self._stepped.items():
             if (size := sizes.get(dim, 0)) % stepped.step:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadInputSpec
 
-from .bounds import Bound, bound_at, dims_of, free_dims, is_sum, parse_bound, substituted
+from .bounds import Bound, bound_at, dims_of, free_dims, is_sum, parse_bound, size_at, substituted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,9 +115,7 @@ class TensorSpec:
         missing = [name for dim in self.shape for name in free_dims(dim) if name not in sizes]
         if missing:
             raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
-        return tuple(
-            bound_at(dim, sizes) if is_sum(dim) else sizes[dim] if isinstance(dim, str) else dim for dim in self.shape
-        )
+        return tuple(size_at(dim, sizes) for dim in self.shape)
 
     def range_at(self, sizes: Mapping[str, int]) -> tuple[int, int] | None:
         """Returns the smallest and the largest valid integer for the dims' ``sizes``. Returns None if the input holds

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
-from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec, bound_at, is_sum
+from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec, is_sum, size_at
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def output_specs(
             if len(set(sizes_seen)) == 1:
                 shape.append(sizes_seen[0])
             else:
-                same = [dim for dim in known if [bound_at(dim, case) for case in cases] == sizes_seen]
+                same = [dim for dim in known if [size_at(dim, case) for case in cases] == sizes_seen]
                 shape.append(same[0] if same else f"{name}_{axis}")
         dtype = "string" if value.dtype.kind in "OUS" else str(value.dtype)
         specs.append(TensorSpec((names or {}).get(name, name), dtype, tuple(shape)))
