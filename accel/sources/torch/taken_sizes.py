@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from accel.errors import one_line
+from accel.errors import BadInputSpec, one_line
 from accel.signature import DimRange, Feeds, Signature
 
 from ..output_specs import farthest, probe_cases
@@ -70,7 +70,10 @@ def refused_empty(signature: Signature, run: Run) -> dict[str, str]:
     """
     found = {}
     for dim in signature.dims:
-        empty = Signature(tuple(spec.with_dims({dim: 0}) for spec in signature.inputs))
+        try:
+            empty = Signature(tuple(spec.with_dims({dim: 0}) for spec in signature.inputs))
+        except BadInputSpec:  # no integer is in the range of an input, such as 1..length
+            continue
         sizes = {other: size for other, size in signature.sizes().items() if other != dim}
         found[dim] = _failure(empty, run, sizes)
     return {dim: reason for dim, reason in found.items() if reason}
