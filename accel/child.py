@@ -218,6 +218,12 @@ def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequen
         return child.call(target, timeout=timeout, **arguments)
 
 
+def bound(words: Sequence[str]) -> list[str]:
+    """Returns a command that runs the program ``words``, and that the system kills when this process ends, even if this
+    process is killed. The program's first word is a path. The program's environment needs ``import_path()``."""
+    return [sys.executable, "-P", "-m", "accel.child", _PROGRAM, str(os.getpid()), *words]
+
+
 def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
     """Runs a program in ``folder`` and returns the program's stdout, followed by its stderr.
 
@@ -226,7 +232,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
     """
     deadline = time.monotonic() + timeout
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
+        bound(words),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,12 +3,14 @@ exactly."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from accel.child import die_with_parent
 from accel.errors import BadData, MissingExtra
 
 Sample = tuple[Any, Any]
@@ -121,5 +123,14 @@ def loader(
     with warnings.catch_warnings():  # the constructor calls a deprecated function of torch
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         return StatefulDataLoader(
-            data, batch_sampler=MicroBatches(order, micro_batch), collate_fn=_Stack(data[0]), num_workers=processes
+            data,
+            batch_sampler=MicroBatches(order, micro_batch),
+            collate_fn=_Stack(data[0]),
+            num_workers=processes,
+            worker_init_fn=_end_with_rank,
         )
+
+
+def _end_with_rank(_: int) -> None:
+    """Makes a process of the loader end with its rank. torch would notice the rank's end only after seconds."""
+    die_with_parent(os.getppid())

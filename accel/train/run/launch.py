@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import accel.errors
-from accel.child import own_temporary
+from accel.child import bound, own_temporary
 from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.machine import available_cores
 from accel.progress import report
@@ -28,6 +28,7 @@ from ..config.rules import problems, runnable
 from ..config.schema import TrainConfig
 from ..log import BOARD, LOG
 from . import watchdog
+from .owner import owned
 from .rank import ERRORS, RESULT, disk_full
 
 # The bytes of disk space that a rank needs to write its error report.
@@ -50,27 +51,42 @@ def train(
 
     ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
     ``rendezvous`` is the address where the machines find each other. If ``out`` holds checkpoints, training continues
-    from the newest checkpoint. With ``fresh``, training starts over.
+    from the newest checkpoint. With ``fresh``, training starts over. If this process is killed, its ranks end too.
 
-    Raises the error of the first rank that failed, with the first error of every rank in the message.
+    Raises the error of the first rank that failed, with the first error of every rank in the message. Raises
+    ``CannotWrite`` if another run writes into ``out``.
     """
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
     out.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        for name in ("checkpoints", "final", BOARD):
-            shutil.rmtree(out / name, ignore_errors=True)
-        (out / LOG).unlink(missing_ok=True)
-    shutil.rmtree(out / ERRORS, ignore_errors=True)
-    watchdog.clear(out)
-    (out / RESULT).unlink(missing_ok=True)
-    config_file = out / "train.json"
-    config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
-    program = ["-m", "accel.train.run.rank", str(config_file), str(out)]
-    if nproc > 1 or nnodes != "1" or max_restarts:
-        where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
-        torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
-        program = [*torchrun, f"--max-restarts={max_restarts}", *program]
+    with owned(out, rendezvous if nnodes != "1" else None) as first:
+        if first:
+            watchdog.end(out)  # a killed launcher's ranks may need a moment to end
+        if fresh:
+            for name in ("checkpoints", "final", BOARD):
+                shutil.rmtree(out / name, ignore_errors=True)
+            (out / LOG).unlink(missing_ok=True)
+        shutil.rmtree(out / ERRORS, ignore_errors=True)
+        watchdog.clear(out)
+        (out / RESULT).unlink(missing_ok=True)
+        config_file = out / "train.json"
+        config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
+        program = ["-m", watchdog.RANK, str(config_file), str(out), str(os.getpid())]
+        if nproc > 1 or nnodes != "1" or max_restarts:
+            where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
+            torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
+            program = [*torchrun, f"--max-restarts={max_restarts}", *program]
+        code, begin = _launched(program, config, out, nproc)
+        if code:
+            ranks = range(nproc) if nnodes == "1" else watchdog.enrolled(out)
+            raise first_errors(out, ranks, code, killed=_killed(out, begin, code))
+        body: dict[str, Any] = json.loads((out / RESULT).read_text())
+        return body
+
+
+def _launched(program: Sequence[str], config: TrainConfig, out: Path, nproc: int) -> tuple[int, int]:
+    """Runs ``program`` to its end, and shows the progress of the ranks. Returns the exit code and the size of
+    ``ranks.log`` at the start."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
@@ -81,7 +97,7 @@ def train(
     temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
     with temporary as folder, (out / "ranks.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, *program],
+            bound([sys.executable, *program]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -97,11 +113,7 @@ def train(
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(f"interrupted; run the same command again, {_goes_on(out)}") from error
             raise
-    if process.returncode:
-        ranks = range(nproc) if nnodes == "1" else watchdog.enrolled(out)
-        raise first_errors(out, ranks, process.returncode, killed=_killed(out, begin, process.returncode))
-    body: dict[str, Any] = json.loads((out / RESULT).read_text())
-    return body
+    return process.returncode, begin
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:

@@ -1,4 +1,5 @@
-"""Runs one rank. ``launch`` starts this module as ``python -m accel.train.run.rank CONFIG.json OUT``."""
+"""Runs one rank. ``launch`` starts this module as ``python -m accel.train.run.rank CONFIG.json OUT LAUNCHER``, where
+LAUNCHER is the number of the launcher's process."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.child import die_with_parent
 from accel.errors import AccelError, BadConfig, CannotWrite, no_space, one_line
 
 from . import watchdog
@@ -115,7 +117,20 @@ def one_folder(out: Path, ranks: Ranks) -> None:
         )
 
 
+def end_with(launcher: int) -> None:
+    """Makes this rank end when its parent ends. Exits at once if ``launcher`` has already ended.
+
+    The parent is the process ``launcher``, or torchrun, which is a child of ``launcher`` and ends with ``launcher``.
+    """
+    parent = os.getppid()
+    die_with_parent(parent)
+    grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
+    if str(launcher) not in (str(parent), grandparent):
+        sys.exit(1)
+
+
 if __name__ == "__main__":
+    end_with(int(sys.argv[3]))
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()

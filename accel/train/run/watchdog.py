@@ -23,6 +23,7 @@ from ..config.schema import FIRST_STEP_FACTOR
 from ..log import ALIVE
 
 STACKS = "stacks"
+RANK = "accel.train.run.rank"  # the module that runs a rank
 _FRAME = re.compile(r'File "(.+?)", line (\d+) in (.+)')
 _ANSWER_SECONDS = 10.0
 
@@ -108,11 +109,12 @@ def end(out: Path) -> None:
 
 def _runs(pid: int, out: Path) -> bool:
     """Tells whether ``pid`` is a running rank of the run in ``out``. If a process has ended, its file /proc/PID/cmdline
-    is empty or missing."""
+    is empty or missing. A later process may have the number of an ended rank."""
     try:
-        return str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return False
+    return RANK in words and str(out) in words
 
 
 def enrolled(out: Path) -> list[int]:

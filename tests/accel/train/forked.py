@@ -21,11 +21,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from accel.child import bound, die_with_parent
 
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
 # The modules in _STARTING start further processes.
@@ -86,6 +89,10 @@ def _become(files: Sequence[int]) -> None:
     os.closerange(3, max(files) + 1)
     if request["session"]:
         os.setsid()
+    while os.getppid() != request["parent"]:  # the intermediate process is about to exit
+        time.sleep(0.001)
+    if request["bound"]:
+        die_with_parent(request["parent"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -146,7 +153,8 @@ def _install(server: Callable[[], socket.socket]) -> None:
     prctl = ctypes.CDLL(None).prctl
 
     def forked(popen: Any, args: Any, *rest: Any) -> None:
-        module, words = _module_of(args)
+        bare = _without_binding(args)
+        module, words = _module_of(bare)
         if module not in FORKED:
             _whole(popen, args, *rest)
             return
@@ -156,7 +164,9 @@ def _install(server: Callable[[], socket.socket]) -> None:
         body = {
             "module": module,
             "words": words,
-            "line": [str(word) for word in args],
+            "line": [str(word) for word in bare],
+            "parent": os.getpid(),
+            "bound": bare is not args,
             "cwd": str(named["cwd"] or Path.cwd()),
             "environment": dict(os.environ if named["env"] is None else named["env"]),
             "session": bool(named["start_new_session"]),
@@ -178,6 +188,12 @@ def _install(server: Callable[[], socket.socket]) -> None:
         popen._close_pipe_fds(*pipes)
 
     subprocess.Popen._execute_child = forked  # type: ignore[attr-defined]
+
+
+def _without_binding(args: Any) -> Any:
+    """Returns the command inside a command of ``accel.child.bound``, and any other ``args`` unchanged."""
+    before = bound([])
+    return args[len(before) :] if isinstance(args, list) and args[: len(before)] == before else args
 
 
 def _module_of(args: Any) -> tuple[str, list[str]]:
