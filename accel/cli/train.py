@@ -82,9 +82,10 @@ def command(
 
     def human() -> str:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+        skips = f", {result['skipped']} of them skipped because float16 overflowed" if result.get("skipped") else ""
         loss = f", loss {result['loss']:.4f}" if "loss" in result else " (all steps were done before)"
         return (
-            f"{out / 'final'}: {result['steps']} steps{loss}{'; evaluate: ' + metrics if metrics else ''}"
+            f"{out / 'final'}: {result['steps']} steps{loss}{skips}{'; evaluate: ' + metrics if metrics else ''}"
             f"\nnow: {shlex.join(['accel', 'export', str(out), '-o', 'model.onnx'])}{better()}"
         )
 

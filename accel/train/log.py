@@ -67,6 +67,11 @@ class StepLog:
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
         self._write(body)
 
+    def skip(self, step: int, skipped: int, before: float, after: float) -> None:
+        """Writes that ``step`` overflowed at the loss scale ``before``. ``skipped`` counts the run's skipped steps."""
+        said = f"step {step} is skipped: a gradient overflowed at the loss scale {before:g}, which is {after:g} now"
+        self._write({"note": said, "step": step, "skipped": skipped, "loss_scale": after})
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics that ``evaluate`` measured after ``step``."""
         body = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

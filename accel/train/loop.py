@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,28 +14,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from accel.errors import BadConfig, BadData, TrainingFailed, one_line
+from accel.errors import BadConfig, BadData, TrainingFailed
 
 from . import loss as losses
 from .batch import Batch
-from .build import build, make_data, make_model, seeded
+from .build import build, make_data, seeded
 from .checkpoints.checkpoint import Checkpoints
 from .checkpoints.final import gather, set_metrics, sources, write_run
 from .config.rules import runnable
 from .config.schedule import learning_rate
 from .config.schema import TrainConfig
 from .data.samples import loader
+from .evaluation import evaluated
 from .log import LOG, StepLog, beat
+from .optimizer.finite import first_bad, first_overflow
+from .optimizer.master import MasterOptimizer
+from .optimizer.norm import gradient_norm, scale_gradients, share_of_squares
+from .optimizer.scale import LossScale
 from .parallel import tensor as tensor_parallel
 from .passes import take
-from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
+from .precision import ADVICE, scales_loss
 from .ranks import Ranks
-
-# The number of overflowing steps in a row after which a run stops. After so many overflows, the loss scale is so small
-# that an even smaller loss scale would not help.
-_MOST_SKIPPED = 50
 
 
 class Trainer:
@@ -67,7 +66,6 @@ class Trainer:
         self.checkpoints = Checkpoints(out, config.checkpoint, ranks.saving)
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
-        self.skipped = 0
         self.expected = 0.0  # The number of targets in the previous step.
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
@@ -104,8 +102,11 @@ class Trainer:
         try:
             while self.step < self.config.steps:
                 beat(self.out)
+                skipped, scale = self.scale.skipped, self.scale.scale
                 last = self.one_step(batches)
                 if log is not None:
+                    if self.scale.skipped > skipped:
+                        log.skip(self.step, self.scale.skipped, scale, self.scale.scale)
                     log.step(self.step, last)
                 self._between()
         finally:
@@ -116,7 +117,8 @@ class Trainer:
         self.metrics = self._told(self.metrics)  # only rank 0 measured them
         best = self.checkpoints.standing()
         better = {"best": best} if best is not None and best["step"] != self.step else {}
-        return {"steps": self.step, **last, "metrics": self.metrics, **better}
+        skips = {"skipped": self.scale.skipped} if self.scale.enabled else {}
+        return {"steps": self.step, **last, **skips, "metrics": self.metrics, **better}
 
     def _told(self, own: Any) -> Any:
         """Returns rank 0's value on every rank."""
@@ -186,27 +188,24 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:
             # A smaller loss scale doesn't help if a weight is already NaN.
-            bad = self._first_bad()
+            bad = first_bad(self.optimizer, ranks.world)
             if bad or not self.scale.enabled:
-                raise TrainingFailed(self._not_finite(mean, bad or self._first_bad(gradients=True)))
+                raise TrainingFailed(
+                    self._not_finite(mean, bad or first_bad(self.optimizer, ranks.world, gradients=True))
+                )
         rate = learning_rate(config, self.step)
         if finite:
             clip = config.optimizer.clip
             scale_gradients(parameters, back * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
             self.optimizer.set_lr(rate)
             self.optimizer.step()
-        self.skipped = 0 if finite else self.skipped + 1
-        if self.skipped == _MOST_SKIPPED:
-            bad = self._first_bad(gradients=True)
-            raise TrainingFailed(
-                f"{_MOST_SKIPPED} steps in a row overflowed, and the loss is {mean:g}{bad}; use "
-                "--precision.mode=bf16 or a lower lr, or check the data"
-            )
         self.scale.update(finite=finite)
+        if self.scale.hopeless:
+            raise TrainingFailed(self._hopeless(mean))
         self.optimizer.zero_grad()
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
-        return found | ({"loss_scale": self.scale.scale, "skipped": float(not finite)} if self.scale.enabled else {})
+        return found | ({"loss_scale": self.scale.scale, "skipped": self.scale.skipped} if self.scale.enabled else {})
 
     def _seed(self) -> int:
         """Returns the seed of this step's dropout.
@@ -219,27 +218,18 @@ class Trainer:
         stream = (self.step * ranks.data_ranks + ranks.data_rank) * parts + part
         return (self.config.seed << 32) + stream + (stage << 48)
 
-    def _first_bad(self, *, gradients: bool = False) -> str:
-        """Returns a message that names a weight (or gradient) that isn't finite, or "" if all are finite.
-
-        If several ranks have a weight (or gradient) that isn't finite, the message names the lowest of these ranks.
-        Every rank has to call this method, because a rank sees only its own shards.
-        """
-        named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
-        own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
-        found = [own]
-        if self.ranks.world > 1:
-            found = [""] * self.ranks.world
-            dist.all_gather_object(found, own)
-        rank, name = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
-        # Gradients are reduced over all ranks, so any rank may have caused a bad gradient.
-        what = f"the gradient of {name}" if gradients else name + (f" on rank {rank}" if len(found) > 1 else "")
-        return f"; the first that isn't finite is {what}" if name else ""
-
     def _not_finite(self, loss: float, bad: str) -> str:
         return (
             f"the loss is {loss:g} at step {self.step + 1}{bad}; {self._kept()}, check the data or lower the "
             "learning rate"
+        )
+
+    def _hopeless(self, loss: float) -> str:
+        name = first_overflow(self.optimizer, self.ranks.world)
+        first = f", and the gradient of {name} overflows first" if name else ""
+        return (
+            f"{self.scale.in_a_row} steps in a row overflowed although the loss scale fell to {self.scale.fell_to()} "
+            f"(the loss is {loss:g}{first}); {self._kept()}, use --precision.mode=bf16 or a lower lr, or check the data"
         )
 
     def _kept(self) -> str:
@@ -270,8 +260,9 @@ class Trainer:
         kind: type[BadConfig | TrainingFailed] = TrainingFailed
         state = gather(self.module.state_dict(), self.ranks)
         if state is not None:
+            assert self.evaluate is not None
             try:
-                self.metrics = self._evaluated(state)
+                self.metrics = evaluated(self.evaluate, state, self.config, self.step, self.out)
                 best = self.checkpoints.mark_best(self.step, self.metrics)
             except (BadConfig, TrainingFailed) as error:
                 failed, kind = str(error), type(error)
@@ -290,45 +281,6 @@ class Trainer:
             where = f"the weights are in {self.out / 'final'}" if last else f"step {self.step} is saved"
             raise kind(f"{failed}; {where}; correct the function and run the same command again")
         return bool(best)
-
-    def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Returns the metrics of the unsharded weights as plain numbers.
-
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if the result of ``evaluate`` isn't a dict of
-        numbers.
-        """
-        assert self.evaluate is not None
-        name = self.config.evaluate
-        model = self._whole(state)
-        try:
-            with seeded(self.config.seed):
-                found = self.evaluate(model)
-        except Exception as error:
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise TrainingFailed(
-                f"evaluate {name} failed at step {self.step} ({reason}; its traceback is in {self.out / 'ranks.log'})"
-            ) from error
-        if not isinstance(found, Mapping):
-            raise BadConfig(
-                f"evaluate {name} returned a {type(found).__name__}; return a dict of metrics, such as "
-                "{'top1': 0.97} (docs/how-to/training.md)"
-            )
-        metrics = {}
-        for key, value in found.items():
-            try:
-                metrics[str(key)] = float(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise BadConfig(
-                    f"evaluate {name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; "
-                    "return a dict of numbers, such as {'top1': 0.97} (docs/how-to/training.md)"
-                ) from error
-        return metrics
-
-    def _whole(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        model = make_model(self.config.model, self.config.seed)
-        model.load_state_dict(dict(state))
-        return model.eval()
 
     def state(self) -> dict[str, Any]:
         """Returns the checkpoint's tensors, named ``model.*``, ``optimizer.*`` and, with PowerSGD,
@@ -443,8 +395,3 @@ class Trainer:
         if sys.exc_info()[0] is not None:
             with suppress(Exception):
                 self.checkpoints.wait()
-
-
-def _is_bad(value: torch.Tensor | None) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local is not None and not bool(torch.isfinite(local).all())

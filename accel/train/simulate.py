@@ -28,11 +28,12 @@ from accel.plan.traffic import ring
 from .batch import call
 from .config.schema import OptimizerConfig
 from .loss import cross_entropy
+from .optimizer.master import MasterOptimizer
 from .parallel.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
 from .parallel.quantized_comm import set_quantized
 from .parallel.tensor import distribute, match
 from .parallel.zero import micro_batch, shard
-from .precision import MasterOptimizer, parameter_dtype
+from .precision import parameter_dtype
 from .recompute import recompute
 
 

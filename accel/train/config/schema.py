@@ -31,7 +31,8 @@ class PrecisionConfig:
     """The number formats of parameters and matrix products.
 
     ``mode`` is one of ``MODES``, or O0 to O3. ``tf32`` lets CUDA round float32 products to TF32. ``loss_scale`` is the
-    first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps.
+    first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps. A
+    step that overflows is skipped, and counts as one of the run's steps.
     """
 
     mode: str = "fp32"

@@ -245,8 +245,9 @@ def _tell(body: dict[str, Any]) -> None:
         return
     loss = "nan" if body["loss"] is None else f"{body['loss']:.4f}"
     mfu = f"  MFU {body['mfu']:.1%}" if "mfu" in body else ""
+    scale = f"loss scale {body['loss_scale']:g}, {body['skipped']} skipped  " if "loss_scale" in body else ""
     report(
-        f"step {body['step']}/{body['steps']}  loss {loss}  {body['targets_per_second']:,.0f} targets/s{mfu}  "
+        f"step {body['step']}/{body['steps']}  loss {loss}  {scale}{body['targets_per_second']:,.0f} targets/s{mfu}  "
         f"{body['memory_bytes'] / 1e9:.2f} GB  {body['eta_seconds']:.0f} s left",
         body["step"] / body["steps"],
     )

@@ -15,8 +15,9 @@ from accel.plan.memory import stepping, training_memory
 from accel.plan.spec import Layout
 from accel.train.config.schema import OptimizerConfig
 from accel.train.loss import cross_entropy
+from accel.train.optimizer.master import MasterOptimizer
 from accel.train.parallel.zero import micro_batch, shard
-from accel.train.precision import MasterOptimizer, autocast, parameter_dtype
+from accel.train.precision import autocast, parameter_dtype
 from accel.train.recompute import recompute
 from accel.train.simulate import _default_dtype, _fake_world, _meshes
 

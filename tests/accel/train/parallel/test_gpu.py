@@ -52,7 +52,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from accel.examples.gpt import GPT, GPTConfig
 from accel.train.config.schema import OptimizerConfig
-from accel.train.precision import MasterOptimizer, gradient_norm
+from accel.train.optimizer.master import MasterOptimizer
+from accel.train.optimizer.norm import gradient_norm
 from accel.train.parallel.zero import shard
 
 device = sys.argv[2]

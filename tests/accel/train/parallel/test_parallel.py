@@ -13,10 +13,10 @@ from torch import nn
 
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
+from accel.train.optimizer.norm import gradient_norm, share_of_squares
 from accel.train.parallel.pipeline import Stage, balance, chain, costs, places
 from accel.train.parallel.tensor import check_sequence, match
 from accel.train.parallel.tensor_check import attempt, check_heads
-from accel.train.precision import gradient_norm, share_of_squares
 from tests.support import small_gpt as small
 
 
