@@ -233,7 +233,9 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
     one, two = shared((reference, candidate), about)
     one = with_declared(one, about)
     if not one.native and not two.native:
-        one = Source.of(one, weights=about.get("weights"))  # ``Source.of`` raises an error if the user gave weights
+        one = Source.of(
+            one, weights=about.get("weights"), weights_dtype=about.get("weights_dtype", "")
+        )  # ``Source.of`` raises an error if the user gave weights
     if two.native:
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))

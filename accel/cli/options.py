@@ -29,6 +29,13 @@ _weights = click.option(
     help="Weights for the factory: .safetensors, its index.json, .pt or .ckpt, or the folder of a training checkpoint "
     "(DeepSpeed, torch.distributed.checkpoint, Megatron, Accelerate). No pickled code is run.",
 )
+_weights_dtype = click.option(
+    "--weights-dtype",
+    default="",
+    metavar="DTYPE",
+    help="Round the weights of --weights or of a run folder: bfloat16 or float16. Default: the float32 master weights, "
+    "if the training kept them.",
+)
 _dim = click.option(
     "--dim",
     "dims",
@@ -97,6 +104,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @_input
     @_weights
+    @_weights_dtype
     @_dim
     @_graph_inputs
     @_graph_outputs
@@ -109,6 +117,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         inputs: tuple[str, ...],
         weights: Path | None,
+        weights_dtype: str,
         dims: tuple[str, ...],
         graph_inputs: tuple[str, ...],
         graph_outputs: tuple[str, ...],
@@ -121,6 +130,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         source: SourceOptions = {
             "inputs": inputs or None,
             "weights": weights,
+            "weights_dtype": weights_dtype,
             "dims": read_dims(dims) or None,
             "graph_inputs": read_names(graph_inputs),
             "graph_outputs": read_names(graph_outputs),

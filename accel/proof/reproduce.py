@@ -118,6 +118,8 @@ def _source(manifest: Manifest) -> Artifact:
     if not spec:
         raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
+    if rounded := source.get("weights_dtype"):
+        arguments["weights_dtype"] = rounded
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims

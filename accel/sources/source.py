@@ -38,6 +38,7 @@ class SourceOptions(TypedDict, total=False):
 
     inputs: Inputs | None
     weights: str | Path | None
+    weights_dtype: str
     dims: Dims | None
     graph_inputs: Sequence[str]
     graph_outputs: Sequence[str]
@@ -67,8 +68,10 @@ class Source:
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
     ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. A
     range, as in ``x:float32[batch]{0..1}``, limits the random inputs. For an ONNX file, ``inputs`` gives the range of
-    an input, or the size of a dim that the file leaves open.
-    ``weights`` is a state dict or a training checkpoint for the module of a factory. ``dims`` are the ranges of dynamic
+    an input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for
+    the module of a factory. accel takes the float32 master weights if a checkpoint or a run folder has them.
+    ``weights_dtype`` rounds the weights of both to ``"bfloat16"`` or ``"float16"``, which are the weights that the
+    training computed with. ``dims`` are the ranges of dynamic
     dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
@@ -84,6 +87,7 @@ class Source:
     _: KW_ONLY
     inputs: Inputs | None = None
     weights: str | Path | None = None
+    weights_dtype: str = ""
     dims: Dims | None = None
     graph_inputs: Sequence[str] = ()
     graph_outputs: Sequence[str] = ()
@@ -195,7 +199,7 @@ class Source:
             self._refuse(TENSORFLOW_OPTIONS, "is no TensorFlow model")
         found = self.hub_model
         if form is not None or found or not self.native:
-            self._refuse(("weights",), "has its own weights")
+            self._refuse(_WEIGHTS, "has its own weights")
         if form is not None or not self.native:
             self._refuse(("decoder",), "is no PyTorch model")
         if form is not None:
@@ -208,10 +212,17 @@ class Source:
             dims = parse_dims(self.dims or {})
             try:
                 spec = found.spec if found else self.text
-                decoder = bool(self.decoder)
-                return open_torch(spec, inputs=self.inputs, weights=weights, dims=dims, like=like, decoder=decoder)
+                return open_torch(
+                    spec,
+                    inputs=self.inputs,
+                    weights=weights,
+                    weights_dtype=self.weights_dtype,
+                    dims=dims,
+                    like=like,
+                    decoder=bool(self.decoder),
+                )
             except MadeByTensorFlow:
-                self._refuse(("weights",), "is a model of TensorFlow, which has its own weights")
+                self._refuse(_WEIGHTS, "is a model of TensorFlow, which has its own weights")
                 return self._open_tensorflow()
         return self._open_file()
 
@@ -283,7 +294,8 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
     ]
 
 
-_BASIC = ("inputs", "weights", "dims", "decoder")
+_WEIGHTS = ("weights", "weights_dtype")
+_BASIC = ("inputs", *_WEIGHTS, "dims", "decoder")
 
 
 def check_name(path: Path) -> None:

@@ -258,7 +258,7 @@ class Trainer:
         self.checkpoints.wait()  # a save in the background uses the same process group
         best, failed = False, ""
         kind: type[BadConfig | TrainingFailed] = TrainingFailed
-        state = gather(self.module.state_dict(), self.ranks)
+        state = gather(self.optimizer.weights(self.module), self.ranks)
         if state is not None:
             assert self.evaluate is not None
             try:
@@ -371,7 +371,7 @@ class Trainer:
         """
         self.save()
         self.checkpoints.wait()
-        state = gather(self.module.state_dict(), self.ranks)
+        state = gather(self.optimizer.weights(self.module), self.ranks)
         if state is not None:
             write_run(
                 self.out / "final",

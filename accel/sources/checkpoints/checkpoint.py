@@ -45,7 +45,8 @@ class Checkpoint:
 
     ``files`` lists every file that was read. ``notes`` lists choices that the manifest records, such as the use of
     master weights or a removed prefix. ``spare`` lists names that may be missing in the model, such as optimizer states
-    and copies of tied weights.
+    and copies of tied weights. ``rounded`` lists the weights that lack master weights in a checkpoint with master
+    weights. A rounded weight that is tied to a weight with master weights gets these.
     """
 
     format: str
@@ -54,6 +55,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
     spare: frozenset[str] = frozenset()
+    rounded: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the format, path and notes for the manifest. The manifest lists the files and their sha256

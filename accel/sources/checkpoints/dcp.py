@@ -97,14 +97,30 @@ def read(path: Path) -> Checkpoint:
         notes = (f"the newest of {len(steps)} steps: {path.name}",)
     found = read_pieces(path)
     spare = frozenset(name for name in found if _TRAINING.match(name))
+    model = {name: pieces for name, pieces in found.items() if name not in spare}
+    masters = {name: found[own] for name in model if (own := _master(name)) in found and same(found[own], model[name])}
+    if masters:
+        notes = (*notes, f"{len(masters)} float32 master weights were taken")
+    used = {**found, **masters}
     return Checkpoint(
         format="torch.distributed.checkpoint",
         path=path,
-        tensors={n: LazyTensor(shape=p.shape, read=p.read) for n, p in found.items()},
-        files=shards(path, [p for n, p in found.items() if n not in spare] or list(found.values())),
+        tensors={n: LazyTensor(shape=p.shape, read=p.read) for n, p in used.items()},
+        files=shards(path, [p for n, p in used.items() if n not in spare] or list(found.values())),
         notes=notes,
         spare=spare,
+        rounded=frozenset(n for n, p in model.items() if n not in masters and masters and p.dtype.itemsize < 4),
     )
+
+
+def _master(name: str) -> str:
+    """Returns the name that ``accel train`` gives to the master weights of the parameter ``name``."""
+    return f"optimizer.{name.removeprefix('model.')}.master"
+
+
+def same(master: Pieces | None, model: Pieces) -> bool:
+    """Tells whether ``master`` holds the master weights of the parameter ``model``, which has a smaller dtype."""
+    return master is not None and master.shape == model.shape and master.dtype == torch.float32 != model.dtype
 
 
 def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:

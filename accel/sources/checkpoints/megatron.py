@@ -23,7 +23,7 @@ import torch
 from accel.errors import BadSource, InvalidModel
 
 from .checkpoint import Checkpoint, LazyTensor
-from .dcp import Pieces, read_pieces, shards
+from .dcp import read_pieces, same, shards
 from .unpickle import Record, read_torch
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -129,7 +129,7 @@ def _torch_dist(folder: Path) -> Parts:
     found = read_pieces(folder)
     masters = "optimizer.state.fp32_param."
     model = {n: p for n, p in found.items() if not n.startswith(("optimizer.", "rng_state", "rerun_state"))}
-    better = {n: found[masters + n] for n, p in model.items() if _same(found.get(masters + n), p)}
+    better = {n: found[masters + n] for n, p in model.items() if same(found.get(masters + n), p)}
     used = {**model, **better}
     tensors: dict[str, LazyTensor] = {}
     for name, pieces in used.items():
@@ -144,10 +144,6 @@ def _torch_dist(folder: Path) -> Parts:
     notes = [f"{len(better)} float32 master weights were taken"] if better else []
     notes += [f"parameters in {', '.join(sorted(low))} were taken as saved"] if low else []
     return tensors, (folder / "metadata.json", *shards(folder, list(used.values()))), tuple(notes), set()
-
-
-def _same(master: Pieces | None, model: Pieces) -> bool:
-    return master is not None and master.shape == model.shape and master.dtype == torch.float32 != model.dtype
 
 
 def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:

@@ -38,8 +38,9 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
             notes += (f"{outside} tensors outside {prefix!r} were left out",)
         found = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
     spare = {name.removeprefix(prefix) for name in checkpoint.spare}
-    for name in [n for n in wanted if n not in found]:
-        same = next((other for other in copies[name] if other in found), None)
+    rounded = {name.removeprefix(prefix) for name in checkpoint.rounded}
+    for name in [n for n in wanted if n not in found or n in rounded]:
+        same = next((other for other in copies[name] if other in found and other not in rounded), None)
         if same is not None:
             found[name] = found[same]
             notes += (f"{name!r} is tied to {same!r}",)

@@ -28,8 +28,9 @@ class MadeByTensorFlow(BadSource):
     """Raised if a factory returns a TensorFlow model although the factory's file doesn't look like TensorFlow code."""
 
 
-def open_factory(spec: str, weights: Path | None) -> Found:
-    """Calls the factory that ``spec`` names and loads ``weights`` into the module that the factory returns.
+def open_factory(spec: str, weights: Path | None, weights_dtype: str = "") -> Found:
+    """Calls the factory that ``spec`` names and loads ``weights`` into the module that the factory returns. Rounds the
+    weights to ``weights_dtype``.
 
     Raises ``BadSource`` if the factory does not exist, raises an error, or returns no module.
     """
@@ -48,7 +49,7 @@ def open_factory(spec: str, weights: Path | None) -> Found:
         )
     path = Path(getattr(code, "__file__", "") or spec)
     files = [path] if path.is_file() else []
-    checkpoint = load_weights(made, weights) if weights is not None else None
+    checkpoint = load_weights(made, weights, weights_dtype) if weights is not None else None
     if checkpoint is not None:
         files = [*checkpoint.files, *files]
     if declaration and declaration.weights:

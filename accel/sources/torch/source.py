@@ -13,7 +13,7 @@ import torch
 
 from accel import kept_outputs
 from accel.artifact import Artifact, canonical_json, file_sha256, text_sha256
-from accel.errors import BadInputSpec
+from accel.errors import BadInputSpec, UsageError
 from accel.kept_outputs import Run
 from accel.signature import Signature, TensorSpec
 from accel.sources.structure import Template
@@ -37,6 +37,7 @@ from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .train_folder import final_folder, open_train_folder
+from .weights import DTYPES
 
 # Maps the sha256 of each source to the module that this process opened from the source. Building a module again would
 # take seconds.
@@ -48,6 +49,7 @@ def open_torch(
     *,
     inputs: Inputs | None = None,
     weights: Path | None = None,
+    weights_dtype: str = "",
     dims: Dims | None = None,
     like: Callable[[], Signature] | None = None,
     decoder: bool = False,
@@ -57,14 +59,14 @@ def open_torch(
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
-    the factory's module. ``like`` is a function that returns the signature of another version of the model. ``like`` is
-    called if neither ``spec`` nor ``inputs`` declares the inputs. With ``decoder``, the model gets a KV cache as inputs
-    and outputs.
+    the factory's module. ``weights_dtype`` rounds these weights, or the weights of a run folder. ``like`` is a function
+    that returns the signature of another version of the model. ``like`` is called if neither ``spec`` nor ``inputs``
+    declares the inputs. With ``decoder``, the model gets a KV cache as inputs and outputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
-    found = _find(spec, weights, decoder)
+    found = _find(spec, weights, weights_dtype, decoder)
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
     found.module.eval()
@@ -137,6 +139,7 @@ def open_torch(
             "kind": "torch",
             "spec": spec,
             "weights": str(weights) if weights else None,
+            **({"weights_dtype": weights_dtype} if weights_dtype else {}),
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
             **({"bounds": words} if words else {}),
@@ -169,8 +172,8 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     sha256 = artifact.source["sha256"]
     if sha256 not in _opened:
         weights = artifact.source.get("weights")
-        decoder = "decoder" in artifact.source
-        found = _find(artifact.source["spec"], Path(weights) if weights else None, decoder)
+        rounded, decoder = artifact.source.get("weights_dtype", ""), "decoder" in artifact.source
+        found = _find(artifact.source["spec"], Path(weights) if weights else None, rounded, decoder)
         _opened[sha256] = found.module.eval()
     return _opened[sha256]
 
@@ -226,12 +229,19 @@ def _precision(module: torch.nn.Module) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
 
 
-def _find(spec: str, weights: Path | None, decoder: bool) -> Found:
-    found = _find_module(spec, weights)
+def _find(spec: str, weights: Path | None, weights_dtype: str, decoder: bool) -> Found:
+    found = _find_module(spec, weights, weights_dtype)
     return as_decoder(found) if decoder else found
 
 
-def _find_module(spec: str, weights: Path | None) -> Found:
+def _find_module(spec: str, weights: Path | None, weights_dtype: str) -> Found:
+    if weights_dtype and weights_dtype not in DTYPES:
+        raise UsageError(f"{option('weights_dtype', weights_dtype)} is no dtype of weights; use {', '.join(DTYPES)}")
+    if weights_dtype and weights is None and final_folder(Path(spec)) is None:
+        raise UsageError(
+            f"{spec} has no weights that {option('weights_dtype')} could round; pass {option('weights')}, or leave out "
+            f"{option('weights_dtype')}"
+        )
     asked = model_id(spec)
     if asked is not None and asked.commit:  # ``Source`` has already resolved the branch or tag to a commit
         found = locate(asked)
@@ -239,7 +249,7 @@ def _find_module(spec: str, weights: Path | None) -> Found:
     path = Path(spec)
     if path.is_dir():
         if (trained := final_folder(path)) is not None:
-            return open_train_folder(trained)
+            return open_train_folder(trained, weights_dtype)
         if not (path / "config.json").is_file() and detect(path) is not None:
             raise weights_without_code(path)
         return open_folder(path)
@@ -249,4 +259,4 @@ def _find_module(spec: str, weights: Path | None) -> Found:
         return open_exported_program(path)
     if path.suffix in (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt"):
         return open_torchscript(path)
-    return open_factory(spec, weights)
+    return open_factory(spec, weights, weights_dtype)

@@ -38,9 +38,9 @@ def final_folder(folder: Path) -> Path | None:
     return None
 
 
-def open_train_folder(folder: Path) -> Found:
+def open_train_folder(folder: Path, weights_dtype: str = "") -> Found:
     """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
-    signature, or from recorded samples if no signature was recorded.
+    signature, or from recorded samples if no signature was recorded. Rounds the weights to ``weights_dtype``.
 
     Raises ``InvalidModel`` if a file is missing or was changed after the training, and ``BadSource`` if the factory is
     not found.
@@ -65,7 +65,7 @@ def open_train_folder(folder: Path) -> Found:
     module = made[0] if isinstance(made, tuple) else made
     if not isinstance(module, torch.nn.Module):
         raise BadSource(f"the factory {spec} returned {type(module).__name__}; return an nn.Module")
-    weights = load_weights(module, folder / INDEX).files
+    weights = load_weights(module, folder / INDEX, weights_dtype).files
     if signature is not None:
         inputs, outputs = parse_inputs(signature["inputs"]), tuple(signature["outputs"])
         dims = parse_dims({name: tuple(bounds) for name, bounds in signature["dims"].items()})

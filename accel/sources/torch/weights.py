@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +14,11 @@ from accel.errors import BadSource
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.names import fit
 
+# The values of ``weights_dtype``.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
+
+def load_weights(module: torch.nn.Module, path: Path, dtype: str = "") -> Checkpoint:
     """Loads the weights in ``path`` into ``module``. ``path`` is one file (.safetensors, a sharded index, .pt, .pth,
     .bin, .ckpt) or the folder of a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
@@ -20,8 +26,15 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
     loads state dicts in its own way gets all tensors at once. Raises ``BadSource`` if ``path`` is a pickle that
     contains code. Ignores the prefixes that wrappers add to the names of weights. Raises ``BadSource`` with the first
     name that doesn't match the module.
+
+    Rounds float weights to ``dtype`` (a name in ``DTYPES``), as training in this dtype does. "" takes the weights as
+    saved, or the float32 master weights if the checkpoint has them. The dtypes of the module don't change.
     """
     checkpoint = fit(open_checkpoint(path), module)
+    if dtype:
+        tensors = {n: replace(t, read=partial(_rounded, t.read, DTYPES[dtype])) for n, t in checkpoint.tensors.items()}
+        notes = (*checkpoint.notes, f"the weights were rounded to {dtype}")
+        checkpoint = replace(checkpoint, tensors=tensors, notes=notes)
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -44,6 +57,11 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
                 )
             own[name].copy_(value)
     return checkpoint
+
+
+def _rounded(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    value = read()
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _loads_its_own_way(module: torch.nn.Module) -> bool:

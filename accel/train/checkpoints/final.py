@@ -1,6 +1,7 @@
 """Writes ``final/``, the trained model for ``accel export``.
 
-``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists.
+``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists. If the run
+kept master weights, these are the tensors.
 ``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
 ``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
 the names and ranges of the inputs from ``inputs.safetensors``. If the factory is ``NAME.py:FACTORY``, ``NAME.py``

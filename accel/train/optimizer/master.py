@@ -29,6 +29,18 @@ class MasterOptimizer:
             stepped = self.master
         self.inner = _inner(stepped, config)
 
+    def weights(self, module: nn.Module) -> dict[str, Any]:
+        """Returns ``module.state_dict()`` with the master weights in place of the rounded parameters.
+
+        A parameter that has several names has its master weights under all of them.
+        """
+        found = module.state_dict()
+        if self.master is not None:
+            masters = {id(p): master for p, master in zip(self.parameters, self.master, strict=True)}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                found[name] = masters.get(id(parameter), found[name])
+        return found
+
     def step(self) -> None:
         """Updates the parameters once from their gradients."""
         if self.master is None:

@@ -119,3 +119,44 @@ def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(InvalidModel, match="not the file that training wrote"):
         Source(tmp_path).open()
+
+
+_TIED = """
+
+class Tied(GPT):
+    def __init__(self):
+        super().__init__(GPTConfig(vocab=VOCABULARY, layers=2, hidden=32, heads=4, seq=LENGTH))
+        self.head.weight = self.embed.tokens.weight
+"""
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3)])
+def test_the_master_weights_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, zero: int
+) -> None:
+    """Fails if ``final/`` or a checkpoint gives weights rounded to bfloat16, although the run kept float32 master
+    weights. Also fails if only one name of a tied weight gets the master weights, or if ``--weights-dtype`` gives other
+    weights than the training computed with."""
+    source, out = tmp_path / "source.py", tmp_path / "run"
+    source.write_text(SMALL.read_text() + _TIED)
+    tables = {"precision": {"mode": "bf16"}, "optimizer": {"lr": 1e-2}, "parallel": {"zero": zero}, "steps": 3}
+    config = config_of(model=f"{source}:Tied", **tables)
+    train(config, out, nproc=ranks)
+    trained = trainer_of(out, model=f"{source}:Tied", **tables)
+    trained.resume()
+    masters = dict(zip(trained.optimizer.names, trained.optimizer.master or (), strict=True))
+    masters["head.weight"] = masters["embed.tokens.weight"]
+    rounded = dict(trained.module.state_dict())
+    assert masters.keys() == rounded.keys()
+    assert all(not torch.equal(masters[name], rounded[name].float()) for name in masters if "weight" in name)
+    inputs = ["ids:int64[batch,16]{0..60}"]
+    for spec, more in ((str(out), {}), (f"{source}:Tied", {"weights": out / "checkpoints" / "step-00000003"})):
+        for dtype, expected in (("", masters), ("bfloat16", {n: v.float() for n, v in rounded.items()})):
+            artifact = Source(spec, inputs=inputs, weights_dtype=dtype, **more).open()  # type: ignore[arg-type]
+            found = module_of(artifact).state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items()), (spec, dtype)
+    line = ["export", f"{source}:Tied", "--input", inputs[0], "-o", str(tmp_path / "x.onnx"), "--weights-dtype"]
+    assert run(group, [*line, "bfloat16"]) == 2
+    assert "has no weights that --weights-dtype could round; pass --weights, or leave out" in capsys.readouterr().err
+    assert run(group, [*line, "bf", "--weights", str(out)]) == 2
+    assert "--weights-dtype bf is no dtype of weights; use float32, bfloat16, float16" in capsys.readouterr().err
