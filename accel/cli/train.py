@@ -23,6 +23,7 @@ _KEYS = {
     "pp": "parallel.pp",
     "steps": "steps",
     "precision": "precision.mode",
+    "sync_batchnorm": "parallel.sync_batchnorm",
 }
 
 
@@ -38,6 +39,7 @@ _KEYS = {
 @click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline names the schedule).")
 @click.option("--steps", type=int, help="Optimizer steps.")
 @click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
+@click.option("--sync-batchnorm", is_flag=True, default=None, help="Batch norm over the samples of all ranks.")
 @click.option("--fresh", is_flag=True, help="Start over even if the folder holds checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the plan of the run (memory, traffic, time), and launch nothing.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
@@ -53,7 +55,7 @@ def command(
     dry_run: bool,
     out: Path,
     say: Output,
-    **given: int | str | None,
+    **given: int | str | bool | None,
 ) -> None:
     """Train the model that the TOML file CONFIG describes. Checkpoints are written to the folder --out, and a new run
     continues from the newest checkpoint.
@@ -64,7 +66,11 @@ def command(
     from accel.train.config.schema import TrainConfig
     from accel.train.run.launch import find_config, train
 
-    words = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
+    words = [
+        f"{_KEYS[name]}={str(value).lower() if value is True else value}"
+        for name, value in given.items()
+        if value is not None
+    ]
     for text in overrides:
         if not text.startswith("--") or "=" not in text:
             raise BadConfig(f"can't read the option {text!r}; write --key=value, e.g. --optimizer.lr=0.01")

@@ -20,9 +20,9 @@ from . import loss as losses
 from .batch import input_names
 from .config.schema import TrainConfig
 from .data.packing import Packed, keep_apart
+from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
 from .parallel import tensor as tensor_parallel
-from .parallel import tensor_check
 from .parallel.compression import PowerSGD, compress
 from .parallel.quantized_comm import set_quantized
 from .parallel.zero import shard
@@ -37,15 +37,16 @@ class Built:
     """This rank's part of the model.
 
     ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
-    ``memory`` is the state of PowerSGD. ``flops`` is the number of FLOPs of one sample in the forward and backward
-    pass, or 0 if the FLOPs weren't counted. ``alike`` tells whether all ranks hold the same gradients after a backward
-    pass.
+    ``memory`` is the state of PowerSGD. ``advice`` is a message for the person who watches the run, or "". ``flops`` is
+    the number of FLOPs of one sample in the forward and backward pass, or 0 if the FLOPs weren't counted. ``alike``
+    tells whether all ranks hold the same gradients after a backward pass.
     """
 
     module: nn.Module
     passes: Passes
     inputs: Sequence[str]
     memory: PowerSGD | None = None
+    advice: str = ""
     flops: float = 0.0
     alike: bool = False
 
@@ -133,6 +134,11 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
+    module = batch_norm.replace(module, asked=p.sync_batchnorm)
+    if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):
+        raise BadConfig(
+            "the model has a SyncBatchNorm, which needs data-parallel ranks only; use tp 1 and pp 1 with it"
+        )
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if isinstance(data, Packed):
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
@@ -161,13 +167,17 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         for stage in stages:
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
         return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs, flops=flops)
+    advice = ""
+    if ranks.world > 1:
+        advice = batch_norm.advice(module, config.micro_batch)
+        module = batch_norm.join(module, torchs=ranks.device.type == "cuda" and config.drop_last)
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
     if p.qwz or p.qgz:
         set_quantized(called, ranks.averaged // p.replicate, gather=p.qwz, reduce=p.qgz)
     alike = isinstance(called, DistributedDataParallel)
     memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
     passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
-    return Built(module=module, passes=passes, inputs=inputs, memory=memory, flops=flops, alike=alike)
+    return Built(module=module, passes=passes, inputs=inputs, memory=memory, advice=advice, flops=flops, alike=alike)
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:

@@ -87,6 +87,8 @@ class Trainer:
                 log.note(f"skipped a damaged checkpoint: {said}")
             if self.config.precision.mode in ADVICE:
                 log.note(ADVICE[self.config.precision.mode])
+            if self.built.advice:
+                log.note(self.built.advice)
             if self.step:
                 log.note(f"resumed from step {self.step}")
             if self.reordered:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from . import loss as losses
 from .batch import Batch, call, moved, one_tensor, to_device
+from .parallel.batch_norm import uncounted
 from .parallel.context import part
 from .parallel.zero import micro_batch
 from .precision import autocast, parameter_dtype
@@ -44,7 +45,8 @@ class Accumulated:
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         seen = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index, (x, y) in enumerate(batches):
-            with micro_batch(self.module, self.zero, last=index == len(batches) - 1):
+            apart = uncounted(self.module) if y is None else nullcontext()
+            with apart, micro_batch(self.module, self.zero, last=index == len(batches) - 1):
                 with autocast(self.mode, self.device.type):
                     outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
                 if y is None:

@@ -132,6 +132,8 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     shards = data * p.cp // p.replicate
     if p.hpz and (shards % p.hpz or not 1 < p.hpz < shards):
         yield f"hpz {p.hpz} can't group {shards} shards; use a divisor of {shards} between 1 and {shards}, or 0"
+    if p.sync_batchnorm and p.tp * p.pp > 1:
+        yield "sync_batchnorm works with data-parallel ranks only; use tp 1 and pp 1 with it"
     if config.compile and p.tp * p.pp * p.cp > 1:
         yield "compiled blocks can't be combined with tp, pp or cp; use compile = false with them"
     if config.pack and (config.compile or p.pp * p.cp > 1):

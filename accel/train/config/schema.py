@@ -59,8 +59,9 @@ class ParallelConfig:
     ``tp`` is the number of ranks that share each tensor. With ``sequence_parallel``, each tensor-parallel rank holds
     only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline
     stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. ``cp`` is the number of data-parallel ranks
-    over which each sequence is split. ``cp_split`` names the last module that works on whole sequences. ``recompute``
-    is the mode of activation checkpointing.
+    over which each sequence is split. ``cp_split`` names the last module that works on whole sequences.
+    ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of
+    activation checkpointing.
 
     ZeRO++ (stage 3): Each group of ``hpz`` ranks shares a second copy of the parameters, so that the backward pass
     gathers only within the group. ``qwz`` gathers parameters in int8 blocks. ``qgz`` reduces gradients in int8 blocks.
@@ -83,6 +84,7 @@ class ParallelConfig:
     compression: str = "none"
     compression_rank: int = 4
     compression_start: int = 100
+    sync_batchnorm: bool = False
     recompute: str = "none"
     offload: bool = False
 
