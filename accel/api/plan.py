@@ -105,9 +105,10 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
         shape = ShapeConfig(**{field.name: getattr(spec, field.name) for field in fields(ShapeConfig)})
-        base = TrainConfig(
-            optimizer=optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer)), shape=shape
-        )
+        chosen_optimizer = optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer))
+        if layout.precision == "fp16-only":  # the usual eps is 0 in float16
+            chosen_optimizer = replace(chosen_optimizer, eps=1e-4)
+        base = TrainConfig(optimizer=chosen_optimizer, shape=shape)
     return replace(
         base,
         global_batch=layout.global_batch,

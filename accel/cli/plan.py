@@ -81,8 +81,12 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     list to layouts with the given values. Layouts that send int8 (ZeRO++) are listed only with --qwz or --qgz. Equally
     fast layouts are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
     """
+    from accel.train.config.schema import APEX
+
+    given["precision"] = APEX.get(given["precision"], given["precision"])
     machine = _machine(given)
     base = _config(config, given)
+    _refuse_unused(given, out)
     if given["inference"]:
         _inference(_spec(base, given), given, world, say)
         return
@@ -102,6 +106,31 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     if out is not None:
         body["config"] = str(out)
     say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else _words(chosen, machine))
+
+
+# Options that describe training alone.
+_TRAINING = (
+    "zero",
+    "tp",
+    "pp",
+    "cp",
+    "optimizer",
+    "micro_batch",
+    "global_batch",
+    "recompute",
+    "pipeline",
+    *_EXTRA,
+    "hbm",
+)
+
+
+def _refuse_unused(given: dict[str, Any], out: Path | None) -> None:
+    """Raises ``BadConfig`` for an option that the plan would ignore."""
+    unused = [name for name in _TRAINING if given[name]]
+    if given["inference"] and (unused or out is not None):
+        raise BadConfig(f"--inference plans no training; leave out --{(unused or ['out'])[0].replace('_', '-')}")
+    if given["batch"] > 1 and not given["inference"]:
+        raise BadConfig("--batch is the number of sequences of --inference; pass --global-batch for a training step")
 
 
 def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
@@ -151,16 +180,10 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
     if base is not None:
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
     names = ("zero", "tp", "pp", "cp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
-    layout = Layout(world=world, **{name: given[name] for name in names if given[name] is not None}, **extra)
-    if given["global_batch"]:
-        each = layout.dp * layout.micro_batch
-        if given["global_batch"] % each:
-            raise BadConfig(
-                f"a global batch of {given['global_batch']} is not a multiple of micro-batch {layout.micro_batch} x "
-                f"{layout.dp} data-parallel ranks; use a multiple of {each}"
-            )
-        layout = replace(layout, accumulation=given["global_batch"] // each)
-    return plan(_spec(None, given), layout, machine)
+    kept = {name: given[name] for name in names if given[name] is not None} | extra
+    spec, batch = _spec(None, given), given["global_batch"]
+    layout = Layout(world=world, **kept) if batch is None else Layout.for_batch(batch, world=world, **kept)
+    return plan(spec, layout, machine)
 
 
 def _search(base: TrainConfig | None, given: dict[str, Any], machine: Machine, world: int) -> list[Plan]:

@@ -62,8 +62,6 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
             f"pipeline parallel needs the number of layers; pass the number as {option('layers')} together with "
             f"{option('pp')} (with accel train: --shape.layers=4)"
         )
-    if layout.pp > spec.layers:
-        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller pp")
     return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
 
 

@@ -11,6 +11,7 @@ from accel.errors import BadConfig
 from accel.spelling import option
 
 from .memory import Memory, training_memory
+from .rules import Axes, fit_problems, layout_problems
 from .spec import Layout, Machine, ModelSpec
 from .traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
 
@@ -34,21 +35,14 @@ class Plan:
                 f"tensor parallel needs the model's shape; pass the shape as {_shape_options()} together with "
                 f"{option('tp')}"
             )
-        if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
-            raise BadConfig(
-                f"the tensor-parallel size {layout.tp} has to divide {spec.heads} query heads and {spec.kv_heads} "
-                "key-value heads evenly; use a common divisor"
-            )
         if layout.cp > 1 and not spec.is_transformer:
             raise BadConfig(
                 f"context parallel needs the model's shape; pass the shape as {_shape_options()} together with "
                 f"{option('cp')}"
             )
-        if layout.cp > 1 and not _shares(spec, layout.cp):
-            raise BadConfig(
-                f"the context-parallel size {layout.cp} has to divide {spec.heads} query heads, {spec.kv_heads} "
-                f"key-value heads and {spec.seq} tokens of a sequence evenly; use a common divisor"
-            )
+        sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
+        for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, **sizes):
+            raise BadConfig(problem)
         return cls(
             spec=spec,
             layout=layout,
@@ -155,7 +149,9 @@ def layouts(
             kept = {name: value for name, value in fixed.items() if name not in varied}
             if any(varied[name] != value for name, value in fixed.items() if name in varied):
                 continue
-            if _holds(varied | kept, dp * cp) and _fills(pipeline, pp, each // varied["micro_batch"]):
+            axes = {name: value for name, value in (kept | varied).items() if name in Axes.__dataclass_fields__}
+            possible = not any(layout_problems(Axes(world=world, pipeline=pipeline, **axes), global_batch))
+            if possible and not _same_as_plain(varied, dp * cp):
                 yield Layout(
                     world=world,
                     precision=precision,
@@ -172,11 +168,6 @@ def _shape_options() -> str:
     return f"{option('layers')}, {option('hidden')}, {option('heads')} and {option('seq')}"
 
 
-def _fills(pipeline: str, pp: int, batches: int) -> bool:
-    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of the schedule."""
-    return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
-
-
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the values to try for the field ``name``: the value in ``fixed``, or else the distinct values of
     ``usual``."""
@@ -189,20 +180,11 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
     return _asked(fixed, "recompute", ("none", "selective", "full"))
 
 
-def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
-    """Tells whether the settings of hybrid sharding, offload and ZeRO++ in ``kind`` are valid for ``ranks``
-    data-parallel ranks.
-    """
-    zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
-    if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
-        return False
-    shards = ranks // replicate
-    if shards == 1 and replicate > 1:  # the same as ZeRO 0
-        return False
-    if hpz and (shards % hpz or not 1 < hpz < shards):
-        return False
-    plusplus = hpz or kind.get("qwz") or kind.get("qgz")
-    return not plusplus or (zero == 3 and kind["tp"] * kind["cp"] == 1)
+def _same_as_plain(kind: Mapping[str, Any], ranks: int) -> bool:
+    """Tells whether the replicas in ``kind`` change nothing: ZeRO 0 replicates everything, and so do replicas of a
+    single one of the ``ranks`` data-parallel ranks."""
+    replicas: int = kind["replicate"]
+    return replicas > 1 and (kind["zero"] == 0 or replicas == ranks)
 
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:

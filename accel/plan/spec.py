@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from accel.errors import BadConfig
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
+
+from .rules import Axes, layout_problems, shape_problems
 
 # Each row lists the bytes per element of six tensors: parameters, gradients, float32 master copies, one optimizer
 # moment, activations, and tensors that are sent to another rank. The rows "fp16" and "bf16" are mixed precision as in
@@ -78,23 +80,12 @@ class ModelSpec:
                 f"the size of the model is missing; pass the number of parameters as {option('params')}, or the "
                 f"model's shape as {option('layers')}, {option('hidden')} and {option('vocab')}"
             )
-        if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
-            raise BadConfig("the model's shape has a negative number; sizes start at 1")
-        if self.heads and self.hidden % self.heads:
-            raise BadConfig(
-                f"the hidden size {self.hidden} is not a multiple of the number of heads, {self.heads}; correct one of "
-                "these numbers"
-            )
-        if self.kv_heads and not self.heads:
-            raise BadConfig(
-                f"with {option('kv_heads', self.kv_heads)}, accel also needs the number of query heads; pass the "
-                f"number as {option('heads')}"
-            )
-        if self.kv_heads and self.heads % self.kv_heads:
-            raise BadConfig(
-                f"{self.heads} query heads can't be divided evenly over the key-value heads "
-                f"({option('kv_heads', self.kv_heads)}); use a divisor of {self.heads}"
-            )
+        named = ("params", "layers", "hidden", "heads", "kv_heads", "vocab", "seq")
+        stated = {name: getattr(self, name) for name in named}
+        if self.largest:  # the number of parameters was counted
+            stated["params"] = 0
+        for problem in shape_problems(**stated):
+            raise BadConfig(problem)
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.params:
@@ -139,7 +130,7 @@ def transformer_params(spec: ModelSpec) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Axes):
     """The layout of a training run over ranks.
 
     ``micro_batch`` is the number of samples that a rank runs through the model at once. ``accumulation`` is the number
@@ -154,62 +145,31 @@ class Layout:
     ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
     """
 
-    world: int
-    zero: int = 0
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    replicate: int = 1
     precision: str = "bf16"
     optimizer: str = "adamw"
-    micro_batch: int = 1
     accumulation: int = 1
-    recompute: str = "none"
-    pipeline: str = "1f1b"
     chunks: int = 2
     sequence_parallel: bool = True
-    hpz: int = 0
-    qwz: bool = False
-    qgz: bool = False
-    offload: bool = False
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)
         _choice("optimizer", self.optimizer, MOMENTS)
-        _choice("recompute", self.recompute, ("none", "selective", "full"))
-        _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
-        if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"{option('zero', self.zero)} is no ZeRO stage; use stage 0, 1, 2 or 3")
-        for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
+        for name in ("accumulation", "chunks"):
             if getattr(self, name) < 1:
-                raise BadConfig(f"the value of {name} is {getattr(self, name)}; use at least 1")
-        fixed = self.tp * self.pp * self.cp
-        if self.world % fixed:
-            shape = f"tp {self.tp} x pp {self.pp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
-            raise BadConfig(
-                f"{self.world} ranks can't be divided evenly into groups of {shape}; use a multiple of {fixed} ranks"
-            )
-        if self.cp > 1 and fixed > self.cp:
-            raise BadConfig(
-                "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
-            )
-        if self.dp * self.cp % self.replicate:
-            ranks = self.dp * self.cp
-            raise BadConfig(
-                f"{ranks} data-parallel ranks can't be divided evenly into {self.replicate} replicas; use a divisor of "
-                f"{ranks}"
-            )
-        if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
-            raise BadConfig(f"hpZ, qwZ and qgZ work only with ZeRO 3; also pass {option('zero', 3)}")
-        if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
-            raise BadConfig("ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
-        if self.offload and self.zero == 0:
-            raise BadConfig(f"CPU offload needs shards, but ZeRO 0 doesn't shard; also pass {option('zero', 3)}")
-        if self.hpz and self.shards % self.hpz:
-            raise BadConfig(
-                f"{self.shards} data-parallel ranks can't be divided evenly into hpZ groups of {self.hpz} ranks; use a "
-                f"divisor of {self.shards}"
-            )
+                raise BadConfig(f"{name} is {getattr(self, name)}; use at least 1")
+        ranks = self.world // max(1, self.tp * self.pp * self.cp)
+        _refuse_impossible(self, max(1, ranks * self.micro_batch * self.accumulation))
+
+    @classmethod
+    def for_batch(cls, global_batch: int, **kind: Any) -> Layout:
+        """Returns the layout ``kind`` with the accumulation that makes a step of ``global_batch`` samples.
+
+        Raises ``BadConfig`` if the layout is impossible, or if the ranks can't share the samples evenly.
+        """
+        axes = Axes(**{field.name: kind[field.name] for field in fields(Axes) if field.name in kind})
+        _refuse_impossible(axes, global_batch)
+        ranks = axes.world // (axes.tp * axes.pp * axes.cp)
+        return cls(**kind, accumulation=global_batch // (ranks * axes.micro_batch))
 
     @property
     def dp(self) -> int:
@@ -257,6 +217,11 @@ class Machine:
         A fraction ``reserve`` of the memory is left for the CUDA context and fragmentation.
         """
         return self.hbm * (1 - self.reserve)
+
+
+def _refuse_impossible(axes: Axes, global_batch: int) -> None:
+    for problem in layout_problems(axes, global_batch):
+        raise BadConfig(problem)
 
 
 def _choice(name: str, value: str, known: Mapping[str, Any] | tuple[str, ...]) -> None:

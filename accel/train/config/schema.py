@@ -16,11 +16,9 @@ MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", 
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
-RECOMPUTE = ("none", "selective", "full")
 # The styles that the config's table ``[tensor_parallel]`` may assign to a module. See ``accel.train.parallel.tensor``.
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
-PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # Multiplies ``hang_seconds`` for the first step, because the first step includes imports, building the model and
 # reading a checkpoint.
 FIRST_STEP_FACTOR = 10

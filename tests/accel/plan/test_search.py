@@ -112,7 +112,7 @@ def test_a_group_inside_a_node_goes_at_its_speed() -> None:
     ("kind", "says"),
     [
         ({"zero": 3, "tp": 2, "qwz": True}, "use tp 1 and cp 1 with hpZ, qwZ and qgZ"),
-        ({"offload": True}, "also pass zero=3"),
+        ({"offload": True}, "use ZeRO 3 with offload"),
     ],
 )
 def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from accel.cli import group, run
 from accel.errors import AccelError
+from accel.plan import rules
 from accel.train.build import make_data
 from accel.train.config import schema as config
 from accel.train.config.schema import TrainConfig
@@ -74,9 +75,9 @@ def test_the_page_has_every_key_and_style() -> None:
         "schedule.name": config.SCHEDULES,
         "optimizer.name": config.OPTIMIZERS,
         "precision.mode": config.MODES,
-        "parallel.recompute": config.RECOMPUTE,
+        "parallel.recompute": rules.RECOMPUTE,
         "parallel.compression": config.COMPRESSION,
-        "parallel.pipeline": config.PIPELINES,
+        "parallel.pipeline": rules.PIPELINES,
     }.items():
         assert set(choices) <= set(re.findall(r"`([^`]+)`", said[key])), key
     styles = TEXT.partition("| the style |")[2].partition("```")[0]
