@@ -40,7 +40,7 @@ def optimize(
     model: Model,
     *,
     out: str | Path | None = None,
-    target: str = "auto",
+    target: str | Sequence[str] = "auto",
     precision: str | Sequence[str] | None = None,
     data: Data | None = None,
     eval_data: Data | None = None,
@@ -86,7 +86,7 @@ def optimize(
 
     The candidates:
 
-    - ``target``: the name of a ``Target``, or ``auto`` for every target that this machine can run.
+    - ``target``: the name of a ``Target``, several names, or ``auto`` for every target that this machine can run.
     - ``precision``: the only precisions to try.
     - ``profiles``: optimization profiles of an engine, such as ``input_ids=1x8,8x128,64x512``.
     - ``compute_capabilities``: the GPUs to build an engine for, such as ``8.6``.
@@ -157,7 +157,7 @@ def optimize(
         request = OptimizeRequest(
             source=named,
             out=Path(out) if out is not None else StageCache().result_folder(),
-            target=target,
+            target=target if isinstance(target, str) else tuple(target),
             precision=(precision,) if isinstance(precision, str) else tuple(precision or ()),
             data=_as_files(data, named, samples / "data"),
             eval_data=_as_files(eval_data, named, samples / "eval_data"),

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 @click.option(
     "--target",
-    default="auto",
-    show_default=True,
-    help="auto (whatever this machine can run), ort-cpu, openvino, ort-cuda, tensorrt or tensorrt-rtx.",
+    multiple=True,
+    default=("auto",),
+    help="auto (whatever this machine can run, the default), ort-cpu, openvino, ort-cuda, tensorrt or tensorrt-rtx. "
+    "Repeatable.",
 )
 @click.option(
     "--precision",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
 @output_options
 def command(
     model: str,
+    target: tuple[str, ...],
     precision: tuple[str, ...],
     sizes: str | None,
     fixed_session: bool,
@@ -142,6 +144,7 @@ def command(
 
     result = optimize(
         model,
+        target=target[0] if len(target) == 1 else target,
         precision=precision or None,
         sizes=read_sizes(sizes),
         contexts=read_contexts(contexts),

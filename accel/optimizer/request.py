@@ -37,7 +37,7 @@ class OptimizeRequest:
 
     source: Source
     out: Path
-    target: str = "auto"
+    target: str | tuple[str, ...] = "auto"
     precision: tuple[str, ...] = ()
     data: Path | None = None
     eval_data: Path | None = None

@@ -28,18 +28,32 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 }
 
 
-def targets_for(name: str) -> tuple[Target, ...]:
-    """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
+def targets_for(names: str | Sequence[str]) -> tuple[Target, ...]:
+    """Returns the target or targets called ``names``, or for ``auto`` every target that this machine can run.
 
-    Raises ``UnknownName`` if no target is called ``name``, and ``MissingExtra`` if the target's toolkit isn't
-    installed.
+    Raises ``UnknownName`` if no target has one of the names, and ``MissingExtra`` if the toolkit of a target isn't
+    installed. Raises ``UsageError`` if one of several targets can't run here, because candidates that aren't measured
+    can't be compared.
     """
-    if name != "auto":
-        target = Target.get(name)
-        if not get_runtime(target.runtime).installed:
-            raise MissingExtra(get_runtime(target.runtime).module, target.extra or "all-cpu")
-        return (target,)
-    return tuple(t for t in TARGETS.values() if get_runtime(t.runtime).runnable())
+    several = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names)) or ("auto",)
+    if several == ("auto",):
+        return tuple(t for t in TARGETS.values() if get_runtime(t.runtime).runnable())
+    if "auto" in several:
+        raise UsageError(
+            f"the target auto is every target that this machine can run; leave out either {option('target', 'auto')} "
+            "or the other targets"
+        )
+    found = tuple(Target.get(name) for name in several)
+    for target in found:
+        runtime = get_runtime(target.runtime)
+        if not runtime.installed:
+            raise MissingExtra(runtime.module, target.extra or "all-cpu")
+        if len(found) > 1 and not runtime.runnable():
+            raise UsageError(
+                f"{target.name} can't run on this machine, so it can't be compared with the other targets; give "
+                f"{option('target', target.name)} alone"
+            )
+    return found
 
 
 def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -106,7 +106,7 @@ def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: A
     read = command.make_context("optimize", words[2:]).params
     assert (read["quantize"], read["cast"]) == (QUANTIZE.words(), CAST.words())
     assert (read["model"], read["target"], read["precision"], read["kernels"]) == (
-        str(src.path), "ort-cpu", ("int8",), True,
+        str(src.path), ("ort-cpu",), ("int8",), True,
     )  # fmt: skip
 
 
