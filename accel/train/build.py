@@ -27,7 +27,7 @@ from .parallel.compression import PowerSGD, compress
 from .parallel.quantized_comm import set_quantized
 from .parallel.zero import shard
 from .passes import Accumulated, Passes
-from .precision import parameter_dtype
+from .precision import keeps_master, parameter_dtype
 from .ranks import Ranks
 from .recompute import recompute
 
@@ -132,7 +132,8 @@ def make_model(spec: str, seed: int) -> nn.Module:
 def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
     """Returns this rank's part of the model, with the pipeline, sharding and recomputation of ``config``."""
     p, mode = config.parallel, config.precision.resolved
-    module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
+    module = make_model(config.model, config.seed).to(device=ranks.device).train()
+    module = batch_norm.cast(module, parameter_dtype(mode), keep=keeps_master(mode))
     inputs = input_names(module)
     module = batch_norm.replace(module, asked=p.sync_batchnorm)
     if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):

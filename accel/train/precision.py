@@ -8,6 +8,8 @@ bf16                       bfloat16                float32  bfloat16   -
 fp16                 O2    float16                 float32  float16    dynamic
 bf16-only                  bfloat16                -        bfloat16   -
 fp16-only            O3    float16                 -        float16    dynamic
+
+In the modes with master weights, batch norm stays float32.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .config.schema import APEX
 # A run logs this advice if the config uses apex's name for the precision mode.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
-    "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
+    "O2": "O2 is fp16 with float32 batch norm: if the device has bfloat16, use bf16, which needs no loss scale",
     "O3": "O3 is fp16-only: small updates vanish in float16; use it only to measure how fast a run could be",
 }
 

@@ -114,6 +114,20 @@ class _Normalize(torch.autograd.Function):
         return for_x, for_weight.to(weight.dtype), for_bias.to(weight.dtype), None, None
 
 
+def cast(module: nn.Module, dtype: torch.dtype, *, keep: bool) -> nn.Module:
+    """Converts the float parameters and buffers of ``module`` to ``dtype``, and returns ``module``. If ``keep`` is set,
+    the parameters and statistics of batch norm keep their values and dtypes, as in apex' O2: a running mean over many
+    steps would lose small updates."""
+    parts = [part for part in module.modules() if isinstance(part, _BatchNorm)] if keep else []
+    before = [({n: p.data for n, p in part._parameters.items() if p is not None}, {**part._buffers}) for part in parts]
+    module.to(dtype=dtype)
+    for part, (parameters, buffers) in zip(parts, before, strict=True):
+        for name, value in parameters.items():
+            part.get_parameter(name).data = value
+        part._buffers.update(buffers)
+    return module
+
+
 def replace(module: nn.Module, *, asked: bool) -> nn.Module:
     """Returns ``module`` with a ``SyncedBatchNorm`` in place of each torch.nn.SyncBatchNorm, and if ``asked``, of each
     batch norm. Names, parameters and buffers stay the same.

@@ -12,6 +12,7 @@ would keep the old values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -54,11 +55,28 @@ def shard(
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
+        if apart := _of_another_dtype(block):
+            fully_shard(apart, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+    if apart := _of_another_dtype(module):
+        fully_shard(apart, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     # The forward and backward pass both use the parameters outside the blocks, so freeing these parameters between the
     # passes would save nothing.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     return module
+
+
+def _of_another_dtype(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules inside ``module`` whose parameters have a rarer dtype, such as float32 batch norm in a float16
+    model. FSDP2 gathers only parameters of one dtype together."""
+    counts = Counter[torch.dtype]()
+    for parameter in module.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    if len(counts) < 2:
+        return []
+    ((usual, _),) = counts.most_common(1)
+    parts = [part for part in module.modules() if part is not module and not isinstance(part, FSDPModule)]
+    return [part for part in parts if any(p.dtype != usual for p in part.parameters(recurse=False))]
 
 
 @contextmanager

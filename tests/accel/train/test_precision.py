@@ -19,7 +19,7 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
         ("O1", "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale"),
         (
             "O2",
-            "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
+            "O2 is fp16 with float32 batch norm: if the device has bfloat16, use bf16, which needs no loss scale",
         ),
         ("O3", "O3 is fp16-only: small updates vanish in float16; use it only to measure how fast a run could be"),
     ],

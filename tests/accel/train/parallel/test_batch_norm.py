@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from accel.errors import BadConfig
 from accel.train.parallel import batch_norm
 from accel.train.run.launch import train
-from tests.support.runs import config_of, logged, rows_of
+from tests.support.runs import config_of, logged, rows_of, trainer_of
 
 _SOURCE = """
 import torch
@@ -49,7 +50,9 @@ def fewer():
 """
 
 
-def _ran(folder: Path, ranks: int, name: str = "model", data: str = "data", **parallel: object) -> Path:
+def _ran(
+    folder: Path, ranks: int, name: str = "model", data: str = "data", precision: object = None, **parallel: object
+) -> Path:
     source, out = folder / "source.py", folder / f"{ranks} {name} {data} {parallel}"
     source.write_text(_SOURCE)
     config = config_of(
@@ -60,6 +63,7 @@ def _ran(folder: Path, ranks: int, name: str = "model", data: str = "data", **pa
         drop_last=data == "data",
         optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9},
         parallel=parallel,
+        precision=precision or {},
     )
     train(config, out, nproc=ranks)
     return out
@@ -105,6 +109,39 @@ def test_small_local_batches_are_warned_of(tmp_path: Path) -> None:
     alone = _ran(tmp_path, 1)
     assert not [row for row in rows_of(alone) if "batch norm" in row.get("note", "")]
     assert max(abs(a - b) for a, b in zip(logged(both), logged(alone), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"), [("O2", True), ("fp16", True), ("bf16", True), ("O3", False), ("bf16-only", False)]
+)
+def test_batch_norm_stays_float32(tmp_path: Path, mode: str, kept: bool) -> None:
+    """Fails if a mode with master weights rounds the parameters or statistics of batch norm, which apex' O2 keeps, or
+    if the rest of the model stays float32."""
+    source = tmp_path / "source.py"
+    source.write_text(_SOURCE)
+    precision, optimizer = {"mode": mode, "loss_scale": 64.0}, {"name": "sgd", "lr": 0.05}
+    tables: dict[str, Any] = {"model": f"{source}:model", "data": f"{source}:data", "steps": 3, "micro_batch": 8}
+    trainer = trainer_of(tmp_path / "run", precision=precision, optimizer=optimizer, **tables)
+    exact = trainer_of(tmp_path / "exact", optimizer=optimizer, **tables)
+    batches, exact_batches = trainer.batches(), exact.batches()
+    for _ in range(3):
+        expected = exact.one_step(exact_batches)["loss"]
+        assert trainer.one_step(batches)["loss"] == pytest.approx(expected, abs=0.02)
+    small = torch.bfloat16 if "bf16" in mode else torch.float16
+    for name, value in trainer.module.state_dict().items():
+        normed = name.startswith(("1.", "3.1.", "6."))
+        if "num_batches" not in name:
+            assert value.dtype == (torch.float32 if normed and kept else small), name
+
+
+@pytest.mark.parametrize(("mode", "zero"), [("bf16", 3), ("fp16", 1)])
+def test_float32_batch_norm_is_sharded_beside_16_bits(tmp_path: Path, mode: str, zero: int) -> None:
+    """Fails if FSDP2 refuses parameters of two dtypes, or if the losses differ from those of one process by more than
+    the order of 16-bit sums explains."""
+    precision = {"mode": mode, "loss_scale": 64.0}
+    alone = _ran(tmp_path, 1, precision=precision)
+    both = _ran(tmp_path, 2, precision=precision, sync_batchnorm=True, zero=zero)
+    assert logged(both) == pytest.approx(logged(alone), abs=0.02)
 
 
 def test_what_is_replaced() -> None:
