@@ -16,14 +16,16 @@ from accel.errors import BadConfig
 Batch = tuple[Any, Any]
 
 
-def call(module: nn.Module, inputs: Any) -> torch.Tensor:
-    """Runs ``module`` on the inputs of a batch: one tensor, a tuple of tensors, or a dict of tensors by name."""
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Runs ``module`` on the inputs of a batch: one tensor, a tuple of tensors, or a dict of tensors by name.
+
+    Returns the first tensor of a tuple, and any other output unchanged.
+    """
     if isinstance(inputs, Mapping):
         found = module(**inputs)
     else:
         found = module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
-    tensor: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return tensor
+    return found[0] if isinstance(found, tuple) else found
 
 
 def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -20,6 +20,7 @@ from . import loss as losses
 from .batch import input_names
 from .config.schema import TrainConfig
 from .data.packing import Packed, keep_apart
+from .data.samples import Labelled
 from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
 from .parallel import tensor as tensor_parallel
@@ -107,10 +108,12 @@ def make_data(config: TrainConfig) -> Any:
             f"sample 0 of {config.data} can't be fetched ({reason}); let the dataset take indices from 0 to "
             f"{len(data) - 1} (docs/how-to/training.md)"
         ) from error
+    if isinstance(sample, Mapping) and "labels" in sample:
+        return Labelled(data)
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise BadData(
-            f"a sample of {config.data} is a {type(sample).__name__}; let each sample be a tuple (inputs, targets) "
-            "(docs/how-to/training.md)"
+            f"a sample of {config.data} is a {type(sample).__name__}; let each sample be a tuple (inputs, targets), or "
+            "a dict of inputs with labels (docs/how-to/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
 

@@ -53,7 +53,8 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(
-            f"the model returns {_kind(outputs)}, but the default loss takes a tensor of class scores; "
+            f"the model returns {_kind(outputs)}, but the default loss takes a tensor of class scores, or an object "
+            "with a loss or with logits; "
             'name a loss of your own with loss = "FILE.py:NAME" (docs/how-to/training.md)'
         )
     if targets.is_floating_point():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from . import loss as losses
 from .batch import Batch, call, moved, one_tensor, to_device
+from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
 from .parallel.context import part
 from .parallel.zero import micro_batch
@@ -39,7 +40,8 @@ class Accumulated:
     def __init__(
         self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
     ) -> None:
-        self.module, self.loss, self.zero, self.mode, self.device = module, loss, zero, mode, device
+        self.module, self.zero, self.mode, self.device = module, zero, mode, device
+        self.summed = ObjectLoss(loss)
         self.cp = cp
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
@@ -56,17 +58,18 @@ class Accumulated:
                 if self.cp is not None:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
-                    total, count = losses.summed(self.loss, outputs, targets)
+                    total, count = self.summed(outputs, targets)
                     del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
 
 
-def take_part(outputs: torch.Tensor) -> None:
+def take_part(outputs: Any) -> None:
     """Runs the backward pass on a rank that has no sample, because the collectives of the other ranks wait for this
     rank."""
-    local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
+    whole = tensor_of(outputs)
+    local = whole.to_local() if isinstance(whole, DTensor) else whole
     torch.autograd.backward((local * 0).sum())
 
 

@@ -99,6 +99,8 @@ def write_run(
         stacked = torch.utils.data.default_collate(samples[:1])[0]
     if config.pack:  # keeps only the tokens, because at inference the model gets no positions or documents
         stacked = stacked[0]
+    for name in getattr(data, "for_training", ()):
+        del stacked[name]
     signature = None
     if declaration is not None:
         signature = {

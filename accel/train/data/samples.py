@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,23 @@ from accel.child import die_with_parent
 from accel.errors import BadData, MissingExtra
 
 Sample = tuple[Any, Any]
+
+
+class Labelled(torch.utils.data.Dataset[Any]):
+    """A dataset of ``(inputs, targets)`` from the dicts in ``rows``. ``inputs`` is the whole dict, and ``targets`` is
+    its entry ``labels``. A model that gets the labels computes its loss itself."""
+
+    for_training = ("labels",)  # inputs that a trained model doesn't need
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        inputs = {name: torch.as_tensor(value) for name, value in self.rows[index].items()}
+        return inputs, inputs["labels"]
 
 
 class Order(torch.utils.data.Sampler[int]):

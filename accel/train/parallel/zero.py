@@ -67,8 +67,8 @@ def shard(
 
 
 def _of_another_dtype(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules inside ``module`` whose parameters have a rarer dtype, such as float32 batch norm in a float16
-    model. FSDP2 gathers only parameters of one dtype together."""
+    """Returns the modules inside ``module`` whose parameters have a rarer dtype, such as float32 batch norm in a
+    float16 model. FSDP2 gathers only parameters of one dtype together."""
     counts = Counter[torch.dtype]()
     for parameter in module.parameters():
         counts[parameter.dtype] += parameter.numel()
