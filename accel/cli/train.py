@@ -39,6 +39,7 @@ _KEYS = {
 @click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline names the schedule).")
 @click.option("--steps", type=int, help="Optimizer steps.")
 @click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
+@click.option("--resume-as", metavar="MODE", help="Go on in this precision from a checkpoint of another precision.")
 @click.option("--sync-batchnorm", is_flag=True, default=None, help="Batch norm over the samples of all ranks.")
 @click.option("--fresh", is_flag=True, help="Start over even if the folder holds checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the plan of the run (memory, traffic, time), and launch nothing.")
@@ -66,11 +67,13 @@ def command(
     from accel.train.config.schema import TrainConfig
     from accel.train.run.launch import find_config, train
 
-    words = [
-        f"{_KEYS[name]}={str(value).lower() if value is True else value}"
-        for name, value in given.items()
-        if value is not None
-    ]
+    resume_as = given.pop("resume_as")
+    if resume_as is not None:
+        if given["precision"] not in (None, resume_as):
+            raise BadConfig(f"--resume-as {resume_as} sets the precision; leave out --precision {given['precision']}")
+        given["precision"] = resume_as
+    words = [f"{_KEYS[n]}={'true' if value is True else value}" for n, value in given.items() if value is not None]
+    words += ["checkpoint.convert=true"] if resume_as is not None else []
     for text in overrides:
         if not text.startswith("--") or "=" not in text:
             raise BadConfig(f"can't read the option {text!r}; write --key=value, e.g. --optimizer.lr=0.01")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from .parallel import tensor as tensor_parallel
 from .passes import take
 from .precision import ADVICE, scales_loss
 from .ranks import Ranks
+from .state import RunState
 
 
 class Trainer:
@@ -63,12 +64,14 @@ class Trainer:
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
+        self.state = RunState(self.module, self.optimizer, self.scale, self.built.memory, config)
         self.checkpoints = Checkpoints(out, config.checkpoint, ranks.saving)
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.expected = 0.0  # The number of targets in the previous step.
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
+        self.began_in = ""  # The precision mode of the checkpoint that the run resumed from.
         self.reordered: list[str] = []  # The changed config keys that reordered the samples.
         self.log: StepLog | None = None  # The log is open only during run(), and only on rank 0.
         self.written = True  # True if no rank was writing a checkpoint when the last losses were summed.
@@ -90,7 +93,10 @@ class Trainer:
             if self.built.advice:
                 log.note(self.built.advice)
             if self.step:
-                log.note(f"resumed from step {self.step}")
+                converted = (
+                    "" if self.began_in == self.config.precision.mode else f", which was trained in {self.began_in}"
+                )
+                log.note(f"resumed from step {self.step}{converted}")
             if self.reordered:
                 log.note(
                     f"{', '.join(self.reordered)} changed: the samples come in another order from here on, so this "
@@ -284,31 +290,6 @@ class Trainer:
             raise kind(f"{failed}; {where}; correct the function and run the same command again")
         return bool(best)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the checkpoint's tensors, named ``model.*``, ``optimizer.*`` and, with PowerSGD,
-        ``compression.*``."""
-        memory = self.built.memory.state_dict() if self.built.memory is not None else {}
-        return self._weights() | {f"compression.{name}": value for name, value in memory.items()}
-
-    def _weights(self) -> dict[str, Any]:
-        found = {f"model.{name}": value for name, value in self.module.state_dict().items()}
-        return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
-
-    def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names``
-        lists the names of the checkpoint's tensors."""
-        memory, saved = self.built.memory, run.get("powersgd") or {}
-        self.optimizer.materialize()
-        before = run["config"]["optimizer"]
-        if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # A checkpoint of the same optimizer lacks a moment only if the moment was never updated. A checkpoint of
-            # another optimizer also lacks the moments that the other optimizer doesn't use.
-            self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
-        found = self._weights()
-        if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
-            found |= {f"compression.{name}": value for name, value in memory.empty().items()}
-        return found
-
     def save(self) -> None:
         """Writes a checkpoint of this step, in the background if ``checkpoint.asynchronous`` is set.
 
@@ -316,48 +297,33 @@ class Trainer:
         """
         if self.checkpoints.has(self.step):
             return
-        state, memory = self.state(), self.built.memory
+        tensors = self.state.tensors()
         run = {
             "step": self.step,
             "model": self.config.model,
-            "scale": self.scale.state_dict(),
+            **self.state.facts(tensors),
             "metrics": self.metrics,
             "config": dataclasses.asdict(self.config),
             "world": self.ranks.world,
             "expected": self.expected,
             "samples": len(self.data),
         }
-        if memory is not None:
-            begun = any(name.startswith("compression.") for name in state)
-            run["powersgd"] = {"iter": memory.state.iter, "rank": memory.rank, "begun": begun}
-        self.checkpoints.save(state, run)
+        self.checkpoints.save(tensors, run)
 
     def resume(self) -> None:
         """Loads the newest finished checkpoint, if there is one. The checkpoint may come from a run with another world
         size or ZeRO stage."""
         if not self.checkpoints.complete():
             return
-        found = self.checkpoints.load_newest(self._wanted, self.config.model)
+        found = self.checkpoints.load_newest(self.state.wanted, self.config.model)
         assert found is not None
         run, state = found
-        with torch.no_grad():
-            own = self.module.state_dict()
-            for name, value in state.items():
-                if name.startswith("model."):
-                    own[name.removeprefix("model.")].copy_(value)
-        self.optimizer.load_state_dict(
-            {name.removeprefix("optimizer."): v for name, v in state.items() if name.startswith("optimizer.")}
-        )
-        if self.built.memory is not None and run.get("powersgd"):
-            self.built.memory.load_state_dict(
-                {name.removeprefix("compression."): v for name, v in state.items() if name.startswith("compression.")}
-            )
-            self.built.memory.state.iter = int(run["powersgd"]["iter"])
-        self.scale.load_state_dict(run["scale"])
+        self.state.take(run, state)
         self.metrics = dict(run["metrics"])
         self.expected = float(run["expected"])
         self.step = int(run["step"])
         before = run["config"]
+        self.began_in = before["precision"]["mode"]
         self.reordered = [
             name
             for name in ("data", "global_batch", "seed", "drop_last", "pack")

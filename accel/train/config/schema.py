@@ -123,13 +123,15 @@ class CheckpointConfig:
     ``every`` is the number of steps between two checkpoints, or 0 for a single checkpoint at the end. ``keep`` is the
     number of newest checkpoints to keep. ``best`` names a metric of ``evaluate``, and the checkpoint that is best by
     this metric is kept too. A ``-`` before the metric's name (``-loss``) means that lower values are better.
-    ``asynchronous`` writes checkpoints while training goes on.
+    ``asynchronous`` writes checkpoints while training goes on. ``convert`` lets a run go on from a checkpoint of
+    another precision mode. The exact weights of the checkpoint then become the master weights, or the other way round.
     """
 
     every: int = 0
     keep: int = 2
     best: str = ""
     asynchronous: bool = True
+    convert: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
