@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from .batch import input_names
 from .config.schema import TrainConfig
 from .data.packing import Packed, keep_apart
 from .data.samples import Labelled
+from .data.stream import Stream
 from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
 from .parallel import tensor as tensor_parallel
@@ -84,16 +85,17 @@ def make(spec: str, seed: int) -> Any:
 def make_data(config: TrainConfig) -> Any:
     """Returns the training samples of ``config``, packed if ``config.pack`` is set.
 
-    Raises ``BadData`` if the factory doesn't make a map-style dataset of ``(inputs, targets)``.
+    Raises ``BadData`` if the factory doesn't make a map-style or iterable dataset of ``(inputs, targets)``.
     """
     data = make(config.data, config.seed)
     # torch's IterableDataset has a __getitem__ that only raises an error.
-    iterated = isinstance(data, Mapping | torch.utils.data.IterableDataset)
-    if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    iterated = isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__getitem__")
+    if iterated and isinstance(data, Iterable) and not isinstance(data, torch.utils.data.DataLoader):
+        data = _stream(data, config)
+    if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
-            f"the data factory {config.data} made a {type(data).__name__}; make a list or another map-style dataset "
-            "(with __len__ and __getitem__), because a run can't resume an iterable dataset at a step "
-            "(docs/how-to/training.md)"
+            f"the data factory {config.data} made a {type(data).__name__}; make a list, another map-style dataset "
+            "(with __len__ and __getitem__), or an iterable dataset (docs/how-to/training.md)"
         )
     if not len(data):
         raise BadData(
@@ -116,6 +118,16 @@ def make_data(config: TrainConfig) -> Any:
             "a dict of inputs with labels (docs/how-to/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
+
+
+def _stream(data: Iterable[Any], config: TrainConfig) -> Stream:
+    for what, wrong in (("pack", config.pack), ("loader_processes", config.loader_processes)):
+        if wrong:
+            raise BadData(
+                f"the data factory {config.data} made an iterable dataset, which works without {what} only; make a "
+                f"map-style dataset, or use {what} = 0 (docs/how-to/training.md)"
+            )
+    return Stream(data, config.data, config.seed)
 
 
 def make_model(spec: str, seed: int) -> nn.Module:

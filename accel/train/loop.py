@@ -26,6 +26,7 @@ from .config.rules import runnable
 from .config.schedule import learning_rate
 from .config.schema import TrainConfig
 from .data.samples import loader
+from .data.stream import Stream, micro_batches
 from .evaluation import evaluated
 from .log import LOG, StepLog, beat
 from .optimizer.finite import first_bad, first_overflow
@@ -143,6 +144,15 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """Returns this rank's micro-batches from the current step on."""
         config = self.config
+        if isinstance(self.data, Stream):
+            return micro_batches(
+                self.data,
+                global_batch=config.global_batch,
+                micro_batch=config.micro_batch,
+                rank=self.ranks.data_rank,
+                ranks=self.ranks.data_ranks,
+                drop_last=config.drop_last,
+            )
         return iter(
             loader(
                 self.data,
@@ -307,6 +317,7 @@ class Trainer:
             "world": self.ranks.world,
             "expected": self.expected,
             "samples": len(self.data),
+            **({"stream": self.data.place()} if isinstance(self.data, Stream) else {}),
         }
         self.checkpoints.save(tensors, run)
 
@@ -329,7 +340,11 @@ class Trainer:
             for name in ("data", "global_batch", "seed", "drop_last", "pack")
             if before.get(name, getattr(self.config, name)) != getattr(self.config, name)
         ]
-        if run.get("samples", len(self.data)) != len(self.data):
+        if isinstance(self.data, Stream) and "stream" in run:
+            self.data.epoch, self.data.taken = int(run["stream"]["epoch"]), int(run["stream"]["taken"])
+            # A stream goes on at its next sample, whatever the size of a batch.
+            self.reordered = [name for name in self.reordered if name in ("data", "seed")]
+        elif run.get("samples", len(self.data)) != len(self.data):
             self.reordered.append("the number of samples")
 
     def finish(self) -> None:

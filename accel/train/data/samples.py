@@ -16,11 +16,21 @@ from accel.errors import BadData, MissingExtra
 Sample = tuple[Any, Any]
 
 
+# The inputs of a sample with labels that a trained model doesn't need.
+FOR_TRAINING = ("labels",)
+
+
+def labelled(row: Mapping[str, Any]) -> Sample:
+    """Returns a dict with the entry ``labels`` as a sample ``(inputs, targets)``."""
+    inputs = {name: torch.as_tensor(value) for name, value in row.items()}
+    return inputs, inputs["labels"]
+
+
 class Labelled(torch.utils.data.Dataset[Any]):
     """A dataset of ``(inputs, targets)`` from the dicts in ``rows``. ``inputs`` is the whole dict, and ``targets`` is
     its entry ``labels``. A model that gets the labels computes its loss itself."""
 
-    for_training = ("labels",)  # inputs that a trained model doesn't need
+    for_training = FOR_TRAINING
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rows = rows
@@ -29,8 +39,7 @@ class Labelled(torch.utils.data.Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        inputs = {name: torch.as_tensor(value) for name, value in self.rows[index].items()}
-        return inputs, inputs["labels"]
+        return labelled(self.rows[index])
 
 
 class Order(torch.utils.data.Sampler[int]):
@@ -99,7 +108,7 @@ class MicroBatches:
                 yield samples[index * self.size : (index + 1) * self.size]
 
 
-class _Stack:
+class Stack:
     """Stacks samples into a micro-batch ``(inputs, targets)``. If there are no samples, returns the inputs of ``spare``
     and None as the targets."""
 
@@ -142,7 +151,7 @@ def loader(
         return StatefulDataLoader(
             data,
             batch_sampler=MicroBatches(order, micro_batch),
-            collate_fn=_Stack(data[0]),
+            collate_fn=Stack(data[0]),
             num_workers=processes,
             worker_init_fn=_end_with_rank,
         )
