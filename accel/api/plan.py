@@ -10,7 +10,7 @@ from accel.errors import BadConfig
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 from accel.train.config.rules import check
-from accel.train.config.schema import OptimizerConfig, ShapeConfig, TrainConfig
+from accel.train.config.schema import OPTIMIZERS, OptimizerConfig, ShapeConfig, TrainConfig
 
 
 def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Plan:
@@ -144,4 +144,5 @@ def _runs(config: TrainConfig, world: int) -> bool:
 def _optimizer(config: TrainConfig) -> str:
     if config.optimizer.name == "sgd":
         return "momentum" if config.optimizer.momentum else "sgd"
-    return config.optimizer.name
+    # The other optimizers of torch have one or two moments, and are planned as adamw, which has two.
+    return config.optimizer.name if config.optimizer.name in OPTIMIZERS else "adamw"

@@ -22,6 +22,7 @@ from .config.schema import TrainConfig
 from .data.packing import Packed, keep_apart
 from .data.samples import Labelled
 from .data.stream import Stream
+from .optimizer.make import check_groups
 from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
 from .parallel import tensor as tensor_parallel
@@ -149,6 +150,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device).train()
     module = batch_norm.cast(module, parameter_dtype(mode), keep=keeps_master(mode))
+    check_groups([name for name, _ in module.named_parameters()], config.optimizer)
     inputs = input_names(module)
     module = batch_norm.replace(module, asked=p.sync_batchnorm)
     if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):

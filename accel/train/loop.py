@@ -23,7 +23,6 @@ from .build import build, make_data, seeded
 from .checkpoints.checkpoint import Checkpoints
 from .checkpoints.final import gather, set_metrics, sources, write_run
 from .config.rules import runnable
-from .config.schedule import learning_rate
 from .config.schema import TrainConfig
 from .data.samples import loader
 from .data.stream import Stream, micro_batches
@@ -33,6 +32,7 @@ from .optimizer.finite import first_bad, first_overflow
 from .optimizer.master import MasterOptimizer
 from .optimizer.norm import gradient_norm, scale_gradients, share_of_squares
 from .optimizer.scale import LossScale
+from .optimizer.schedule import Rates
 from .parallel import tensor as tensor_parallel
 from .passes import take
 from .precision import ADVICE, scales_loss
@@ -62,6 +62,7 @@ class Trainer:
         self.module = self.built.module
         self.code = sources(config.model)  # read at the start, because the file may be edited during the run
         self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
+        self.rates = Rates(config)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
@@ -211,7 +212,7 @@ class Trainer:
                 raise TrainingFailed(
                     self._not_finite(mean, bad or first_bad(self.optimizer, ranks.world, gradients=True))
                 )
-        rate = learning_rate(config, self.step)
+        rate = self.rates.at(self.step)
         if finite:
             clip = config.optimizer.clip
             scale_gradients(parameters, back * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))

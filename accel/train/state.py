@@ -56,8 +56,8 @@ class RunState:
         saved = run.get("powersgd") or {}
         self._check_precision(run)
         self.optimizer.materialize()
-        before = run["config"]["optimizer"]
-        if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
+        before, now = run["config"]["optimizer"], self.config.optimizer
+        if (before["name"], before["momentum"], before.get("options", {})) == (now.name, now.momentum, now.options):
             # A checkpoint of the same optimizer lacks a moment only if the moment was never updated. A checkpoint of
             # another optimizer also lacks the moments that the other optimizer doesn't use.
             self.optimizer.forget_all_but({n.removeprefix(OPTIMIZER) for n in names if n.startswith(OPTIMIZER)})

@@ -43,13 +43,22 @@ def runnable(config: TrainConfig) -> None:
 def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
-        ("optimizer.name", config.optimizer.name, OPTIMIZERS),
-        ("schedule.name", config.schedule.name, SCHEDULES),
         ("parallel.compression", config.parallel.compression, COMPRESSION),
     )
     for key, value, known in choices:
         if value not in known:
             yield f"{key} is {value!r}; use one of {', '.join(known)}"
+    dotted = (
+        ("optimizer", config.optimizer.name, OPTIMIZERS, "torch.optim.RMSprop"),
+        ("schedule", config.schedule.name, SCHEDULES, "torch.optim.lr_scheduler.StepLR"),
+    )
+    for key, value, known, example in dotted:
+        if value not in known and "." not in value:
+            yield f"{key}.name is {value!r}; use one of {', '.join(known)}, or a class such as {example}"
+    if config.schedule.name in SCHEDULES and config.schedule.options:
+        yield f"schedule.options are for a schedule of torch, not for {config.schedule.name}; leave them out"
+    if config.schedule.name not in SCHEDULES and config.schedule.floor:
+        yield f"schedule.floor isn't used by {config.schedule.name}; leave it out, or use a schedule of accel"
     for pattern, style in config.tensor_parallel.items():
         if style not in STYLES:
             yield f"tensor_parallel.{pattern!r} is {style!r}; use one of {', '.join(STYLES)}"
@@ -93,7 +102,11 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         yield f"evaluate_every is {config.evaluate_every}, and there is nothing to run; give evaluate a function"
     if config.schedule.warmup >= config.steps:
         yield f"schedule.warmup is {config.schedule.warmup} of {config.steps} steps; leave steps after the warm-up"
-    if config.precision.resolved == "fp16-only" and config.optimizer.name != "sgd" and config.optimizer.eps < 1e-7:
+    if (
+        config.precision.resolved == "fp16-only"
+        and config.optimizer.name in ("adam", "adamw")
+        and config.optimizer.eps < 1e-7
+    ):
         yield f"optimizer.eps {config.optimizer.eps:g} is 0 in float16; use --optimizer.eps=1e-4 with fp16-only"
 
 

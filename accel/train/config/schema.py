@@ -92,7 +92,9 @@ class OptimizerConfig:
     """The optimizer.
 
     ``clip`` is the limit for the norm of all gradients together, or 0 for no limit. SGD uses ``momentum``. Adam uses
-    ``betas`` and ``eps``.
+    ``betas`` and ``eps``. ``name`` may also be the dotted name of a class such as ``torch.optim.RMSprop``, which gets
+    ``options``. ``groups`` maps patterns of parameter names to options: the parameters that match a pattern get other
+    values, such as no weight decay. A parameter belongs to the first pattern that matches its name.
     """
 
     name: str = "adamw"
@@ -102,6 +104,8 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +113,14 @@ class ScheduleConfig:
     """The learning rate over the steps.
 
     The rate rises for ``warmup`` steps. Then the rate follows the curve ``name`` down to ``floor`` times ``lr``.
+    ``name`` may also be the dotted name of a schedule of torch, such as ``torch.optim.lr_scheduler.StepLR``, which gets
+    ``options`` and ends where it does.
     """
 
     name: str = "constant"
     warmup: int = 0
     floor: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def dump(body: Mapping[str, Any]) -> str:
-    """Returns ``body`` as TOML. ``body`` may hold tables, but no tables inside tables."""
+    """Returns ``body`` as TOML. Tables inside tables become inline tables."""
     tables = {name: value for name, value in body.items() if isinstance(value, dict)}
     lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
     for name, table in tables.items():
@@ -80,6 +80,8 @@ def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
 def _value(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(typing.cast("type[Any]", kind), value, f"{where}.")
+    if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not str:
+        return _options(typing.get_args(kind)[1], value, where)
     if typing.get_origin(kind) is dict:
         if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
             raise BadConfig(
@@ -107,6 +109,15 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+def _options(inner: Any, value: Any, where: str) -> dict[str, Any]:
+    """Returns a table of options, or a table of such tables if ``inner`` is a dict."""
+    if not isinstance(value, Mapping):
+        raise BadConfig(f"the config key {where} has to be a table, but is {value!r}; write [{where}]")
+    if inner is Any:
+        return dict(value)
+    return {name: _options(Any, options, f"{where}.{_key(name)}") for name, options in value.items()}
+
+
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -117,6 +128,8 @@ def _key(name: str) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f' {_key(key)} = {_toml(v)}' for key, v in value.items())}{' ' if value else ''}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(v) for v in value)}]"
     return json.dumps(value) if isinstance(value, str) else repr(value)

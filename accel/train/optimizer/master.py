@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.schema import OptimizerConfig
 from ..precision import keeps_master
+from .make import FACTOR, make
 
 
 class MasterOptimizer:
@@ -27,7 +28,7 @@ class MasterOptimizer:
         if keeps_master(mode):
             self.master = [p.detach().float() for p in self.parameters]
             stepped = self.master
-        self.inner = _inner(stepped, config)
+        self.inner = make(self.names, stepped, config)
 
     def weights(self, module: nn.Module) -> dict[str, Any]:
         """Returns ``module.state_dict()`` with the master weights in place of the rounded parameters.
@@ -60,7 +61,7 @@ class MasterOptimizer:
 
     def set_lr(self, lr: float) -> None:
         for group in self.inner.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(FACTOR, 1.0)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields this rank's part of the optimizer state (master weights and moments) as plain tensors.
@@ -86,16 +87,17 @@ class MasterOptimizer:
         """Allocates the optimizer state before the first step, so that a checkpoint can be read into the state's
         tensors."""
         stepped = self.master or self.parameters
-        old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
+        old = [dict(group) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
-            group["lr"], group["weight_decay"] = 0.0, 0.0
+            group.update(lr=0.0, weight_decay=0.0)
         for tensor in stepped:
             tensor.grad = torch.zeros_like(tensor)
         self.inner.step()
         for tensor in stepped:
             tensor.grad = None
-        for group, (lr, decay) in zip(self.inner.param_groups, old, strict=True):
-            group["lr"], group["weight_decay"] = lr, decay
+        for group, before in zip(self.inner.param_groups, old, strict=True):
+            group.clear()
+            group.update(before)
 
     def forget_all_but(self, saved: Collection[str]) -> None:
         """Drops the moments of each parameter that has no moments in ``saved``. ``saved`` holds names as in
@@ -119,15 +121,3 @@ class MasterOptimizer:
                         value.copy_(state[f"{name}.{key}"])
                     else:
                         self.inner.state[tensor][key] = state[f"{name}.{key}"]
-
-
-def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
-    meshes: dict[Any, list[torch.Tensor]] = {}  # tensors of different meshes can't be in one foreach operation
-    for tensor in tensors:
-        meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    parameters = [{"params": same} for same in meshes.values()]
-    if config.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return kind(parameters, betas=(config.betas[0], config.betas[1]), eps=config.eps, **common)
