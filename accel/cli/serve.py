@@ -63,7 +63,7 @@ class _Serve(click.Command):
 
 
 @click.command("serve", cls=_Serve)
-@click.argument("repository")
+@click.argument("what", nargs=-1, required=True, metavar="REPOSITORY | [NAME=]MODEL...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free port.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free port.")
@@ -166,7 +166,7 @@ class _Serve(click.Command):
 )
 @output_options
 def command(
-    repository: str,
+    what: tuple[str, ...],
     no_http: bool,
     check: bool,
     http_port: int,
@@ -177,10 +177,14 @@ def command(
     say: Output,
     **given: Any,
 ) -> None:
-    """Serve the models in REPOSITORY over gRPC and HTTP (Triton's Open Inference Protocol).
+    """Serve models over gRPC and HTTP (Triton's Open Inference Protocol).
 
-    REPOSITORY is a folder, or an address that begins with s3://, gs:// or http(s)://. The models at an address are
-    copied into the cache; with --mode poll, changes at the address are copied, too.
+    Each MODEL is a model file, or the folder that `accel optimize -o` wrote. Without NAME=, the file's or the folder's
+    name is the model's name. REPOSITORY is a folder with one subfolder for each model, or an address that begins with
+    s3://, gs:// or http(s)://. The models at an address are copied into the cache; with --mode poll, changes at the
+    address are copied, too.
+
+    Once the server is ready, it prints how to send a first request.
     """
     context = click.get_current_context()
     if given["models"] and given["mode"] != "explicit":
@@ -188,11 +192,14 @@ def command(
     if manifest:
         if no_http:
             raise UsageError("the health probes of a Kubernetes manifest use HTTP; leave out --no-http")
-        fields = {"repository": repository, "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
+        if len(what) > 1:
+            raise UsageError(f"--manifest {manifest} deploys one repository; put the models into one folder")
+        fields = {"repository": what[0], "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
         fields |= {"grpc_port": given["grpc_port"], "http_port": http_port, "words": _words(context)}
         _manifest(manifest, {**fields, **_deployed(deploy)}, say)
         return
     try:
+        from accel.serve.models.places import read_words
         from accel.serve.process.options import ServeOptions
         from accel.serve.process.serving import ServingProcess, end, start_logging
         from accel.serve.process.supervisor import Supervisor
@@ -200,21 +207,28 @@ def command(
         raise MissingExtra(str(error.name), "serve") from None
 
     texts: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    options = ServeOptions(repository=repository, http_port=None if no_http else http_port, **texts)
+    repository, single = read_words(what)
+    named = tuple(f"{name}={path}" for name, path in single.items())
+    options = ServeOptions(repository=repository, named=named, http_port=None if no_http else http_port, **texts)
     if check:
         _check(options, say)
         return
     start_logging(options)
+
+    def ready(advice: str) -> None:
+        if advice and not say.quiet:
+            say.result({"first_request": advice}, lambda: advice)
+
     if options.supervised:
-        Supervisor(options).run()
+        Supervisor(options).run(ready)
     else:
-        ServingProcess(options).run()
+        ServingProcess(options).run(ready)
         end()
 
 
 # The options that a Kubernetes manifest doesn't pass on to the server in the container.
 _OWN = (
-    "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
+    "what", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
 )  # fmt: skip
 
 
@@ -275,7 +289,7 @@ def _check(options: Any, say: Output) -> None:
 
         if not rows:
             return f"{options.repository} has no models; a model is a folder in it with its versions: NAME/1/model.onnx"
-        table = Table(title=options.repository, title_justify="left")
+        table = Table(title=options.repository or None, title_justify="left")
         for column in ("model", "version", "state", "platform", "max batch", "reason"):
             table.add_column(column)
         for row in rows:

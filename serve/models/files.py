@@ -8,6 +8,7 @@ model file: ``model.onnx``, ``model.xml``, ``model.engine``, ``model.plan`` or `
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -63,29 +64,36 @@ def valid_version(version: str) -> bool:
     return version.isascii() and version.isdigit() and not version.startswith("0") and len(version) < 19
 
 
+def stamp(path: Path, folder: Path) -> tuple[str, int, int, int]:
+    """Returns the fingerprint of one file below ``folder``."""
+    stat = path.stat()
+    return str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
 def fingerprint(folder: Path) -> Fingerprint:
     """Returns the name, size, modification time and inode of every file below ``folder``, sorted by name."""
     found = []
     for root, _, files in os.walk(folder, followlinks=True):
         for file in files:
-            path = Path(root, file)
-            try:
-                stat = path.stat()
-            except OSError:  # the file was removed after the listing
-                continue
-            found.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            with contextlib.suppress(OSError):  # the file was removed after the listing
+                found.append(stamp(Path(root, file), folder))
     return tuple(sorted(found))
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The folder of one model."""
+    """The folder of one model. The model is named after its folder if ``alias`` is empty."""
 
     path: Path
+    alias: str = ""
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.alias or self.path.name
+
+    def version_folder(self, version: str) -> Path:
+        """Returns the folder that holds the model file of a version."""
+        return self.path / version
 
     def versions(self) -> list[str]:
         """Returns the numbers of the existing versions, oldest first."""
@@ -128,17 +136,26 @@ class ModelFolder:
             return sorted(wanted, key=int)
         return versions[-max(1, policy.latest.num_versions) :]
 
+    def model_file(self, version: str, named: str) -> tuple[Path | None, str]:
+        """Returns the path of a version's model file, and the file name that was asked for. ``named`` is the
+        ``default_model_filename`` of the config, or "". The path is None if no name was asked for and the folder has no
+        known file."""
+        folder = self.version_folder(version)
+        if named:
+            if Path(named).name != named:
+                raise BadRepository(
+                    f"model '{self.name}': default_model_filename {named!r} has to be a plain file name"
+                )
+            return folder / named, named
+        others = (folder / name for name in (PLAN, *TORCH_FILES))
+        return main_file(folder) or next((path for path in others if path.is_file()), None), ""
+
     def open(self, version: str, config: ModelConfig, trust: Trust) -> Artifact:
         """Opens the artifact of a version. Raises an ``AccelError`` if the model's file is missing, isn't trusted or
         differs from the manifest."""
-        folder = self.path / version
-        named = config.default_model_filename
-        if named and Path(named).name != named:
-            raise BadRepository(f"model '{self.name}': default_model_filename {named!r} has to be a plain file name")
-        path = folder / named if named else main_file(folder)
-        if path is None:
-            path = next((folder / name for name in (PLAN, *TORCH_FILES) if (folder / name).is_file()), None)
+        path, named = self.model_file(version, config.default_model_filename)
         if path is None or not path.is_file():
+            folder = self.version_folder(version)
             looked = named or f"model.onnx, model.xml, model.engine, {PLAN} or model.pt2"
             models = sorted(p.name for p in folder.glob("*") if kind_of(p) or p.suffix == Path(PLAN).suffix)
             there = f"; it has {models[0]}: name it in {CONFIG} as default_model_filename" if models else ""
@@ -187,12 +204,16 @@ class ModelFolder:
     def fingerprints(self, versions: list[str]) -> dict[str, Any]:
         """Returns the fingerprint of each version. A version is loaded again if its own files, the config, the labels
         or the initial states change."""
-        shared = tuple(
-            (p.name, p.stat().st_size, p.stat().st_mtime_ns, p.stat().st_ino)
-            for p in sorted(self.path.iterdir())
-            if p.is_file()
-        ) + fingerprint(self.path / INITIAL_STATES)
-        return {version: (shared, fingerprint(self.path / version)) for version in versions}
+        shared = self.files() + fingerprint(self.path / INITIAL_STATES)
+        return {version: (shared, self.version_files(version)) for version in versions}
+
+    def files(self) -> Fingerprint:
+        """Returns the fingerprint of the files that all versions share, such as the config and the labels."""
+        return tuple(stamp(path, self.path) for path in sorted(self.path.iterdir()) if path.is_file())
+
+    def version_files(self, version: str) -> Fingerprint:
+        """Returns the fingerprint of a version's own files."""
+        return fingerprint(self.version_folder(version))
 
 
 def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:

@@ -21,6 +21,7 @@ from .ensemble_config import StepMissing, step_names, steps_first
 from .files import ModelFolder, valid_name, valid_version
 from .loading import Loading, load_version
 from .model import ServedModel, unknown
+from .places import Places, RepositoryFolder
 
 log = logging.getLogger("accel.serve")
 
@@ -53,18 +54,18 @@ class _Entry:
 
 
 class Repository:
-    """Holds the models of the folder ``root``, which contains a folder for each model.
+    """Holds the models in ``places``: a folder that contains a folder for each model, or single models.
 
     Mode ``none`` loads all models once. Mode ``poll`` also looks for changes every ``poll_seconds`` seconds. Mode
     ``explicit`` loads the models in ``startup`` at the start, and other models by command. The name ``*`` in
     ``startup`` means all models. A replaced or unloaded version has ``drain`` seconds to answer its accepted requests.
-    The function ``refresh`` updates ``root``, or one model's folder, from a remote address. ``refresh`` returns the
+    The function ``refresh`` updates the folder, or one model's folder, from a remote address. ``refresh`` returns the
     error of each failed model.
     """
 
     def __init__(
         self,
-        root: Path,
+        places: Path | Places,
         *,
         mode: str = "none",
         startup: Sequence[str] = (),
@@ -73,11 +74,12 @@ class Repository:
         drain: float = 30.0,
         refresh: Callable[[str | None], Mapping[str, str]] | None = None,
     ) -> None:
-        if not root.is_dir():
-            raise BadRepository(f"{root} is not a folder; give a folder with one subfolder for each model")
+        self._places: Places = RepositoryFolder(places) if isinstance(places, Path) else places
+        if not self._places.reachable():
+            raise BadRepository(f"{places} is not a folder; give a folder with one subfolder for each model")
         if mode not in MODES:
             raise BadRepository(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-        self.root, self.mode, self.drain = root, mode, drain
+        self.mode, self.drain = mode, drain
         self._fetch = refresh
         self._unfetched: dict[str, str] = {}
         self._startup = tuple(startup)
@@ -167,11 +169,10 @@ class Repository:
 
     def _folders(self) -> list[ModelFolder]:
         try:
-            paths = sorted(path for path in self.root.iterdir() if path.is_dir() and valid_name(path.name))
+            return self._places.folders()
         except OSError as error:
             log.error("repository unreadable", extra={"reason": str(error)})
             return []
-        return [ModelFolder(path) for path in paths]
 
     # Starting and ending
 
@@ -185,7 +186,7 @@ class Repository:
             for name in filter(valid_name, names):
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
-            if name not in names and not (self.root / name).is_dir():
+            if name not in names and self._places.folder(name) is None:
                 continue  # loading the ensemble reports that the step's model is missing
             try:
                 self._load(name)
@@ -250,10 +251,9 @@ class Repository:
 
     def _steps_in_config(self, name: str) -> list[str]:
         """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the model is no ensemble."""
-        if not valid_name(name):
-            return []
+        folder = self._places.folder(name)
         try:
-            return step_names(ModelFolder(self.root / name).config()[0])
+            return step_names(folder.config()[0]) if folder is not None else []
         except (AccelError, OSError):
             return []
 
@@ -301,7 +301,7 @@ class Repository:
         self._explicit()
         steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
-            if not valid_name(name) or not (self.root / name).is_dir():
+            if self._places.folder(name) is None:
                 raise ServeError(Code.NOT_FOUND, f"failed to unload '{name[:256]}', unknown model")
             return
         self._unload(name)
@@ -319,8 +319,8 @@ class Repository:
     def _load(self, name: str, override: ModelConfig | None = None) -> None:
         if not valid_name(name):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', which can't be a model's name")
-        folder = ModelFolder(self.root / name)
-        if not folder.path.is_dir():
+        folder = self._places.folder(name)
+        if folder is None:
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
             with self._lock:  # another thread may iterate over the entries at the same time
@@ -430,7 +430,7 @@ class Repository:
         if loaded:
             self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
-            if not self.root.is_dir():  # the models of an unreachable network share keep serving
+            if not self._places.reachable():  # the models of an unreachable network share keep serving
                 return
             self._unload(name)
             with self._lock:

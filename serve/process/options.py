@@ -16,6 +16,7 @@ from ..core.tracing import open_tracing
 from ..models.files import Trust
 from ..models.loading import Loading
 from ..models.pinning import parse_policy
+from ..models.places import NamedModels, Places
 from ..models.remote import Mirror
 from ..models.repository import Repository
 from ..scheduling.rate_limit import RateLimiter, parse_limit
@@ -30,7 +31,8 @@ T = TypeVar("T")
 class ServeOptions:
     """The options of one server.
 
-    ``repository`` is a folder, or an address that fsspec reads. For ``grpc_port`` and ``http_port``, 0 takes a free
+    ``repository`` is a folder, or an address that fsspec reads. Without a repository, ``named`` holds single models in
+    the form ``NAME=PATH`` (see ``models/places.py``). For ``grpc_port`` and ``http_port``, 0 takes a free
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
     the number of cores that the sessions of one model share, or 0 for all cores that the process may use. ``threads``
     is the number of threads of each session, or 0 for the session's share of ``cores``. If ``restart`` is True, a
@@ -40,7 +42,8 @@ class ServeOptions:
     traced. ``tokens``, ``tls_*`` and ``log_file`` are paths.
     """
 
-    repository: str
+    repository: str = ""
+    named: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     grpc_port: int | None = 8001
     http_port: int | None = 8000
@@ -95,12 +98,16 @@ class ServeOptions:
 
     def open_repository(self) -> Repository:
         """Returns the repository without loading a model."""
-        root, refresh = Path(self.repository), None
-        if "://" in self.repository:
+        places: Path | Places = Path(self.repository)
+        refresh = None
+        if self.named:
+            pairs = (text.partition("=") for text in self.named)
+            places = NamedModels({name: Path(path) for name, _, path in pairs})
+        elif "://" in self.repository:
             mirror = Mirror(self.repository)
-            root, refresh = mirror.folder, mirror.refresh
+            places, refresh = mirror.folder, mirror.refresh
         return Repository(
-            root,
+            places,
             refresh=refresh,
             mode=self.mode,
             startup=self.models,

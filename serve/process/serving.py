@@ -14,12 +14,17 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from accel.errors import BadRepository
+
 from ..core.server import InferenceServer
 from ..core.transport import Transport
+from ..models.repository import UNAVAILABLE
+from .first_request import first_request
 from .options import ServeOptions
 from .peers import Peers
 from .renewal import Renewal
@@ -128,14 +133,27 @@ class ServingProcess:
         keep_freed_memory()
         if self._peers is None:
             self._listen()  # opens the ports first, so that an early probe gets the answer that the server isn't ready
-            self.server.repository.start()
+            self._load()
             return self.ports
-        self.server.repository.start()
+        self._load()
         self._peers.listen()
         self.server.processes = self._peers
         self._peers.catch_up()
         self._listen()  # opens the ports last, so that clients reach only processes that are ready
         return self.ports
+
+    def _load(self) -> None:
+        """Loads the models. Raises ``BadRepository`` if a model can't be loaded that the command line names. A broken
+        model of a repository leaves the other models serving."""
+        self.server.repository.start()
+        if self.options.named:
+            broken = [row for row in self.server.repository.index() if row.state == UNAVAILABLE]
+            if broken:
+                raise BadRepository(f"can't serve {broken[0].name}: {broken[0].reason}")
+
+    def first_request(self) -> str:
+        """Returns the text that tells users how to send a first request (see ``first_request.py``)."""
+        return first_request(self.options, self.ports, sorted(self.server.repository.models(), key=lambda m: m.name))
 
     def _listen(self) -> None:
         self.ports = {name: transport.start() for name, transport in self.transports.items()}
@@ -154,9 +172,9 @@ class ServingProcess:
             self._peers.close()
         self.server.close(1.0)
 
-    def run(self, ready: Any = None) -> None:
-        """Starts the server, calls ``ready``, waits for SIGTERM or SIGINT, and stops the server. A second signal ends
-        the process at once."""
+    def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Starts the server, calls ``ready`` with the text of ``first_request``, waits for SIGTERM or SIGINT, and stops
+        the server. A second signal ends the process at once."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if self._stop.made:
@@ -171,7 +189,7 @@ class ServingProcess:
         self.start()
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})
         if ready is not None:
-            ready()
+            ready(self.first_request())
         while not self._stop.wait(3600):
             pass
         log.info("stopping", extra={"requests": self.server.under_way})
@@ -195,7 +213,7 @@ def end(code: int = 0) -> NoReturn:
 
 def main() -> None:
     """Runs one of several serving processes. Reads the options and the process's index, folder and key from stdin, and
-    writes ``ready`` to stdout."""
+    writes ``ready`` and the text for users, as JSON, to stdout."""
     from accel.child import die_with_parent
     from accel.errors import AccelError
 
@@ -206,7 +224,7 @@ def main() -> None:
     try:
         place = (Path(given["folder"]), int(given["index"]), bytes.fromhex(given["key"]))
         process = ServingProcess(options, place)
-        process.run(ready=lambda: print("ready", flush=True))
+        process.run(ready=lambda text: print(f"ready {json.dumps(text)}", flush=True))
     except AccelError as error:
         log.error("could not start", extra={"reason": str(error)})
         print(f"error {error}", flush=True)

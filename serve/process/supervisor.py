@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -40,13 +41,14 @@ _LONGEST_PAUSE = 10.0  # the maximum number of seconds before a dead process is 
 
 @dataclass
 class _Running:
-    """One process. ``again`` is the value of ``time.monotonic()`` at which a dead process is restarted. ``again`` is
-    None while the process lives."""
+    """One process. ``advice`` tells users how to send a first request. ``again`` is the value of ``time.monotonic()``
+    at which a dead process is restarted. ``again`` is None while the process lives."""
 
     process: subprocess.Popen[str]
     listener: threading.Thread | None = None
     failures: int = 0
     ready: bool = False
+    advice: str = ""
     reason: str = ""
     again: float | None = None
 
@@ -109,8 +111,9 @@ class Supervisor:
             found[name] = port
         return replace(options, **found)
 
-    def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Raises ``BadRepository`` if no process can start."""
+    def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT. Calls ``ready`` with the advice for users once all processes serve. Raises
+        ``BadRepository`` if no process can start."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if self._stop.made:
@@ -123,13 +126,13 @@ class Supervisor:
             signal.signal(number, asked)
         with tempfile.TemporaryDirectory(prefix="accel-serve-") as folder:
             try:
-                self._watch(Path(folder))
+                self._watch(Path(folder), ready)
             finally:
                 self._end()
         for held in self._held:
             held.close()
 
-    def _watch(self, folder: Path) -> None:
+    def _watch(self, folder: Path, ready: Callable[[str], None] | None) -> None:
         for index in range(self.options.processes):
             self._running[index] = self._begin(folder, index)
         said = False
@@ -139,6 +142,8 @@ class Supervisor:
                 ports = {"grpc": self.options.grpc_port, "http": self.options.http_port}
                 pids = [running.process.pid for running in self._running.values()]
                 log.info("all processes serve", extra={"ports": ports, "processes": pids})
+                if ready is not None:
+                    ready(self._running[0].advice)
             for index, running in self._running.items():
                 self._served = self._served or running.ready
                 code = running.process.poll()
@@ -206,7 +211,8 @@ class Supervisor:
     def _listen(running: _Running) -> None:
         assert running.process.stdout is not None
         for line in running.process.stdout:
-            if line.strip() == "ready":
+            if line.startswith("ready "):
+                running.advice = json.loads(line[len("ready ") :])
                 running.ready = True
             elif line.startswith("error "):
                 running.reason = line[len("error ") :].strip()

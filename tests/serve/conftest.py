@@ -80,8 +80,9 @@ def serve() -> Iterator[Callable[..., Served]]:
             except subprocess.TimeoutExpired:
                 served.process.kill()
                 served.process.wait()
-        if served.process.stderr is not None:
-            served.process.stderr.close()
+        for pipe in (served.process.stdout, served.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.fixture

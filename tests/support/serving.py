@@ -101,11 +101,13 @@ def plain(process: Any, path: str, body: bytes | None = None, **headers: str) ->
 
 
 class Served:
-    """A running ``accel serve`` and its log. The processes of the server look for Python modules in ``path`` first."""
+    """A running ``accel serve``, its log and the lines that it ``printed``. The processes of the server look for Python
+    modules in ``path`` first."""
 
     def __init__(self, *words: str, path: Path | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "accel", "serve", *words],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={
@@ -114,8 +116,24 @@ class Served:
             },
         )
         self.log: list[dict[str, Any]] = []
+        self.printed: list[str] = []
         self._news = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_printed, daemon=True).start()
+
+    def _read_printed(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.printed.append(line.rstrip("\n"))
+                self._news.notify_all()
+
+    def wait_for_print(self, count: int) -> list[str]:
+        """Waits until the server has printed ``count`` lines, and returns all lines."""
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.printed) >= count or self.ended(), 60), self.log
+            assert len(self.printed) >= count, self.log
+            return list(self.printed)
 
     def _read(self) -> None:
         assert self.process.stderr is not None

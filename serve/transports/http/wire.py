@@ -17,7 +17,7 @@ from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 # The protocol has no JSON form of FP16 and BF16.
-_BINARY_ONLY = ("FP16", "BF16")
+BINARY_ONLY = ("FP16", "BF16")
 
 
 def read_json(body: bytes | memoryview) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
         made.raw = rest[:size]
         return made, size
     if "data" in row:
-        if kind in _BINARY_ONLY:
+        if kind in BINARY_ONLY:
             raise invalid(f"sending {kind} data via JSON is not supported, use binary data for input '{name}'")
         made.values = _flat(name, kind, row["data"])
     return made, 0
@@ -152,7 +152,7 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         # An output in shared memory has no parameters, because Triton's C++ clients expect binary data for every output
         # with parameters.
-        if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
+        if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)
