@@ -42,7 +42,7 @@ FAST := $(addprefix tests/accel/, tables runtimes test_signature.py test_stage.p
 	to_tensorrt/test_plugins.py to_tensorrt/test_transposed_weights.py to_tensorrt/test_timing_cache.py) \
 	$(addprefix tests/kernels/, catalogue native choose/test_timing.py onnx/test_function.py torch/test_fuse.py) \
 	$(addprefix tests/serve/, scheduling protocol core deploy generate transports/test_http.py \
-	models/test_ensemble.py models/test_ensemble_steps.py models/test_devices.py models/test_warm_up.py)
+	models/test_ensemble.py models/test_ensemble_steps.py models/test_warm_up.py)
 
 test-fast: $(VENV)/ready  ## run the tests that one runs while typing
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not proof and not nightly" $(FAST)

@@ -18,6 +18,7 @@ from ..protocol.tensors import BY_CONFIG, BY_FIELD, DATATYPES
 from ..scheduling.options import LengthBatching, QueuePolicy, Scheduling
 from ..scheduling.profiles import Profile, rows_of
 from .sequence_config import sequence_batching
+from .shapes import model_dims
 
 # ``ModelConfig`` is a protobuf message. Type annotations can't name the message's class, because ``messages.py`` makes
 # the class at run time.
@@ -111,8 +112,8 @@ def complete(
         if config.max_batch_size and not alone and not config.HasField("sequence_batching"):
             config.dynamic_batching.SetInParent()
     batching = config.max_batch_size > 0
-    if batching and signature.batch_dim is None:
-        raise BadRepository(f"the inputs of model '{name}' share no dynamic batch dim; set max_batch_size to 0")
+    if batching:
+        _check_batch(name, signature)
     for role, found, specs in (
         ("input", config.input, signature.inputs),
         ("output", config.output, signature.outputs),
@@ -124,6 +125,17 @@ def complete(
         config.instance_group.add(name=name, count=1, kind="KIND_GPU" if gpu else "KIND_CPU")
 
 
+def _check_batch(name: str, signature: Signature) -> None:
+    """Raises ``BadRepository`` if the first dim of an input is not the batch."""
+    fixed = next((spec for spec in signature.inputs if not spec.shape or isinstance(spec.shape[0], int)), None)
+    if fixed is not None or signature.batch_dim is None:
+        lacks = f"input {fixed} has no dynamic first dim" if fixed else "the inputs share no dynamic batch dim"
+        raise BadRepository(
+            f"model '{name}' can't batch requests, because {lacks}; set max_batch_size to 0, or export the model with "
+            "a dynamic first dim"
+        )
+
+
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
     """Returns the signature that ``config`` declares. ``what`` is the model's name in error messages.
 
@@ -133,11 +145,12 @@ def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False)
     """
 
     def spec(tensor: Any) -> TensorSpec:
-        if not tensor.data_type or not (tensor.dims or scalars):
+        shape = model_dims(tensor)
+        if not tensor.data_type or not (shape or scalars or tensor.HasField("reshape")):
             lacks = "dims" if tensor.data_type else "a data_type"
             raise BadRepository(f"{what}: tensor '{tensor.name}' has to have {lacks}; add {lacks} to the config")
         dims: list[Dim] = [BATCH] if config.max_batch_size > 0 else []
-        dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
+        dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(shape)]
         return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
 
     return Signature(tuple(map(spec, config.input)), tuple(map(spec, config.output)))
@@ -163,16 +176,17 @@ def _complete_tensors(
                 f"{proto.enum_name('DataType', tensor.data_type)}, but the model has "
                 f"{proto.enum_name('DataType', wanted)}"
             )
-        if tensor.HasField("reshape"):
-            raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; remove reshape")
         dims = config_dims(spec, batching)
-        if not tensor.dims:
+        if not tensor.dims and not tensor.HasField("reshape"):
             tensor.dims.extend(dims)
-        given = list(tensor.dims)
+        if not dims and not batching and tensor.dims and set(tensor.dims) == {1}:
+            tensor.reshape.SetInParent()  # the model takes a single number, which clients see as a tensor of one number
+        given = list(model_dims(tensor))
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
             note = "; with max_batch_size above 0, the dims don't include the batch" if batching else ""
+            what = "reshape" if tensor.HasField("reshape") else "dims"
             raise BadRepository(
-                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's dims are "
+                f"model '{name}', {role} '{spec.name}': the config's {what} are {given}, but the model's dims are "
                 f"{dims}{note}"
             )
     listed = {tensor.name for tensor in found}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +19,8 @@ from accel.signature import IntegerRanges
 from accel.sources.onnx.file import ROWS_SHARE_SCALES
 
 from ..generate.token_loop import TokenLoopSession, token_loop
-from ..protocol.inference import Executor
-from ..protocol.tensors import DATATYPES
+from ..protocol.inference import Executor, ServeError
+from ..protocol.tensors import DATATYPES, decode_raw, to_strings
 from ..scheduling.executor import make_executor
 from ..scheduling.options import Scheduling
 from ..scheduling.profiles import read_profiles
@@ -33,9 +34,11 @@ from .files import ModelFolder, Trust
 from .model import ServedModel
 from .optional_inputs import with_optional_inputs
 from .pinning import PinnedSession, cores_of
+from .shapes import ReshapingExecutor, read_reshapes, with_batch_dim
 
 log = logging.getLogger("accel.serve")
 WARM_UP_FAILED = "warm-up failed"
+WARM_UP_FILES = "warmup"  # Triton's folder for the data of model_warmup, next to the version folders
 _ALONE = (
     "dynamic int8 takes one scale for all rows of a batch, so callers would change each other's answers; add "
     "dynamic_batching { } to config.pbtxt to batch anyway"
@@ -79,7 +82,8 @@ def load_version(
     _supported(config, folder.name)
     if is_ensemble(config):
         return _load_ensemble(folder, version, loading, config, files)
-    artifact = with_optional_inputs(config, folder.name, folder.open(version, config, loading.trust))
+    artifact = with_batch_dim(config, folder.open(version, config, loading.trust))
+    artifact = with_optional_inputs(config, folder.name, artifact)
     runtime = runtime_for(config, folder.name, artifact)
     loop = token_loop(config, folder.name, artifact.signature)
     signature = loop.offered(artifact.signature) if loop else artifact.signature
@@ -96,7 +100,7 @@ def load_version(
         session = open_session(artifact, runtime, {"threads": threads} if threads else {})
         try:
             if loading.warm_up:
-                _warm_up(session, config, artifact, scheduling.max_batch_size)
+                _warm_up(session, config, artifact, scheduling.max_batch_size, folder)
         except BaseException:
             session.close()
             raise
@@ -109,6 +113,7 @@ def load_version(
             "Session", TokenLoopSession(cast("Session", session), loop, artifact.signature) if loop else session
         )
 
+    reshapes = read_reshapes(config)
     executor = loading.make(
         signature,
         scheduling,
@@ -118,6 +123,9 @@ def load_version(
         cache=loading.cache,
         limiter=loading.limiter,
     )
+    if any(reshapes):
+        batched = config.max_batch_size > 0
+        executor = ReshapingExecutor(executor, *reshapes, name=folder.name, batched=batched)
     return ServedModel(
         name=folder.name,
         version=version,
@@ -198,12 +206,12 @@ def _supported(config: ModelConfig, name: str) -> None:
             raise BadRepository(f"model '{name}': the field {given.name} is not supported; {_REFUSED[given.name]}")
 
 
-def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
+def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int, folder: ModelFolder) -> None:
     """Warms up ``session`` with the samples of the config's ``model_warmup``. Without samples, the model runs once at
     the smallest and once at the largest batch size."""
     if config.model_warmup:
         for sample in config.model_warmup:
-            feeds = _sample(sample, config, artifact)
+            feeds = _sample(sample, config, artifact, folder)
             for _ in range(max(1, sample.count)):
                 session.run(feeds)
         return
@@ -221,15 +229,18 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
             log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": one_line(error)})
 
 
-def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, np.ndarray]:
+def _sample(sample: Any, config: ModelConfig, artifact: Artifact, folder: ModelFolder) -> dict[str, np.ndarray]:
+    """Returns the feeds of one sample of ``model_warmup``, in the shapes that the model takes."""
     rng = np.random.default_rng(0)
+    reshapes = read_reshapes(config)[0]
     feeds = {}
     for name, given in sample.inputs.items():
         kind = DATATYPES[model_config.datatype(given)]
-        shape = (*((sample.batch_size,) if config.max_batch_size else ()), *given.dims)
+        rows = (sample.batch_size,) if config.max_batch_size else ()
+        shape = (*rows, *(reshapes[name].inward(given.dims) if name in reshapes else given.dims))
         if given.WhichOneof("input_data_type") == "input_data_file":
-            raise BadRepository(f"model '{config.name}': warm-up from a file is not supported; use random_data: true")
-        if kind.name == "BYTES":
+            feeds[name] = _from_file(config, folder, name, kind.name, shape, given.input_data_file)
+        elif kind.name == "BYTES":
             feeds[name] = np.full(shape, "", dtype=object)
         elif given.random_data:
             feeds[name] = rng.integers(0, 2, size=shape).astype(kind.numpy)
@@ -239,3 +250,19 @@ def _sample(sample: Any, config: ModelConfig, artifact: Artifact) -> dict[str, n
     if missing:
         raise BadRepository(f"model '{config.name}': the warm-up sample '{sample.name}' lacks the input {missing[0]!r}")
     return feeds
+
+
+def _from_file(
+    config: ModelConfig, folder: ModelFolder, name: str, datatype: str, shape: tuple[int, ...], file: str
+) -> np.ndarray:
+    """Returns the input that a file in the model's folder ``warmup`` holds in the protocol's raw encoding."""
+    where = f"model '{config.name}': the warm-up file {WARM_UP_FILES}/{file}"
+    if Path(file).name != file:
+        raise BadRepository(f"{where} has to be a plain file name")
+    try:
+        found = decode_raw(name, datatype, shape, (folder.path / WARM_UP_FILES / file).read_bytes(), config.name)
+        return to_strings(name, found, config.name) if datatype == "BYTES" else found
+    except OSError as error:
+        raise BadRepository(f"{where} can't be read ({error.strerror}); put the file into the model's folder") from None
+    except ServeError as error:
+        raise BadRepository(f"{where} doesn't fit the input '{name}': {error}") from None

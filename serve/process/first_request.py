@@ -64,8 +64,13 @@ def _one_row(model: ServedModel) -> dict[str, int]:
 def _over_http(options: ServeOptions, url: str, model: ServedModel) -> list[str]:
     rows = _inputs(model)
     body: dict[str, Any] = {"inputs": rows}
+    parameters: dict[str, Any] = {}
+    if any(tensor.datatype in BINARY_ONLY for tensor in model.outputs.values()):
+        parameters["binary_data_output"] = True
     if model.scheduling.sequence is not None:
-        body["parameters"] = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
+        parameters |= {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
+    if parameters:
+        body["parameters"] = parameters
     counts = [math.prod(row["shape"]) for row in rows]
     headers = {}
     tail = ""

@@ -144,7 +144,7 @@ def test_every_field_is_on_the_page() -> None:
         ('model_operations { op_library_filename: "ops.so" }', "model_operations"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents"),
         ('backend: "python"', "Python code"),
-        ('input { name: "x" data_type: TYPE_FP32 dims: [4] reshape { shape: [2, 2] } }', "reshape is not supported"),
+        ('input { name: "x" data_type: TYPE_FP32 dims: [4] reshape { shape: [2, 2] } }', "the config's reshape"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None:

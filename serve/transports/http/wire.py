@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..parameters import memory_slice, wanted_output
 HEADER_LENGTH = "Inference-Header-Content-Length"
 # The protocol has no JSON form of FP16 and BF16.
 BINARY_ONLY = ("FP16", "BF16")
+_DEEPEST = 100  # Triton's limit for nested lists
 
 
 def read_json(body: bytes | memoryview) -> dict[str, Any]:
@@ -117,29 +119,29 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
 
 
 def _flat(name: str, kind: str, data: Any) -> Any:
-    """Returns the values of a possibly nested list in row-major order."""
+    """Returns the values of a possibly nested list in row-major order. The rows may differ in length, as Triton allows;
+    the number of values is compared with the shape later."""
     if not isinstance(data, list):
         data = [data]
-    if kind == "BYTES":
-        return _strings(name, data, 0)
-    if data and isinstance(data[0], list):
+    if kind != "BYTES" and data and isinstance(data[0], list):
         try:
-            return np.asarray(data).ravel()
+            return np.asarray(data).ravel()  # much faster than ``_leaves``
         except (ValueError, OverflowError):
-            raise invalid(f"the rows of input '{name}' differ in length or hold no numbers") from None
-    return data
-
-
-def _strings(name: str, data: list[Any], depth: int) -> list[str]:
-    found: list[str] = []
-    for value in data:
-        if isinstance(value, list) and depth < 32:
-            found += _strings(name, value, depth + 1)
-        elif isinstance(value, str):
-            found.append(value)
-        else:
-            raise invalid(f"input '{name}' is BYTES, so its data has to be strings")
+            pass
+    found = data if not any(isinstance(value, list) for value in data) else list(_leaves(name, data, 0))
+    if kind == "BYTES" and not all(isinstance(value, str) for value in found):
+        raise invalid(f"input '{name}' is BYTES, so its data has to be strings")
     return found
+
+
+def _leaves(name: str, data: list[Any], depth: int) -> Iterator[Any]:
+    if depth >= _DEEPEST:
+        raise invalid(f"the data of input '{name}' is nested more than {_DEEPEST} times; send a flat list")
+    for value in data:
+        if isinstance(value, list):
+            yield from _leaves(name, value, depth + 1)
+        else:
+            yield value
 
 
 def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
@@ -152,7 +154,13 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         # An output in shared memory has no parameters, because Triton's C++ clients expect binary data for every output
         # with parameters.
-        if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in BINARY_ONLY):
+        binary = asked.get(tensor.name, call.binary)
+        if tensor.array is not None and not binary and tensor.datatype in BINARY_ONLY:
+            raise invalid(
+                f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for "
+                f"output '{tensor.name}'"
+            )
+        if tensor.array is not None and binary:
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel.serve.models import loading
@@ -64,10 +65,24 @@ def test_it_happens_before_the_model_is_ready(
         assert all(x.any() for x in seen)
 
 
+def test_a_sample_from_a_file(tmp_path: Path, start: Start, seen: list[Any]) -> None:
+    """Fails if the warm-up runs other values than those in the file."""
+    linear(tmp_path / "models" / "linear" / "1")
+    text = SAMPLE.replace("INPUT", "x").replace("VALUES", 'input_data_file: "values"')
+    (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
+    (tmp_path / "models" / "linear" / "warmup").mkdir()
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    (tmp_path / "models" / "linear" / "warmup" / "values").write_bytes(values.tobytes())
+    start(tmp_path / "models")
+    np.testing.assert_array_equal(seen[0], values)
+
+
 @pytest.mark.parametrize(
     ("name", "values", "says"),
     [
-        ("x", 'input_data_file: "x.bin"', "warm-up from a file is not supported"),
+        ("x", 'input_data_file: "x.bin"', "the warm-up file warmup/x.bin can't be read"),
+        ("x", 'input_data_file: "../x.bin"', "has to be a plain file name"),
+        ("x", 'input_data_file: "short"', "doesn't fit the input 'x'"),
         ("z", "random_data: true", "lacks the input 'x'"),
     ],
 )
@@ -79,6 +94,8 @@ def test_a_sample_that_cannot_be_run(
     linear(tmp_path / "models" / "other" / "1")
     text = SAMPLE.replace("INPUT", name).replace("VALUES", values)
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
+    (tmp_path / "models" / "linear" / "warmup").mkdir()
+    (tmp_path / "models" / "linear" / "warmup" / "short").write_bytes(b"abc")
     process = start(tmp_path / "models")
     rows = {row.name: (row.state, row.reason) for row in process.server.repository.index()}
     assert rows["other"][0] == "READY"
