@@ -99,7 +99,12 @@ class _Serve(click.Command):
     show_default=True,
     help="Calls that can wait at the same time.",
 )
-@click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="The largest message in bytes.")
+@click.option(
+    "--max-message",
+    type=click.IntRange(0),
+    default=0,
+    help="The largest message in bytes; 0: 256 MiB, or more if an input of a model can be larger.",
+)
 @click.option(
     "--drain",
     type=click.FloatRange(0),

@@ -95,6 +95,7 @@ class InferenceServer:
         self._draining = False
         self._lock = threading.Condition()
         self._under_way = 0
+        self.answered = 0  # the number of requests that have ended
         self._waiting: dict[str, int] = {}
 
     # Health and metadata
@@ -218,9 +219,11 @@ class InferenceServer:
                     Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
                 )
             return read_request(model, call, self.memory.of(call.owner))
+        except ServeError as error:
+            model.refused(error, time.monotonic_ns() - arrived)
+            raise
         except Exception as error:
-            refused = error if isinstance(error, ServeError) else ServeError(Code.INTERNAL, str(error))
-            model.refused(refused, time.monotonic_ns() - arrived)
+            model.refused(ServeError(Code.INTERNAL, str(error)), time.monotonic_ns() - arrived)
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
@@ -245,7 +248,8 @@ class InferenceServer:
             except Exception as error:
                 log.exception("a response could not be made", extra={"model": model.name})
                 made = ServeError(Code.INTERNAL, f"the response of model '{model.name}' could not be made: {error}")
-            spoiled = spoiled or isinstance(made, ServeError)
+            if isinstance(made, ServeError):
+                made, spoiled = made.detached(), True
             if final:
                 if spoiled and isinstance(found, InferenceResponse):
                     model.spoiled(found)
@@ -273,6 +277,7 @@ class InferenceServer:
     def _leave(self, call: InferCall) -> None:
         with self._lock:
             self._under_way -= 1
+            self.answered += 1
             if call.holds_thread:
                 if self._waiting[call.model] == 1:
                     del self._waiting[call.model]

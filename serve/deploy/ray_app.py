@@ -152,10 +152,9 @@ class Replica:
 
         self._server.infer(call, reply)
         answered.wait()
-        answer = found[0]
-        if isinstance(answer, ServeError):
-            raise answer
-        parts, head = http_wire.write_reply(answer, call)
+        if isinstance(found[0], ServeError):
+            raise found.pop()  # type: ignore[misc]  # the traceback holds this frame, which mustn't hold the error
+        parts, head = http_wire.write_reply(found[0], call)
         headers = {}
         if head is not None:
             headers = {"content-type": "application/octet-stream", http_wire.HEADER_LENGTH: str(head)}

@@ -151,7 +151,7 @@ class Repository:
         """Returns the entries of all versions, sorted by model. ``ready=True`` leaves out versions that don't serve."""
         rows: list[IndexRow] = []
         with self._lock:
-            names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
+            names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self.folders())})
             for name in names:
                 entry = self._entries.get(name) or _Entry()
                 found = [IndexRow(name, version, READY) for version in entry.versions]
@@ -167,7 +167,8 @@ class Repository:
                 rows += found or [IndexRow(name)]
         return [row for row in rows if row.state == READY or not ready]
 
-    def _folders(self) -> list[ModelFolder]:
+    def folders(self) -> list[ModelFolder]:
+        """Returns the folders of all models, or none if the repository is unreadable."""
         try:
             return self._places.folders()
         except OSError as error:
@@ -180,7 +181,7 @@ class Repository:
         """Loads the models that have to serve from the start. Logs and skips a model that can't be loaded."""
         if self.mode != "explicit" or "*" in self._startup:
             self._refresh()
-        names = [folder.name for folder in self._folders()]
+        names = [folder.name for folder in self.folders()]
         if self.mode == "explicit" and "*" not in self._startup:
             names = list(self._startup)
             for name in filter(valid_name, names):
@@ -415,7 +416,7 @@ class Repository:
         ``BadRepository`` and changes nothing."""
         self._refresh()
         loaded = False
-        folders = {folder.name: folder for folder in self._folders()}
+        folders = {folder.name: folder for folder in self.folders()}
         for name in steps_first(folders, self._steps_in_config):
             if (folder := folders.get(name)) is None:
                 continue

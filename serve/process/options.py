@@ -38,8 +38,9 @@ class ServeOptions:
     is the number of threads of each session, or 0 for the session's share of ``cores``. If ``restart`` is True, a
     supervisor restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form
     ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, open requests have
-    ``drain`` seconds to end. ``trace`` is the OTLP endpoint of the traces. One of every ``trace_rate`` requests is
-    traced. ``tokens``, ``tls_*`` and ``log_file`` are paths.
+    ``drain`` seconds to end. A message has at most ``max_message`` bytes; 0 means 256 MiB, or more if a model needs it.
+    ``trace`` is the OTLP endpoint of the traces. One of every ``trace_rate`` requests is traced. ``tokens``, ``tls_*``
+    and ``log_file`` are paths.
     """
 
     repository: str = ""
@@ -55,7 +56,7 @@ class ServeOptions:
     threads: int = 0
     cores: int = 0
     grpc_threads: int = 512
-    max_message: int = (1 << 31) - 1
+    max_message: int = 0
     drain: float = 30.0
     tokens: str | None = None
     tls_certificate: str | None = None

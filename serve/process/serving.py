@@ -25,6 +25,7 @@ from ..core.server import InferenceServer
 from ..core.transport import Transport
 from ..models.repository import UNAVAILABLE
 from .first_request import first_request
+from .message_limit import message_limit
 from .options import ServeOptions
 from .peers import Peers
 from .renewal import Renewal
@@ -34,6 +35,7 @@ log = logging.getLogger("accel.serve")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LAME_DUCK = 1.0
+_IDLE_SECONDS = 5.0
 _MOST_FILES = 1 << 20
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -82,6 +84,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
+def give_back_memory() -> None:
+    """Returns freed memory, which glibc keeps for the next request, to the system. Takes some milliseconds."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def raise_file_limit() -> None:
     """Raises the limit of open files to the highest allowed limit, because every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,7 +105,7 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
     common: dict[str, Any] = {
         "host": options.host,
         "threads": options.grpc_threads,
-        "max_message": options.max_message,
+        "max_message": message_limit(server.repository, options.max_message),
         "tls": options.tls(),
         "shared": options.supervised,
     }
@@ -127,6 +135,7 @@ class ServingProcess:
         self.renewal = Renewal(options, self.server, self.transports.values())
         self.ports: dict[str, int] = {}
         self._stop = StopRequest()
+        self._given_back_at = 0
 
     def start(self) -> dict[str, int]:
         """Loads the models and starts to listen. Returns the port of each transport."""
@@ -159,6 +168,13 @@ class ServingProcess:
         self.ports = {name: transport.start() for name, transport in self.transports.items()}
         self.renewal.start()
 
+    def _give_back_memory(self) -> None:
+        """Returns the memory of past requests to the system, if there were requests and none is under way."""
+        answered = self.server.answered
+        if answered != self._given_back_at and not self.server.under_way:
+            self._given_back_at = answered
+            give_back_memory()
+
     def stop(self) -> None:
         """Refuses new requests with UNAVAILABLE, waits at most ``options.drain`` seconds for open requests, and
         stops."""
@@ -190,8 +206,8 @@ class ServingProcess:
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})
         if ready is not None:
             ready(self.first_request())
-        while not self._stop.wait(3600):
-            pass
+        while not self._stop.wait(_IDLE_SECONDS):
+            self._give_back_memory()
         log.info("stopping", extra={"requests": self.server.under_way})
         if self.server.drain(self.options.drain):
             # The open port answers UNAVAILABLE for a moment, so that clients choose another server. Closing the port

@@ -51,6 +51,16 @@ class ServeError(AccelError):
         super().__init__(message)
         self.code = code
 
+    def detached(self) -> ServeError:
+        """Returns this error without the traceback and without the error that caused it.
+
+        Tracebacks hold the frames of the call, and the frames hold the request's tensors. If such a frame also holds
+        the error, the tensors stay in memory until Python's garbage collector runs. An error that is passed on, and not
+        raised, therefore has to be detached.
+        """
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
+
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
         """Keeps the error's code when the error is pickled and sent to another process."""
         return ServeError, (self.code, str(self))

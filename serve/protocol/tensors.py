@@ -57,6 +57,7 @@ BY_FIELD = {d.field: d.name for d in DATATYPES.values()}
 BY_CONFIG = {d.config: d.name for d in DATATYPES.values()}
 
 _LENGTH = struct.Struct("<I")
+_AT_ONCE = 1 << 14
 
 
 def invalid(message: str) -> ServeError:
@@ -88,7 +89,8 @@ def shape_text(shape: Sequence[int]) -> str:
 def decode_raw(
     name: str, datatype: str, shape: Sequence[int], data: bytes | bytearray | memoryview, model: str
 ) -> np.ndarray:
-    """Decodes ``data`` to an array. The array is a read-only view of ``data``, or an object array of ``bytes`` for the
+    """Decodes ``data`` to an array. The array is a view of ``data`` (a copy, if the numbers in
+    ``data`` are not aligned in memory), or an object array of ``bytes`` for the
     datatype ``BYTES``. Raises ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
     kind = get_datatype(name, datatype)
     count = element_count(name, shape)
@@ -100,6 +102,8 @@ def decode_raw(
             f"input byte size mismatch for input '{name}' for model '{model}'. Expected {wanted}, got {len(data)}"
         )
     found = np.frombuffer(data, dtype=kind.numpy) if count else np.empty(0, dtype=kind.numpy)
+    if not found.flags.aligned:  # the data begins in the middle of a message
+        found = found.copy()
     return found.reshape(tuple(shape))
 
 
@@ -133,7 +137,9 @@ def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: s
     return found
 
 
-def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], model: str) -> np.ndarray:
+def decode_typed(
+    name: str, datatype: str, shape: Sequence[int], values: Sequence[Any] | np.ndarray, model: str
+) -> np.ndarray:
     """Returns the array of ``values``, which are numbers or ``bytes``. Raises ``ServeError`` INVALID_ARGUMENT if the
     number of values doesn't fit ``shape``, or a value doesn't fit the datatype."""
     kind = get_datatype(name, datatype)
@@ -148,21 +154,31 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
         for i, value in enumerate(values):
             strings[i] = value.encode() if isinstance(value, str) else value
         return strings.reshape(tuple(shape))
+    found = np.empty(count, dtype=kind.numpy)
     try:
-        wide = np.asarray(values)
-        if wide.ndim != 1:
-            raise invalid(f"the values of input '{name}' for model '{model}' have to be a flat list")
-        if kind.numpy.kind in "iub" and count and wide.dtype.kind not in "iub" and not _integers(values):
-            raise invalid(
-                f"input '{name}' for model '{model}' has datatype {datatype}, but values of dtype {wide.dtype}"
-            )
-        found = np.array(values, dtype=kind.numpy)
+        # Python's numbers take eight times the memory of the array, so they are made a few at a time.
+        for start in range(0, count, _AT_ONCE):
+            found[start : start + _AT_ONCE] = _numbers(kind, values[start : start + _AT_ONCE])
     except (ValueError, TypeError, OverflowError) as error:
         raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None
     return found.reshape(tuple(shape))
 
 
-def _integers(values: Sequence[Any]) -> bool:
+def _numbers(kind: Datatype, values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Returns ``values`` as an array. Raises ``ValueError``, ``TypeError`` or ``OverflowError`` if a value doesn't fit
+    the datatype."""
+    wide = np.asarray(values)
+    if wide.ndim != 1:
+        raise ValueError("the values have to be a flat list")
+    if kind.numpy.kind in "iub" and wide.dtype.kind not in "iub" and not _integers(values):
+        raise ValueError(f"values of dtype {wide.dtype}")
+    made = np.array(values, dtype=kind.numpy)
+    if isinstance(values, np.ndarray) and kind.numpy.kind in "iu" and not np.array_equal(made, wide):
+        raise OverflowError("a number is too large")  # numpy checks the numbers of a list, but not those of an array
+    return made
+
+
+def _integers(values: Sequence[Any] | np.ndarray) -> bool:
     """Tells whether all values are integers. Doesn't rely on the array's dtype, because numpy converts a list of
     negative and large unsigned integers to floats."""
     return all(isinstance(value, int) for value in values)

@@ -272,7 +272,7 @@ def scale(repository: Repository, name: str = "linear", version: str = "") -> fl
 def routes() -> set[tuple[str, str]]:
     """Returns the method and path of every HTTP route, from the server's own table."""
     application = web.Application()
-    rest = http_front._Rest(None, 1)  # type: ignore[arg-type]
+    rest = http_front._Rest(None, 1, 0)  # type: ignore[arg-type]
     rest.add_to(application)
     rest.close()
     found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}

@@ -26,12 +26,14 @@ from ...protocol.tensors import invalid
 from ...security.access import bearer
 from ...security.tls import Tls, check_certificates
 from .arrivals import Arrivals
+from .health import add_health_and_reflection, make_health
+from .message import ReceivedRequest, parse_infer
+from .refusal import refuse
 from .stream import FOREVER, InferStream, trace_of
 from .wire import read_call, write_metadata, write_reply, write_statistics
 
 log = logging.getLogger("accel.serve")
 
-STATUS = {code: grpc.StatusCode[code.name] for code in Code}
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -57,7 +59,7 @@ class GrpcTransport:
         self._renewed: grpc.ServerCertificateConfiguration | None = None
         self._arrivals = Arrivals(threads)
         self._servicer = _Servicer(server, self._arrivals, streams=max(1, threads // 4))
-        self._health = _health(server)
+        self._health = make_health(server)
         self._grpc = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="accel-grpc"),
             options=[
@@ -75,7 +77,7 @@ class GrpcTransport:
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
-        _add_health_and_reflection(self._grpc, self._health, server)
+        add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
         """Starts to listen, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate
@@ -134,16 +136,16 @@ class _Servicer:
     def handlers(self) -> grpc.GenericRpcHandler:
         made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
+            # This module parses the messages itself. If grpcio parsed a malformed message, the call might never end,
+            # and stop() would wait forever.
             if streaming:
-                # This module parses the messages itself. If grpcio parsed a malformed message, the call might never
-                # end, and stop() would wait forever.
-                made[name] = grpc.stream_stream_rpc_method_handler(
-                    self._streamed(request.FromString), None, response.SerializeToString
-                )
+                made[name] = grpc.stream_stream_rpc_method_handler(self._streamed, None, response.SerializeToString)
+            elif name == "ModelInfer":
+                received = self._received(self.ModelInfer, parse_infer)
+                made[name] = grpc.stream_unary_rpc_method_handler(received, None, response.SerializeToString)
             else:
-                made[name] = grpc.stream_unary_rpc_method_handler(
-                    self._received(unary[name], request.FromString), None, response.SerializeToString
-                )
+                received = self._received(unary[name], request.FromString)
+                made[name] = grpc.stream_unary_rpc_method_handler(received, None, response.SerializeToString)
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
@@ -154,7 +156,7 @@ class _Servicer:
             for name, (_, response, streaming) in proto.methods().items()
             if not streaming and name != "ModelInfer"
         }
-        return {**found, "ModelInfer": self.ModelInfer}
+        return {**found, "ModelInfer": lambda request, context: self.ModelInfer(ReceivedRequest(request), context)}
 
     def _received(
         self, behavior: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
@@ -166,6 +168,11 @@ class _Servicer:
         """
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            try:
+                # A caller without a token is refused on the headers, before the message is received.
+                self._server.access.check(self._token(context))
+            except ServeError as error:
+                refuse(context, error)
             message = self._arrivals.receive(messages, context)
             if message is None:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call came without a message")
@@ -174,32 +181,31 @@ class _Servicer:
                 request = parse(message)
             except DecodeError:
                 context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
+            del message  # the parsed request has a copy, or refers to the message
             return behavior(request, context)
 
         return received
 
-    def _streamed(self, parse: Callable[[bytes], Any]) -> Callable[[Iterator[bytes], Any], Iterator[Any]]:
-        """Returns a variant of ``ModelStreamInfer`` that takes messages before they are parsed. A malformed message
-        ends the stream once all earlier messages are answered."""
+    def _streamed(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+        """Calls ``ModelStreamInfer`` with the parsed messages. A malformed message ends the stream once all earlier
+        messages are answered."""
+        malformed = False
 
-        def streamed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            malformed = False
+        def requests() -> Iterator[ReceivedRequest]:
+            nonlocal malformed
+            for message in messages:
+                try:
+                    request = parse_infer(message)
+                except DecodeError:
+                    malformed = True
+                    return
+                del message
+                yield request
+                del request
 
-            def requests() -> Iterator[Any]:
-                nonlocal malformed
-                for message in messages:
-                    try:
-                        request = parse(message)
-                    except DecodeError:
-                        malformed = True
-                        return
-                    yield request
-
-            yield from self.ModelStreamInfer(requests(), context)
-            if malformed:
-                context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
-
-        return streamed
+        yield from self.ModelStreamInfer(requests(), context)
+        if malformed:
+            context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
 
     def _unary(self, method: Callable[[Any, Any, str | None], Any], response: Any) -> Callable[[Any, Any], Any]:
         def behavior(request: Any, context: grpc.ServicerContext) -> Any:
@@ -207,10 +213,10 @@ class _Servicer:
             try:
                 method(request, answer, self._token(context))
             except ServeError as error:
-                context.abort(STATUS[error.code], str(error))
+                refuse(context, error)
             except Exception as error:
                 log.exception("a call failed", extra={"method": method.__name__})
-                context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {one_line(error)}")
+                refuse(context, ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
             return answer
 
         return behavior
@@ -223,7 +229,19 @@ class _Servicer:
 
     # Inference
 
-    def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ModelInfer(self, request: ReceivedRequest, context: grpc.ServicerContext) -> Any:
+        """Answers a ModelInfer call."""
+        model = request.message.model_name
+        try:
+            return write_reply(self._answer(request, context))
+        except ServeError as error:
+            refuse(context, error)
+        except Exception as error:
+            log.exception("an inference failed", extra={"model": model[:256]})
+            refuse(context, ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
+
+    def _answer(self, request: ReceivedRequest, context: grpc.ServicerContext) -> InferReply:
+        """Returns the reply to a ModelInfer call. Raises ``ServeError`` if the call fails."""
         remaining = context.time_remaining()
         done = threading.Lock()  # held until the answer comes or the call ends; a Lock is cheaper than an Event
         done.acquire()
@@ -233,47 +251,44 @@ class _Servicer:
             found.append(answer)
             _release(done)
 
-        try:
-            call = read_call(request)
-            call.token, call.holds_thread = self._token(context), True
-            if self._server.tracing is not None:
-                call.trace = trace_of(context)
-            if remaining is not None and remaining < FOREVER:
-                call.deadline = time.monotonic() + remaining
-            ticket = self._server.infer(call, reply)
-            if not found:
+        call = read_call(request)
+        call.token, call.holds_thread = self._token(context), True
+        if self._server.tracing is not None:
+            call.trace = trace_of(context)
+        if remaining is not None and remaining < FOREVER:
+            call.deadline = time.monotonic() + remaining
+        ticket = self._server.infer(call, reply)
+        if not found:
 
-                def gone() -> None:
-                    if not found:
-                        ticket.cancel()
-                    _release(done)
+            def gone() -> None:
+                if not found:
+                    ticket.cancel()
+                _release(done)
 
-                if not context.add_callback(gone):
-                    gone()
-                # If a session hangs, its request is never answered. A request without an answer must not block the
-                # thread beyond the request's deadline.
-                done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
-            if not found:
-                ticket.cancel()
-                raise ServeError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            if isinstance(found[0], ServeError):
-                raise found[0]
-            return write_reply(found[0])
-        except ServeError as error:
-            context.abort(STATUS[error.code], str(error))
-        except Exception as error:
-            log.exception("an inference failed", extra={"model": request.model_name})
-            context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {one_line(error)}")
+            if not context.add_callback(gone):
+                gone()
+            # If a session hangs, its request is never answered. A request without an answer must not block the
+            # thread beyond the request's deadline.
+            done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
+        if not found:
+            ticket.cancel()
+            raise ServeError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if isinstance(found[0], ServeError):
+            # No name of this frame may hold the error, whose traceback holds the frame.
+            raise found.pop()  # type: ignore[misc]
+        return found[0]
 
-    def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+    def ModelStreamInfer(self, requests: Iterator[ReceivedRequest], context: grpc.ServicerContext) -> Iterator[Any]:
         if not self._streams.acquire(blocking=False):
-            context.abort(grpc.StatusCode.UNAVAILABLE, "too many streams are open; close some or raise --grpc-threads")
+            refuse(
+                context, ServeError(Code.UNAVAILABLE, "too many streams are open; close some or raise --grpc-threads")
+            )
         try:
             token = self._token(context)
             self._server.live(token)
             yield from InferStream(self._server, requests, context, token).responses()
         except ServeError as error:
-            context.abort(STATUS[error.code], str(error))
+            refuse(context, error)
         finally:
             self._streams.release()
 
@@ -382,63 +397,3 @@ def _release(lock: threading.Lock) -> None:
         lock.release()
     except RuntimeError:  # the lock was already released, by ``reply`` or at the end of the call
         return
-
-
-def _health(server: InferenceServer) -> Any:
-    from grpc_health.v1 import health, health_pb2
-
-    class Health(health.HealthServicer):  # type: ignore[misc]
-        """Answers each grpc.health.v1 call with the current health of the server."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._said: Any = None
-            self._refreshing = threading.Lock()
-
-        def refresh(self) -> None:
-            with self._refreshing:
-                status = health_pb2.HealthCheckResponse
-                found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # a client that called Watch gets the status whenever the status changes
-                    self._said = found
-                    for service in ("", proto.SERVICE):
-                        self.set(service, found)
-
-        def Check(self, request: Any, context: grpc.ServicerContext) -> Any:
-            self.refresh()
-            return super().Check(request, context)
-
-        def Watch(self, *arguments: Any) -> Any:
-            self.refresh()
-            return super().Watch(*arguments)
-
-    made = Health()
-    made.refresh()
-    server.on_change(made.refresh)
-    return made
-
-
-def _add_health_and_reflection(target: grpc.Server, health: Any, server: InferenceServer) -> None:
-    from google.protobuf import descriptor_pb2
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-    from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
-
-    health_pb2_grpc.add_HealthServicer_to_server(health, target)
-    for module in (health_pb2, reflection_pb2):
-        file = descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
-        try:
-            proto.POOL.FindFileByName(file.name)
-        except KeyError:
-            proto.POOL.Add(file)
-    names = [proto.SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
-
-    class Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
-        def ServerReflectionInfo(self, requests: Any, context: grpc.ServicerContext) -> Any:
-            found = dict(context.invocation_metadata()).get("authorization")
-            try:
-                server.access.check(bearer(found if isinstance(found, str) else None))
-            except ServeError as error:
-                context.abort(STATUS[error.code], str(error))
-            yield from super().ServerReflectionInfo(requests, context)
-
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names, pool=proto.POOL), target)

@@ -16,6 +16,8 @@ from ...core.server import InferenceServer
 from ...core.transport import TRACE_HEADERS, InferReply
 from ...protocol import messages as proto
 from ...protocol.inference import Code, ServeError, Ticket
+from .message import ReceivedRequest
+from .refusal import shortened
 from .wire import read_call, write_reply
 
 log = logging.getLogger("accel.serve")
@@ -47,7 +49,9 @@ class _Slot:
 class InferStream:
     """Reads requests on a separate thread, so that the server can accept one request while answering another."""
 
-    def __init__(self, server: InferenceServer, requests: Iterator[Any], context: Any, token: str | None) -> None:
+    def __init__(
+        self, server: InferenceServer, requests: Iterator[ReceivedRequest], context: Any, token: str | None
+    ) -> None:
         self._server, self._requests, self._context, self._token = server, requests, context, token
         self._slots: deque[_Slot] = deque()
         self._state = threading.Condition()
@@ -87,7 +91,7 @@ class InferStream:
 
     def _response(self, slot: _Slot, found: InferReply | ServeError) -> Any:
         if isinstance(found, ServeError):
-            made = _Response(error_message=str(found))
+            made = _Response(error_message=shortened(str(found)))
             made.infer_response.id = slot.id
             return made
         return _Response(infer_response=write_reply(found))
@@ -95,13 +99,14 @@ class InferStream:
     def _read(self) -> None:
         try:
             for request in self._requests:
-                slot = _Slot(request.id)
+                slot = _Slot(request.message.id)
                 with self._state:
                     self._state.wait_for(lambda: len(self._slots) < _UNANSWERED or self._ended)
                     if self._ended:
                         return
                     self._slots.append(slot)
                 self._take(slot, request)
+                del request, slot  # while the thread waits for the next request, this one may be freed
         except Exception as error:  # the client disconnected in the middle of a message
             log.debug("a stream ended", extra={"reason": str(error)})
         finally:
@@ -109,11 +114,13 @@ class InferStream:
                 self._ended = True
                 self._state.notify_all()
 
-    def _take(self, slot: _Slot, request: Any) -> None:
+    def _take(self, slot: _Slot, request: ReceivedRequest) -> None:
         def reply(answer: InferReply | ServeError) -> None:
             with self._state:
                 slot.ready.append(answer)
                 slot.final = isinstance(answer, ServeError) or answer.final
+                if slot.final:
+                    slot.ticket = None  # the ticket refers to this function, which refers to the slot
                 self._state.notify_all()
 
         try:
@@ -121,13 +128,16 @@ class InferStream:
             call.token, call.trace, call.single = self._token, self._trace, False
             slot.decoupled = self._server.is_decoupled(call.model, call.version)
             call.deadline = self._deadline
-            slot.ticket = self._server.infer(call, reply)
-            if self._ended and not self._slots:  # the client disconnected while the server accepted the request
-                slot.ticket.cancel()
+            ticket = self._server.infer(call, reply)
+            with self._state:
+                slot.ticket = None if slot.final else ticket
+                left = self._ended and not self._slots
+            if left:  # the client disconnected while the server accepted the request
+                ticket.cancel()
         except ServeError as error:
-            reply(error)
+            reply(error.detached())
         except Exception as error:
-            log.exception("an inference failed", extra={"model": request.model_name})
+            log.exception("an inference failed", extra={"model": request.message.model_name[:256]})
             reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
 
     def _gone(self) -> None:

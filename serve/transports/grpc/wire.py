@@ -11,6 +11,7 @@ from ...protocol import messages as proto
 from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
 from ...protocol.tensors import DATATYPES, encode, invalid
 from ..parameters import memory_slice, wanted_output
+from .message import ReceivedRequest
 
 _InferResponse = proto.message("ModelInferResponse")
 
@@ -39,10 +40,10 @@ def set_parameters(target: Any, values: Mapping[str, Parameter]) -> None:
             target[key].string_param = value
 
 
-def read_call(request: Any) -> InferCall:
+def read_call(received: ReceivedRequest) -> InferCall:
     """Returns the call that a ``ModelInferRequest`` describes. Raises ``ServeError`` INVALID_ARGUMENT if a parameter is
     malformed, or if the raw and typed contents contradict each other."""
-    raws = list(request.raw_input_contents)
+    request, raws = received.message, received.raws
     used = 0
     inputs = []
     for tensor in request.inputs:

@@ -18,16 +18,18 @@ from accel.errors import UnsupportedHere, one_line
 from ...core.server import InferenceServer
 from ...core.transport import TRACE_HEADERS, InferCall, InferReply
 from ...models import config as model_config
-from ...protocol.inference import ServeError, Ticket
+from ...protocol.inference import Code, ServeError, Ticket
 from ...protocol.tensors import invalid
 from ...security.access import bearer
 from ...security.tls import Tls, check_certificates
 from .. import metrics
 from . import live
 from . import wire as http_wire
+from .body import read_body
 
 log = logging.getLogger("accel.serve")
 
+_LONGEST_ERROR = 1 << 14  # an error may repeat names of any length that the client sent
 _BODY_SECONDS = 300.0  # the time limit for receiving the body of a request
 
 
@@ -49,8 +51,7 @@ class HttpTransport:
     ) -> None:
         self._host, self._port, self._shared = host, port, shared
         self._tls = check_certificates(tls) if tls else None
-        self._rest = _Rest(server, threads)
-        self._max_message = max_message
+        self._rest = _Rest(server, threads, max_message)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="accel-http", daemon=True)
         self._runner: web.AppRunner | None = None
@@ -61,10 +62,13 @@ class HttpTransport:
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> int:
-        application = web.Application(client_max_size=self._max_message, middlewares=[_errors])
+        application = web.Application(middlewares=[_errors])
         self._rest.add_to(application)
         # handler_cancellation cancels the request of a client that disconnects.
-        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        # ``read_body`` unpacks compressed bodies, because aiohttp unpacks them without a limit.
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls, reuse_port=self._shared or None)
         try:
@@ -114,7 +118,7 @@ async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
     try:
         return await handler(request)
     except ServeError as error:
-        return web.json_response({"error": str(error)}, status=error.code.http)
+        return web.json_response({"error": str(error)[:_LONGEST_ERROR]}, status=error.code.http)
     except web.HTTPException as error:
         return web.json_response({"error": error.text or error.reason}, status=error.status)
     except (TimeoutError, ConnectionError) as error:
@@ -131,8 +135,8 @@ class _Rest:
     """The routes. A call that may take a long time runs on a separate thread, so that the event loop only reads and
     writes bytes."""
 
-    def __init__(self, server: InferenceServer, threads: int) -> None:
-        self._server = server
+    def __init__(self, server: InferenceServer, threads: int, max_message: int) -> None:
+        self._server, self._max_message = server, max_message
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="accel-http")
         self._control = ThreadPoolExecutor(4, thread_name_prefix="accel-http-control")
 
@@ -177,9 +181,12 @@ class _Rest:
     def _names(self, request: web.Request) -> tuple[str, str]:
         return request.match_info.get("model", ""), request.match_info.get("version", "")
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request) -> bytearray:
         self._server.access.check(self._token(request))  # the token is checked before the body is read
-        return await asyncio.wait_for(request.read(), _BODY_SECONDS)
+        return await asyncio.wait_for(read_body(request, self._max_message, self._apart), _BODY_SECONDS)
+
+    async def _apart(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *arguments))
 
     async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._control, functools.partial(call, *arguments))
@@ -228,25 +235,44 @@ class _Rest:
 
     async def infer(self, request: web.Request) -> web.Response:
         token = self._token(request)
+        self._server.access.check(token, model=self._names(request)[0])  # the token is checked before the body is read
+        found = await self._answer(request, await self._body(request), token)
+        if isinstance(found, ServeError):
+            try:
+                raise found
+            finally:
+                del found  # the error's traceback holds this frame, so this frame mustn't hold the error
+        parts, head = found
+        headers = {"Content-Type": "application/json"}
+        if head is not None:
+            headers = {"Content-Type": "application/octet-stream", http_wire.HEADER_LENGTH: str(head)}
+        return web.Response(body=parts[0] if len(parts) == 1 else b"".join(parts), headers=headers)
+
+    async def _answer(
+        self, request: web.Request, body: bytearray, token: str | None
+    ) -> tuple[list[bytes | memoryview], int | None] | ServeError:
+        """Returns the parts of the response body and the length of its JSON, or the error of the request."""
         name, version = self._names(request)
-        self._server.access.check(token, model=name)  # the token is checked before the body is read
-        body = await self._body(request)
         length = request.headers.get(http_wire.HEADER_LENGTH)
         loop = asyncio.get_running_loop()
-        waiting: asyncio.Future[tuple[list[bytes | memoryview], int | None]] = loop.create_future()
+        waiting: asyncio.Future[Any] = loop.create_future()
         tickets: list[Ticket] = []
+
+        def settle(found: Any) -> None:
+            loop.call_soon_threadsafe(_set, waiting, found.detached() if isinstance(found, ServeError) else found)
 
         def run() -> None:
             call: InferCall | None = None
 
             def reply(found: InferReply | ServeError) -> None:
                 try:
-                    if isinstance(found, ServeError):
-                        raise found
-                    assert call is not None
-                    loop.call_soon_threadsafe(_set, waiting, http_wire.write_reply(found, call), None)
+                    if not isinstance(found, ServeError):
+                        assert call is not None
+                        settle(http_wire.write_reply(found, call))
+                    else:
+                        settle(found)
                 except Exception as error:
-                    loop.call_soon_threadsafe(_set, waiting, None, error)
+                    settle(_as_serve_error(error, name))
 
             try:
                 call = http_wire.read_call(name, version, body, length)
@@ -255,19 +281,15 @@ class _Rest:
                     call.trace = {k: request.headers[k] for k in TRACE_HEADERS if k in request.headers}
                 tickets.append(self._server.infer(call, reply))
             except Exception as error:
-                loop.call_soon_threadsafe(_set, waiting, None, error)
+                settle(_as_serve_error(error, name))
 
         try:
             await asyncio.wrap_future(self._pool.submit(run))
-            parts, head = await waiting
+            return await waiting  # type: ignore[no-any-return]
         except asyncio.CancelledError:
             for ticket in tickets:
                 ticket.cancel()
             raise
-        headers = {"Content-Type": "application/json"}
-        if head is not None:
-            headers = {"Content-Type": "application/octet-stream", http_wire.HEADER_LENGTH: str(head)}
-        return web.Response(body=parts[0] if len(parts) == 1 else b"".join(parts), headers=headers)
 
     # Repository
 
@@ -356,10 +378,13 @@ class _Rest:
         return web.json_response(await self._do(self._server.log_settings, changes, self._token(request)))
 
 
-def _set(waiting: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if waiting.done():  # the client has disconnected
-        return
-    if error is not None:
-        waiting.set_exception(error)
-    else:
+def _set(waiting: asyncio.Future[Any], result: Any) -> None:
+    if not waiting.done():  # if it is done, the client has disconnected
         waiting.set_result(result)
+
+
+def _as_serve_error(error: Exception, model: str) -> ServeError:
+    if isinstance(error, ServeError):
+        return error
+    log.error("an inference failed", extra={"model": model[:256]}, exc_info=error)
+    return ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}")

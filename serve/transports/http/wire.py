@@ -19,14 +19,15 @@ from ..parameters import memory_slice, wanted_output
 HEADER_LENGTH = "Inference-Header-Content-Length"
 # The protocol has no JSON form of FP16 and BF16.
 BINARY_ONLY = ("FP16", "BF16")
+_MOST_DIGITS = 18  # of a length in bytes
 _DEEPEST = 100  # Triton's limit for nested lists
 
 
-def read_json(body: bytes | memoryview) -> dict[str, Any]:
+def read_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Returns the JSON object in ``body``, or an empty dict if ``body`` is empty. Raises ``ServeError``
     INVALID_ARGUMENT if ``body`` is not a JSON object."""
     try:
-        found = json.loads(bytes(body)) if body else {}
+        found = json.loads(str(body, "utf-8")) if body else {}
     except (ValueError, RecursionError) as error:
         raise invalid(f"failed to parse the request JSON buffer: {one_line(error, 200)}") from None
     if not isinstance(found, dict):
@@ -44,17 +45,18 @@ def read_parameters(given: Any) -> dict[str, Parameter]:
     return dict(given)
 
 
-def read_call(model: str, version: str, body: bytes, header_length: str | None) -> InferCall:
+def read_call(model: str, version: str, body: bytes | bytearray, header_length: str | None) -> InferCall:
     """Returns the call that the body of an inference request describes. The first ``header_length`` bytes of ``body``
     are JSON, and the binary tensors follow. Without a ``header_length``, all of ``body`` is JSON."""
     length = len(body)
     if header_length is not None:
-        if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+        digits = header_length if header_length.isascii() and header_length.isdigit() else ""
+        if not digits or len(digits) > _MOST_DIGITS or int(digits) > len(body):
             raise invalid(
                 f"invalid {HEADER_LENGTH} header: expected a length of at most the size of the body, got "
                 f"'{header_length[:32]}'"
             )
-        length = int(header_length)
+        length = int(digits)
     view = memoryview(body)
     head, rest = read_json(view[:length]), view[length:]
     inputs, used = [], 0

@@ -17,6 +17,7 @@ from accel.serve.models.model import Retired
 from accel.serve.models.repository import Repository
 from accel.serve.protocol import messages as proto
 from accel.serve.protocol.inference import InferenceRequest, ModelStatistics
+from accel.serve.transports.grpc.message import ReceivedRequest
 from accel.serve.transports.grpc.stream import InferStream
 from tests.support.serving import WEIGHTS, linear
 
@@ -120,7 +121,8 @@ def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
     other in a stream with several answers per request."""
     server = Held(decoupled)
     message = proto.message("ModelInferRequest")
-    stream = InferStream(server, iter([message(id=str(i)) for i in range(3)]), Context(), None)  # type: ignore[arg-type]
+    requests = iter([ReceivedRequest(message(id=str(i))) for i in range(3)])
+    stream = InferStream(server, requests, Context(), None)  # type: ignore[arg-type]
     found: list[str] = []
     some = threading.Event()
 
