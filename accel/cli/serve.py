@@ -112,6 +112,13 @@ class _Serve(click.Command):
     show_default=True,
     help="Seconds that requests have to end after SIGTERM.",
 )
+@click.option(
+    "--drain-delay",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Seconds after SIGTERM in which the server takes requests, but tells load balancers that it isn't ready.",
+)
 @click.option("--tokens", type=_FILE, help="TOML file of bearer tokens, and of the models that each token is for.")
 @click.option("--tls-certificate", type=_FILE, help="PEM.")
 @click.option("--tls-key", type=_FILE, help="PEM.")
@@ -199,7 +206,8 @@ def command(
             raise UsageError("the health probes of a Kubernetes manifest use HTTP; leave out --no-http")
         if len(what) > 1:
             raise UsageError(f"--manifest {manifest} deploys one repository; put the models into one folder")
-        fields = {"repository": what[0], "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
+        ends = ceil(given["drain"] + given["drain_delay"])
+        fields: dict[str, Any] = {"repository": what[0], "image": image, "claim": claim, "drain_seconds": ends}
         fields |= {"grpc_port": given["grpc_port"], "http_port": http_port, "words": _words(context)}
         _manifest(manifest, {**fields, **_deployed(deploy)}, say)
         return

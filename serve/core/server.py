@@ -92,7 +92,7 @@ class InferenceServer:
         self._watchers: list[Callable[[], None]] = []
         repository.changed = self._changed
         self._max_waiting = max_waiting
-        self._draining = False
+        self._leaving = self._draining = False
         self._lock = threading.Condition()
         self._under_way = 0
         self.answered = 0  # the number of requests that have ended
@@ -111,16 +111,18 @@ class InferenceServer:
 
     def healthy(self) -> bool:
         """Returns the same value as ``ready``, but needs no token."""
-        if self._draining or not self.repository.started:
+        if self.leaving or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
 
-    def on_change(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
+    def on_change(self, watcher: Callable[[], None]) -> Callable[[], None]:
+        """Call ``watcher``, on any thread, whenever ``healthy`` or ``taking`` may have changed. Returns a function that
+        ends this."""
         self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
 
     def _changed(self) -> None:
-        for watcher in self._watchers:
+        for watcher in tuple(self._watchers):
             try:
                 watcher()
             except Exception:
@@ -141,7 +143,7 @@ class InferenceServer:
             if error.code is Code.INVALID_ARGUMENT:
                 raise
             return False
-        return not self._draining
+        return not self.leaving
 
     def model_metadata(self, name: str, version: str = "", token: str | None = None) -> ModelMetadata:
         self.access.check(token, model=name)
@@ -207,7 +209,7 @@ class InferenceServer:
             return self.repository.get(call.model, call.version)
         except ServeError:
             if self._draining:
-                raise _stopping() from None
+                raise stopping() from None
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
@@ -262,7 +264,7 @@ class InferenceServer:
         name = call.model
         with self._lock:
             if self._draining:
-                raise _stopping()
+                raise stopping()
             if call.holds_thread:
                 count = self._waiting.get(name, 0)
                 if self._max_waiting and count >= self._max_waiting:
@@ -370,6 +372,11 @@ class InferenceServer:
 
     # Ending
 
+    def leave(self) -> None:
+        """Report that the server isn't ready, so that load balancers choose other servers. Requests are still taken."""
+        self._leaving = True
+        self._changed()
+
     def drain(self, timeout: float) -> bool:
         """Take no new requests, and wait until every request is answered. Returns False if the wait exceeds ``timeout``
         seconds."""
@@ -393,10 +400,16 @@ class InferenceServer:
         return not self._draining
 
     @property
+    def leaving(self) -> bool:
+        """Tells whether the server is about to end, or ends. Returns True after ``leave`` or ``drain``."""
+        return self._leaving or self._draining
+
+    @property
     def under_way(self) -> int:
         """Returns the number of accepted requests that are not answered yet."""
         return self._under_way
 
 
-def _stopping() -> ServeError:
+def stopping() -> ServeError:
+    """Returns the error of a request that comes too late. Clients send a request again after this error."""
     return ServeError(Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new requests")

@@ -118,6 +118,11 @@ class Transport(Protocol):
         ``UnsupportedHere`` if the new certificates can't be used."""
         ...
 
+    def finish(self, timeout: float) -> None:
+        """Waits at most ``timeout`` seconds until the answers of all taken calls are sent. Called after the server has
+        stopped to take requests, and just before the process ends. The end of the process closes the connections."""
+        ...
+
     def stop(self, grace: float) -> None:
         """Refuses new calls. Aborts the calls that are still running after ``grace`` seconds."""
         ...

@@ -37,10 +37,11 @@ class ServeOptions:
     the number of cores that the sessions of one model share, or 0 for all cores that the process may use. ``threads``
     is the number of threads of each session, or 0 for the session's share of ``cores``. If ``restart`` is True, a
     supervisor restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form
-    ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, open requests have
-    ``drain`` seconds to end. A message has at most ``max_message`` bytes; 0 means 256 MiB, or more if a model needs it.
-    ``trace`` is the OTLP endpoint of the traces. One of every ``trace_rate`` requests is traced. ``tokens``, ``tls_*``
-    and ``log_file`` are paths.
+    ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, the server takes requests
+    for ``drain_delay`` seconds but reports that it isn't ready. Then open requests have ``drain`` seconds to end. A
+    message has at most ``max_message`` bytes; 0 means 256 MiB, or more if a model needs it. ``trace`` is the OTLP
+    endpoint of the traces. One of every ``trace_rate`` requests is traced. ``tokens``, ``tls_*`` and ``log_file`` are
+    paths.
     """
 
     repository: str = ""
@@ -58,6 +59,7 @@ class ServeOptions:
     grpc_threads: int = 512
     max_message: int = 0
     drain: float = 30.0
+    drain_delay: float = 1.0
     tokens: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None

@@ -34,7 +34,7 @@ from .stop_request import StopRequest
 log = logging.getLogger("accel.serve")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LAME_DUCK = 1.0
+_LAST_ANSWERS = 5.0  # seconds that clients have to read their answers
 _IDLE_SECONDS = 5.0
 _MOST_FILES = 1 << 20
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -189,8 +189,9 @@ class ServingProcess:
         self.server.close(1.0)
 
     def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Starts the server, calls ``ready`` with the text of ``first_request``, waits for SIGTERM or SIGINT, and stops
-        the server. A second signal ends the process at once."""
+        """Starts the server, calls ``ready`` with the text of ``first_request``, waits for SIGTERM or SIGINT, and
+        answers the open requests. The caller has to end the process then. A second signal ends the process at once.
+        """
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if self._stop.made:
@@ -208,12 +209,23 @@ class ServingProcess:
             ready(self.first_request())
         while not self._stop.wait(_IDLE_SECONDS):
             self._give_back_memory()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the service so that no request is lost. First only the probes say that the server ends. Then new
+        requests get UNAVAILABLE, and the open requests are answered. The caller has to end the process afterwards."""
         log.info("stopping", extra={"requests": self.server.under_way})
-        if self.server.drain(self.options.drain):
-            # The open port answers UNAVAILABLE for a moment, so that clients choose another server. Closing the port
-            # immediately would cut off requests in flight.
-            time.sleep(_LAME_DUCK)
-        self.stop()
+        self.server.leave()
+        time.sleep(self.options.drain_delay)
+        self.renewal.stop()
+        done = self.server.drain(self.options.drain)
+        if not done:
+            log.warning("stopped before every request was answered", extra={"requests": self.server.under_way})
+        for transport in self.transports.values():
+            transport.finish(_LAST_ANSWERS if done else 1.0)
+        if self._peers is not None:
+            self._peers.close()
+        self.server.close(1.0)
         log.info("stopped")
 
 

@@ -221,7 +221,7 @@ class Supervisor:
         for running in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 running.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.options.drain + 10
+        deadline = time.monotonic() + self.options.drain_delay + self.options.drain + 10
         for running in self._running.values():
             try:
                 running.process.wait(max(0.1, deadline - time.monotonic()))

@@ -33,6 +33,8 @@ class Arrivals:
         self._patience, self._longest, self._clock = patience, longest, clock
         self._lock = threading.Lock()
         self._since: dict[Any, float] = {}  # by call, the oldest first
+        self._open = 0
+        self._none_open = threading.Condition(self._lock)
         self._stop = threading.Event()
 
     def receive(self, messages: Iterator[bytes], context: Any) -> bytes | None:
@@ -44,6 +46,24 @@ class Arrivals:
         finally:
             with self._lock:
                 del self._since[context]
+
+    def track(self, context: Any) -> None:
+        """Counts the call as open until its answer is sent, or the call ends otherwise."""
+        with self._lock:
+            self._open += 1
+        if not context.add_callback(self._ended):
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._none_open.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until no tracked call is open. Returns False if the wait exceeds ``timeout`` seconds."""
+        with self._lock:
+            return self._none_open.wait_for(lambda: not self._open, timeout)
 
     def sweep(self) -> int:
         """Cancels the calls that have waited too long for their message. Returns the number of canceled calls."""

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from accel.errors import UnsupportedHere, one_line
 
-from ...core.server import InferenceServer
+from ...core.server import InferenceServer, stopping
 from ...core.transport import InferReply
 from ...protocol import messages as proto
 from ...protocol.inference import Code, ServeError
@@ -110,6 +110,16 @@ class GrpcTransport:
         found, self._renewed = self._renewed, None
         return found
 
+    def finish(self, timeout: float) -> None:
+        """Waits at most ``timeout`` seconds until the answers of all taken calls are sent.
+
+        ``stop`` isn't called before the process ends: gRPC's core cancels the calls that arrive during its own
+        shutdown. A cancelled call is lost, because clients only send a call again after UNAVAILABLE. If a connection
+        closes, clients report UNAVAILABLE.
+        """
+        if not self._arrivals.wait(timeout):
+            log.warning("answers were left when the process ended")
+
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
@@ -173,6 +183,8 @@ class _Servicer:
                 self._server.access.check(self._token(context))
             except ServeError as error:
                 refuse(context, error)
+            if self._server.taking:
+                self._arrivals.track(context)
             message = self._arrivals.receive(messages, context)
             if message is None:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call came without a message")
@@ -286,6 +298,9 @@ class _Servicer:
         try:
             token = self._token(context)
             self._server.live(token)
+            if not self._server.taking:
+                raise stopping()
+            self._arrivals.track(context)
             yield from InferStream(self._server, requests, context, token).responses()
         except ServeError as error:
             refuse(context, error)

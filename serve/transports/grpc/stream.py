@@ -12,7 +12,7 @@ from typing import Any
 
 from accel.errors import one_line
 
-from ...core.server import InferenceServer
+from ...core.server import InferenceServer, stopping
 from ...core.transport import TRACE_HEADERS, InferReply
 from ...protocol import messages as proto
 from ...protocol.inference import Code, ServeError, Ticket
@@ -61,14 +61,32 @@ class InferStream:
         self._deadline = time.monotonic() + remaining if remaining is not None and remaining < FOREVER else None
 
     def responses(self) -> Iterator[Any]:
-        """Yields every response, until the client has ended the stream and every request is answered."""
+        """Yields every response, until the client has ended the stream and every request is answered.
+
+        If the server ends, raises ``ServeError`` UNAVAILABLE after the answers to all taken requests.
+        """
         if not self._context.add_callback(self._gone):
             return
-        threading.Thread(target=self._read, name="accel-stream", daemon=True).start()
+        forget = self._server.on_change(self._wake)
+        try:
+            threading.Thread(target=self._read, name="accel-stream", daemon=True).start()
+            yield from self._answers()
+        finally:
+            forget()
+
+    def _wake(self) -> None:
+        with self._state:
+            self._state.notify_all()
+
+    def _answers(self) -> Iterator[Any]:
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._next() is not None or (self._ended and not self._slots))
+                self._state.wait_for(
+                    lambda: self._next() is not None or ((self._ended or not self._server.taking) and not self._slots)
+                )
                 slot = self._next()
+                if slot is None and not self._ended:
+                    raise stopping()
                 if slot is None:
                     return
                 found = slot.ready.popleft() if slot.ready else None

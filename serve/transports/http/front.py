@@ -63,6 +63,7 @@ class HttpTransport:
 
     async def _start(self) -> int:
         application = web.Application(middlewares=[_errors])
+        application.on_response_prepare.append(self._rest.say_goodbye)
         self._rest.add_to(application)
         # handler_cancellation cancels the request of a client that disconnects.
         # ``read_body`` unpacks compressed bodies, because aiohttp unpacks them without a limit.
@@ -88,6 +89,10 @@ class HttpTransport:
             self._tls.load_cert_chain(tls.certificate, tls.key)
             if tls.client_ca:
                 self._tls.load_verify_locations(tls.client_ca)
+
+    def finish(self, timeout: float) -> None:
+        """Closes the port and the idle connections, and waits at most ``timeout`` seconds for the others."""
+        self.stop(timeout)
 
     def stop(self, grace: float) -> None:
         """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
@@ -174,6 +179,12 @@ class _Rest:
             post(path, self.trace_setting)
         get("/v2/logging", self.log_settings)
         post("/v2/logging", self.log_settings)
+
+    async def say_goodbye(self, request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG002
+        """Tells the client to send its next request over a new connection, if this server is about to end."""
+        if self._server.leaving:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     def _token(self, request: web.Request) -> str | None:
         return bearer(request.headers.get("Authorization"))

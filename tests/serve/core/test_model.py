@@ -102,13 +102,16 @@ class Held:
     """A server that answers each request only when the test asks for the answer."""
 
     def __init__(self, decoupled: bool) -> None:
-        self.tracing = None
+        self.tracing, self.taking = None, True
         self.decoupled = decoupled
         self.replies: dict[str, Any] = {}
         self.taken = threading.Semaphore(0)
 
     def is_decoupled(self, name: str, version: str) -> bool:
         return self.decoupled
+
+    def on_change(self, watcher: Any) -> Any:
+        return lambda: None
 
     def infer(self, call: InferCall, reply: Any) -> None:
         self.replies[call.id] = reply

@@ -159,7 +159,7 @@ def test_the_options_reach_the_container(cli: Any) -> None:
     for name, value in (("--mode", "poll"), ("--processes", "2"), ("--drain", "45.5"), ("--tokens", "/secrets/t.toml")):
         assert command[command.index(name) + 1] == value
     assert [b for a, b in pairwise(command) if a == "--rate-limit-resource"] == ["A:1", "B:2"]
-    assert spec["terminationGracePeriodSeconds"] == 56
+    assert spec["terminationGracePeriodSeconds"] == 57
     assert container["resources"]["limits"] == {"cpu": "500m", "memory": "1Gi", "nvidia.com/gpu": 1}
     assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (2, 8)
     assert {container[p]["httpGet"]["scheme"] for p in ("startupProbe", "readinessProbe", "livenessProbe")} == {"HTTPS"}

@@ -37,10 +37,6 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     assert "stopped before every request was answered" not in stopped
     # A request that arrives while the server is ending, or after it has ended, gets UNAVAILABLE.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
-    assert all(
-        "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
-        for _, text in load.errors
-    ), load.errors
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
