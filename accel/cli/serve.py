@@ -125,6 +125,19 @@ class _Serve(click.Command):
 @click.option("--tls-client-ca", type=_FILE, help="PEM; clients have to show a certificate signed by this CA.")
 @click.option("--insecure", is_flag=True, help="Serve a model even if it doesn't match its manifest.")
 @click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
+@click.option(
+    "--allow-model-upload",
+    is_flag=True,
+    help="Let clients send a model's files with the command to load it (file: parameters), in explicit mode.",
+)
+@click.option("--server-name", default="accel", show_default=True, help="The name that clients are told: triton.")
+@click.option(
+    "--extension",
+    "extensions",
+    multiple=True,
+    metavar="NAME",
+    help="An extension of the protocol that clients are told, in place of those that the server has. Repeatable.",
+)
 @click.option("--strict-readiness", is_flag=True, help="Report not ready while a model of the repository is broken.")
 @click.option("--trace", metavar="URL", help="OTLP/HTTP endpoint for traces: http://127.0.0.1:4318/v1/traces.")
 @click.option(
@@ -199,6 +212,8 @@ def command(
     Once the server is ready, it prints how to send a first request.
     """
     context = click.get_current_context()
+    if given["allow_model_upload"] and given["mode"] != "explicit":
+        raise UsageError("--allow-model-upload is for --mode explicit; in other modes, clients load no models")
     if given["models"] and given["mode"] != "explicit":
         raise UsageError("--load-model is for --mode explicit; the other modes load every model")
     if manifest:

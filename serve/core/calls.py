@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..protocol.inference import InferenceRequest, InferenceResponse, Parameter
-from ..protocol.tensors import decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
+from ..protocol.tensors import DATATYPES, decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
 from .classification import classify
 from .transport import InferCall, InferReply, ReplyTensor, WantedOutput, WireInput
 
@@ -26,6 +27,9 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
     outputs or parameters of ``call`` don't fit the model."""
     inputs: dict[str, np.ndarray] = {}
     for given in call.inputs:
+        if given.name is None:
+            given = _only_input(model, given)
+        assert given.name is not None
         if given.name in inputs:
             raise invalid(f"input '{given.name}' already exists in request for model '{model.name}'")
         inputs[given.name] = _array(model, given, memory)
@@ -52,7 +56,39 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
     )
 
 
+def _only_input(model: ServedModel, given: WireInput) -> WireInput:
+    """Returns the input of a raw binary request with the name, the datatype and the shape of the model's only input.
+
+    Raises ``ServeError`` INVALID_ARGUMENT if the size of the body doesn't tell the shape. The rules are Triton's.
+    """
+    if len(model.inputs) != 1:
+        raise invalid(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(model.inputs)} inputs in "
+            f"'{model.name}' model configuration"
+        )
+    [spec] = model.inputs.values()
+    body = given.raw or b""
+    shape = list(spec.shape)
+    if model.scheduling.max_batch_size:
+        shape[0] = 1
+    unknown = [axis for axis, dim in enumerate(shape) if dim < 0]
+    known = math.prod(dim for dim in shape if dim >= 0)
+    if len(unknown) > 1:
+        raise invalid(
+            f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    if spec.datatype == "BYTES":
+        if unknown or known != 1:
+            raise invalid(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        body = len(body).to_bytes(4, "little") + bytes(body)
+    elif unknown:
+        shape[unknown[0]] = len(body) // max(1, known * DATATYPES[spec.datatype].numpy.itemsize)
+    return WireInput(spec.name, spec.datatype, shape, raw=body)
+
+
 def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.ndarray:
+    assert given.name is not None
     spec = model.check_input(given.name, given.datatype, given.shape)
     if given.values is not None:
         found = decode_typed(given.name, given.datatype, given.shape, given.values, model.name)

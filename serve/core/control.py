@@ -18,8 +18,10 @@ class Control(Protocol):
     """Each method raises ``ServeError`` if the command is refused or fails. ``owner`` is the name of the token that
     owns a region of shared memory, or "" on a server without tokens."""
 
-    def load(self, name: str, config: str | None) -> None:
-        """Load or reload a model. ``config`` is a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
+    def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load or reload a model. ``config`` is a ModelConfig as JSON that replaces the model's ``config.pbtxt``.
+        ``files`` maps paths to files that replace the files in the model's folder. Without ``files``, the model is
+        loaded from its own folder."""
 
     def unload(self, name: str, dependents: bool) -> None:
         """Unload a model. ``dependents=True`` also unloads the steps of an ensemble."""

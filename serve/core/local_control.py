@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from accel.errors import AccelError
@@ -15,6 +16,7 @@ from .control import Command, Control
 from .cuda_regions import CudaRegion
 from .settings import LogSettings, TraceSettings
 from .shared_memory import OwnedMemory, Region
+from .uploads import Uploads
 
 
 class LocalControl:
@@ -22,19 +24,31 @@ class LocalControl:
 
     def __init__(self, repository: Repository, memory: OwnedMemory, trace: TraceSettings, logging: LogSettings) -> None:
         self._repository, self._memory, self.trace, self.logging = repository, memory, trace, logging
+        self.uploads = Uploads()
         self._configs: dict[str, str] = {}  # maps each model to the config of the last load command
 
-    def load(self, name: str, config: str | None) -> None:
-        with _as_invalid():
-            self._repository.load(name, read_config(name, config))
+    def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        sent = self.uploads.store(name, files) if files else None
+        try:
+            with _as_invalid():
+                self._repository.load(name, read_config(name, config), sent)
+        except BaseException:
+            if sent is not None:
+                shutil.rmtree(sent.path, ignore_errors=True)
+            raise
         self._configs.pop(name, None)
         if config is not None:
             self._configs[name] = config
+        if sent is not None:
+            self.uploads.keep(name, sent)
+        else:
+            self.uploads.drop(name)
 
     def unload(self, name: str, dependents: bool) -> None:
         with _as_invalid():
             self._repository.unload(name, dependents)
         self._configs.pop(name, None)
+        self.uploads.drop(name)
 
     def unload_others(self, kept: Collection[str]) -> None:
         with _as_invalid():
@@ -75,7 +89,9 @@ class LocalControl:
         found: list[Command] = []
         if self._repository.mode == "explicit":
             loaded = self._repository.loaded()
-            found += [Command.of(Control.load, name, self._configs.get(name)) for name in loaded]
+            found += [
+                Command.of(Control.load, name, self._configs.get(name), self.uploads.files(name)) for name in loaded
+            ]
             found.append(Command.of(Control.unload_others, loaded))
         for owner, region in self._memory.regions():
             if isinstance(region, Region):

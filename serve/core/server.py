@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from accel.errors import BadRepository
 from accel.version import __version__
 
 from ..models.config import ModelConfig
+from ..models.entries import IndexRow
 from ..models.model import Retired, ServedModel, ServedTensor, unknown
-from ..models.repository import IndexRow, Repository
+from ..models.repository import Repository
 from ..protocol.inference import (
     Code,
     InferenceRequest,
@@ -35,6 +36,7 @@ from .settings import LogSettings, TraceSettings
 from .shared_memory import OwnedMemory, Region
 from .tracing import Tracing
 from .transport import InferCall, InferReply, Reply
+from .uploads import read_parameters
 
 log = logging.getLogger("accel.serve")
 
@@ -77,10 +79,15 @@ class InferenceServer:
         strict_readiness: bool = False,
         max_waiting: int = 0,
         tracing: Tracing | None = None,
+        name: str = NAME,
+        extensions: Sequence[str] = (),
+        allow_upload: bool = False,
     ) -> None:
         """At most ``max_waiting`` transport threads wait for one model, so that a hanging model leaves some threads
         free. A ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the
-        queue of their model."""
+        queue of their model. ``name`` and ``extensions`` are what clients are told; without ``extensions``, they are
+        told what the server has. ``allow_upload`` lets clients send the files of a model with the command to load
+        it."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
@@ -88,7 +95,8 @@ class InferenceServer:
         trace = tracing.settings if tracing else TraceSettings()
         self.local = LocalControl(repository, self.memory, trace, LogSettings())
         self.processes: Processes = self.local
-        self._strict = strict_readiness
+        self._strict, self._upload = strict_readiness, allow_upload
+        self._name, self._extensions = name, tuple(extensions)
         self._watchers: list[Callable[[], None]] = []
         repository.changed = self._changed
         self._max_waiting = max_waiting
@@ -132,7 +140,7 @@ class InferenceServer:
         """Returns the name, the version and the extensions of the server."""
         self.access.check(token)
         cuda = ("cuda_shared_memory",) if cuda_regions.available() else ()
-        return NAME, __version__, (*EXTENSIONS, *cuda)
+        return self._name, __version__, self._extensions or (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
         """Tells whether the model is served. Returns False if the repository lacks the model."""
@@ -295,15 +303,10 @@ class InferenceServer:
         return [row for row in self.repository.index(ready=ready) if self.access.allowed(token, row.name)]
 
     def load(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
-        """Load or reload a model. The only parameter is ``config``: a ModelConfig as JSON that replaces the model's
-        ``config.pbtxt``."""
+        """Load or reload a model. The parameter ``config`` is a ModelConfig as JSON that replaces the model's
+        ``config.pbtxt``. The parameters ``file:PATH`` are the files of a model, which replace the model's folder."""
         self.access.check(token, model=name, control=True)
-        given = dict(parameters or {})
-        text = given.pop("config", None)
-        if given:
-            raise ServeError(
-                Code.UNIMPLEMENTED, f"the load parameter '{next(iter(given))}' is not supported; use config"
-            )
+        text, files = read_parameters(name, parameters or {}, allow_upload=self._upload)
         if not self.access.open:
             try:
                 steps = self.repository.steps_to_load(name, read_config(name, text))
@@ -311,7 +314,7 @@ class InferenceServer:
                 raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
             for step in steps:
                 self.access.check(token, model=step, control=True)
-        self.processes.load(name, text)
+        self.processes.load(name, text, files)
 
     def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
         """Unload a model. The only parameter is ``unload_dependents``. A value of True also unloads the steps of an
@@ -391,6 +394,7 @@ class InferenceServer:
         self._draining = True
         self.repository.close(timeout)
         self.memory.keep(())
+        self.local.uploads.close()
         if self.tracing is not None:
             self.tracing.close()
 

@@ -28,9 +28,10 @@ class Slice:
 @dataclass(slots=True)
 class WireInput:
     """An input of a request, in the encoding that the client sent. The input's data is in ``raw`` (bytes), in
-    ``values`` (a list) or in ``slice`` (shared memory)."""
+    ``values`` (a list) or in ``slice`` (shared memory). A ``name`` of None means the model's only input; the server
+    then finds the datatype and the shape."""
 
-    name: str
+    name: str | None
     datatype: str
     shape: Sequence[int]
     raw: bytes | memoryview | None = None

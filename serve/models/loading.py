@@ -29,7 +29,7 @@ from ..scheduling.response_cache import ResponseCache
 from . import config as model_config
 from .config import ModelConfig
 from .devices import runtime_for
-from .ensemble_config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
+from .ensembles.config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
 from .files import ModelFolder, Trust
 from .model import ServedModel
 from .optional_inputs import with_optional_inputs

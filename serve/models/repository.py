@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from accel.errors import AccelError, BadRepository, one_line
 
 from ..protocol.inference import Code, ServeError
 from .config import ModelConfig
-from .ensemble_config import StepMissing, step_names, steps_first
+from .ensembles.config import StepMissing, step_names, steps_first
+from .entries import READY, UNLOADED, Entry, IndexRow
 from .files import ModelFolder, valid_name, valid_version
 from .loading import Loading, load_version
 from .model import ServedModel, unknown
@@ -26,31 +27,6 @@ from .places import Places, RepositoryFolder
 log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
-READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the index gives this reason for a model that a command unloaded
-
-
-@dataclass(frozen=True)
-class IndexRow:
-    """An entry of the repository's index. ``version`` and ``state`` are empty if the model was never loaded."""
-
-    name: str
-    version: str = ""
-    state: str = ""
-    reason: str = ""
-
-
-@dataclass
-class _Entry:
-    """The state of one model. ``seen`` holds the fingerprints of the files at the last attempt to load, so that polling
-    doesn't try unchanged files again. ``lacks_step`` is True if the model is an ensemble and the model of a step is
-    missing. The ensemble is tried again after other models are loaded."""
-
-    versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # the reason for each failed version; "" means all versions
-    seen: Any = None
-    loading: bool = False
-    lacks_step: bool = False
 
 
 class Repository:
@@ -85,7 +61,7 @@ class Repository:
         self._startup = tuple(startup)
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         # Requests look up models in ``_table``. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
@@ -153,18 +129,7 @@ class Repository:
         with self._lock:
             names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self.folders())})
             for name in names:
-                entry = self._entries.get(name) or _Entry()
-                found = [IndexRow(name, version, READY) for version in entry.versions]
-                found += [
-                    IndexRow(name, version, UNAVAILABLE, reason)
-                    for version, reason in entry.failed.items()
-                    if version not in entry.versions or reason != UNLOADED
-                ]
-                if name in self._unfetched:
-                    found.append(IndexRow(name, "", UNAVAILABLE, self._unfetched[name]))
-                if entry.loading and not entry.versions:
-                    found = [IndexRow(name, "", LOADING)]
-                rows += found or [IndexRow(name)]
+                rows += (self._entries.get(name) or Entry()).rows(name, self._unfetched.get(name))
         return [row for row in rows if row.state == READY or not ready]
 
     def folders(self) -> list[ModelFolder]:
@@ -215,8 +180,9 @@ class Repository:
 
     # Loading and unloading by command
 
-    def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. For an ensemble, also loads each step that isn't served yet."""
+    def load(self, name: str, override: ModelConfig | None = None, sent: ModelFolder | None = None) -> None:
+        """Loads or reloads a model by command. For an ensemble, also loads each step that isn't served yet. ``sent`` is
+        a folder with files that the client sent, which replaces the model's own folder."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
@@ -225,7 +191,7 @@ class Repository:
                 self._load(step)
             except ServeError as error:  # loading the ensemble reports that the step's model is missing
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
-        self._load(name, override)
+        self._load(name, override, sent)
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
@@ -317,22 +283,22 @@ class Repository:
                 "explicit model load / unload is not allowed if polling is enabled; start with --mode explicit",
             )
 
-    def _load(self, name: str, override: ModelConfig | None = None) -> None:
+    def _load(self, name: str, override: ModelConfig | None = None, sent: ModelFolder | None = None) -> None:
         if not valid_name(name):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', which can't be a model's name")
-        folder = self._places.folder(name)
+        folder = sent or self._places.folder(name)
         if folder is None:
-            raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
+            raise ServeError(Code.INTERNAL, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
             with self._lock:  # another thread may iterate over the entries at the same time
-                entry = self._entries.setdefault(name, _Entry())
+                entry = self._entries.setdefault(name, Entry())
             entry.loading = True
             try:
                 self._swap(name, entry, folder, override)
             finally:
                 entry.loading = False
 
-    def _swap(self, name: str, entry: _Entry, folder: ModelFolder, override: ModelConfig | None) -> None:
+    def _swap(self, name: str, entry: Entry, folder: ModelFolder, override: ModelConfig | None) -> None:
         failed: dict[str, str] = {}
         made: dict[str, ServedModel] = {}
         entry.lacks_step = False
@@ -363,10 +329,10 @@ class Repository:
             made = dict(entry.versions)
         self._publish(name, entry, dict(sorted(made.items(), key=lambda item: int(item[0]))), failed)
         if failed:
-            reasons = "; ".join(f"version {v}: {r}" if v else r for v, r in failed.items())
+            reasons = "; ".join(f"failed to load '{name}' version {v}: {r}" if v else r for v, r in failed.items())
             raise ServeError(Code.INVALID_ARGUMENT, f"load failed for model '{name}': {reasons}")
 
-    def _publish(self, name: str, entry: _Entry, versions: dict[str, ServedModel], failed: dict[str, str]) -> None:
+    def _publish(self, name: str, entry: Entry, versions: dict[str, ServedModel], failed: dict[str, str]) -> None:
         with self._lock:
             old = entry.versions
             entry.versions, entry.failed = versions, failed

@@ -66,6 +66,9 @@ class ServeOptions:
     tls_client_ca: str | None = None
     insecure: bool = False
     allow_pickle: bool = False
+    allow_model_upload: bool = False
+    server_name: str = "accel"
+    extensions: tuple[str, ...] = ()
     strict_readiness: bool = False
     response_cache_bytes: int = 64 << 20
     rate_limits: tuple[str, ...] = ()
@@ -134,6 +137,9 @@ class ServeOptions:
             self.open_repository(),
             access=access,
             strict_readiness=self.strict_readiness,
+            name=self.server_name,
+            extensions=self.extensions,
+            allow_upload=self.allow_model_upload,
             tracing=tracing,
             # One model may occupy only some of the threads, so that a hanging model can't block the other models.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),

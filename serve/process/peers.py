@@ -66,8 +66,8 @@ class Peers:
         self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
         threading.Thread(target=self._accept, name="accel-peers", daemon=True).start()
 
-    def load(self, name: str, config: str | None) -> None:
-        self._run(Command.of(Control.load, name, config))
+    def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        self._run(Command.of(Control.load, name, config, files))
 
     def unload(self, name: str, dependents: bool) -> None:
         self._run(Command.of(Control.unload, name, dependents))

@@ -23,7 +23,7 @@ from accel.errors import BadRepository
 
 from ..core.server import InferenceServer
 from ..core.transport import Transport
-from ..models.repository import UNAVAILABLE
+from ..models.entries import UNAVAILABLE
 from .first_request import first_request
 from .message_limit import message_limit
 from .options import ServeOptions

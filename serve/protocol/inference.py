@@ -2,7 +2,7 @@
 protocol.
 
 The types depend only on numpy, and not on protobuf, grpcio or HTTP. The transports convert their wire formats to the
-types of this module and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into
+types of this module and back. An ``Executor`` (in ``scheduling`` and ``models/ensembles``) turns a request into
 responses.
 """
 

@@ -58,6 +58,8 @@ def read_call(model: str, version: str, body: bytes | bytearray, header_length: 
             )
         length = int(digits)
     view = memoryview(body)
+    if header_length is not None and not length:
+        return _raw(model, version, view)
     head, rest = read_json(view[:length]), view[length:]
     inputs, used = [], 0
     for row in _rows(head.get("inputs"), "inputs"):
@@ -78,6 +80,14 @@ def read_call(model: str, version: str, body: bytes | bytearray, header_length: 
         raise invalid("the id has to be a string")
     call = InferCall(model, version, request_id, inputs, outputs, given)
     call.binary = bool(binary)
+    return call
+
+
+def _raw(model: str, version: str, body: memoryview) -> InferCall:
+    """Returns the call of a raw binary request: the body is the tensor of the model's only input. The server fills in
+    the input's name, datatype and shape. The outputs are sent in binary."""
+    call = InferCall(model, version, inputs=[WireInput(None, "", (), raw=body)])
+    call.binary = True
     return call
 
 

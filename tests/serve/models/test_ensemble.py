@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from accel.errors import BadConfig
-from accel.serve.models.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
+from accel.serve.models.ensembles.executor import Ensemble, EnsembleExecutor, EnsembleStep
 from accel.serve.protocol.inference import Code, Durations, Executor, InferenceResponse, ServeError, infer
 from accel.serve.scheduling.executor import make_executor
 from accel.serve.scheduling.instances import QueuedExecutor

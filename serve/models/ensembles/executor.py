@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import BadConfig
 
-from ..protocol.inference import (
+from ...protocol.inference import (
     Answer,
     Code,
     Durations,
@@ -25,8 +25,8 @@ from ..protocol.inference import (
     StepDurations,
     Ticket,
 )
-from ..scheduling.queue import too_late
-from ..scheduling.statistics import Recorder, ns
+from ...scheduling.queue import too_late
+from ...scheduling.statistics import Recorder, ns
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,11 +8,11 @@ from typing import Any
 from accel.errors import BadRepository
 from accel.signature import Signature
 
-from ..protocol.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
-from ..protocol.tensors import shape_text
-from .config import ModelConfig, datatype, declared_signature
-from .ensemble import Ensemble, EnsembleExecutor, EnsembleStep
-from .model import Retired, ServedModel, ServedTensor
+from ...protocol.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
+from ...protocol.tensors import shape_text
+from ..config import ModelConfig, datatype, declared_signature
+from ..model import Retired, ServedModel, ServedTensor
+from .executor import Ensemble, EnsembleExecutor, EnsembleStep
 
 Get = Callable[[str, str], ServedModel]
 
