@@ -126,6 +126,11 @@ class _Serve(click.Command):
 @click.option("--insecure", is_flag=True, help="Serve a model even if it doesn't match its manifest.")
 @click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
 @click.option(
+    "--allow-python-backend",
+    is_flag=True,
+    help="Run models that are Python code (model.py with TritonPythonModel), each instance in a process of its own.",
+)
+@click.option(
     "--allow-model-upload",
     is_flag=True,
     help="Let clients send a model's files with the command to load it (file: parameters), in explicit mode.",

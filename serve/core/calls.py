@@ -97,7 +97,7 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
         if raw is None:
             raise invalid(f"input '{given.name}' for model '{model.name}' came without data")
         found = decode_raw(given.name, given.datatype, given.shape, raw, model.name)
-    return to_strings(given.name, found, model.name) if spec.datatype == "BYTES" else found
+    return to_strings(given.name, found, model.name) if spec.datatype == "BYTES" and not model.takes_bytes else found
 
 
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:

@@ -29,6 +29,7 @@ from .sequence_config import INITIAL_STATES
 
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # Exported programs and TorchScript may contain pickles.
+PYTHON_FILE = "model.py"
 PLAN = "model.plan"  # Triton's file name for a TensorRT engine.
 # Maps a kind of artifact to the function that reads the signature of a file without a manifest.
 _DESCRIBED = {
@@ -47,11 +48,12 @@ class Trust:
     """Options that allow the server to open models that are refused by default.
 
     ``insecure`` allows a model that differs from its manifest. ``allow_pickle`` allows exported programs and
-    TorchScript, whose archives may hold pickles.
+    TorchScript, whose archives may hold pickles. ``allow_python`` allows models that are Python code.
     """
 
     insecure: bool = False
     allow_pickle: bool = False
+    allow_python: bool = False
 
 
 def valid_name(name: str) -> bool:

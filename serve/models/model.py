@@ -49,7 +49,8 @@ class Retired(Exception):
 class ServedModel:
     """A loaded version of a model. ``files`` is the fingerprint of the version's files. If the fingerprint changes, the
     server loads the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the value
-    ranges that the manifest declares for the integer inputs."""
+    ranges that the manifest declares for the integer inputs. ``takes_bytes`` is True if the model takes strings of any
+    bytes, and not only text."""
 
     name: str
     version: str
@@ -60,6 +61,7 @@ class ServedModel:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     files: Any = None
     ranges: IntegerRanges = field(default_factory=IntegerRanges)
+    takes_bytes: bool = False
     inputs: dict[str, ServedTensor] = field(init=False)
     outputs: dict[str, ServedTensor] = field(init=False)
     required: frozenset[str] = field(init=False)

@@ -66,6 +66,7 @@ class ServeOptions:
     tls_client_ca: str | None = None
     insecure: bool = False
     allow_pickle: bool = False
+    allow_python_backend: bool = False
     allow_model_upload: bool = False
     server_name: str = "accel"
     extensions: tuple[str, ...] = ()
@@ -118,7 +119,9 @@ class ServeOptions:
             mode=self.mode,
             startup=self.models,
             loading=Loading(
-                trust=Trust(insecure=self.insecure, allow_pickle=self.allow_pickle),
+                trust=Trust(
+                    insecure=self.insecure, allow_pickle=self.allow_pickle, allow_python=self.allow_python_backend
+                ),
                 threads=self.threads,
                 cores=self.cores,
                 cache=ResponseCache(self.response_cache_bytes) if self.response_cache_bytes else None,

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel.errors import BadConfig
 from accel.signature import BATCH
@@ -32,6 +32,14 @@ _MOST_LEVELS = 1 << 16
 OWN_CACHE_BYTES = 64 << 20
 
 
+class Forms(NamedTuple):
+    """The classes that run a model's requests: one by one response, decoupled, and how requests become batches."""
+
+    queued: type[QueuedExecutor] = QueuedExecutor
+    decoupled: type[DecoupledExecutor] = DecoupledExecutor
+    rows: type[RowBatching] = RowBatching
+
+
 def make_executor(
     signature: Signature,
     scheduling: Scheduling,
@@ -45,6 +53,7 @@ def make_executor(
     costs: CostTable | None = None,
     cache: ResponseCache | None = None,
     limiter: RateLimiter | None = None,
+    forms: Forms = Forms(),  # noqa: B008 - a tuple of classes doesn't change
 ) -> Executor:
     """Opens ``scheduling.instances`` sessions and returns an executor that queues, batches and runs requests on the
     sessions.
@@ -53,7 +62,8 @@ def make_executor(
     ``last_inference_ms``. With ``start=False``, no thread is started (see ``QueuedExecutor``). For batching by length,
     ``costs`` holds the duration of a run for each batch size and length. If batching by length has no ``costs``, the
     first session is measured for about two seconds. ``cache`` is the server's response cache. Without ``cache``, a
-    model with ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share.
+    model with ``response_cache`` gets a private cache. ``limiter`` limits the resources that models share. ``forms``
+    are the classes of the executor.
 
     Raises ``BadConfig`` if the scheduling options contradict each other or the model. Also raises the errors of
     ``open_session``. Closes every opened session before raising an error.
@@ -72,8 +82,8 @@ def make_executor(
             sessions += [opened] * getattr(opened, "streams", 1)  # a session may allow several runs at once
         if scheduling.decoupled and not isinstance(sessions[0], StreamingSession):
             raise BadConfig(f"model '{name}' is decoupled, but its session has no method stream; remove decoupled")
-        batching = _batching(signature, scheduling, sessions[0], costs, name=name)
-        kind = DecoupledExecutor if scheduling.decoupled else QueuedExecutor
+        batching = _batching(signature, scheduling, sessions[0], costs, forms, name=name)
+        kind = forms.decoupled if scheduling.decoupled else forms.queued
         queued = kind(
             sessions,
             batching,
@@ -100,9 +110,9 @@ def make_executor(
 
 
 def _batching(
-    signature: Signature, scheduling: Scheduling, session: Session, costs: CostTable | None, *, name: str
+    signature: Signature, scheduling: Scheduling, session: Session, costs: CostTable | None, forms: Forms, *, name: str
 ) -> Batching:
-    rows = RowBatching(signature, scheduling, name=name)
+    rows = forms.rows(signature, scheduling, name=name)
     lengths = scheduling.lengths
     if lengths is None:
         return rows
