@@ -37,6 +37,7 @@ from .files import CONFIG, PYTHON_FILE, ModelFolder, Trust
 from .model import ServedModel
 from .optional_inputs import with_optional_inputs
 from .pinning import PinnedSession, cores_of
+from .sequence_config import server_tensors
 from .shapes import ReshapingExecutor, read_reshapes, with_batch_dim
 
 log = logging.getLogger("accel.serve")
@@ -228,7 +229,7 @@ def _load_python(folder: ModelFolder, version: str, loading: Loading, config: Mo
             raise BadRepository(
                 f"model '{name}': Python code needs input and output in {CONFIG}, or a method auto_complete_config"
             )
-        signature = model_config.declared_signature(config, f"model '{name}'", scalars=True)
+        signature = _python_signature(config)
         model_config.complete(config, name, signature, "python", batch_given=True)
         scheduling = replace(model_config.scheduling(config, signature, folder.path), lengths=None)
         count = 0
@@ -240,7 +241,7 @@ def _load_python(folder: ModelFolder, version: str, loading: Loading, config: Mo
                 "model_config": json.dumps(model_config.to_json(config)),
                 "model_instance_kind": "GPU" if config.instance_group[0].kind == _KIND_GPU else "CPU",
                 "model_instance_device_id": str(next(iter(config.instance_group[0].gpus), 0)),
-                "model_instance_name": f"{name}_{count}",
+                "model_instance_name": f"{name}_0_{count}",
                 "model_repository": str(folder.path.absolute()),
                 "model_version": version,
                 "model_name": name,
@@ -274,6 +275,16 @@ def _load_python(folder: ModelFolder, version: str, loading: Loading, config: Mo
         files=files,
         takes_bytes=True,
     )
+
+
+def _python_signature(config: ModelConfig) -> Signature:
+    """Returns the signature that the config of Python code declares. Python code may take optional inputs, because it
+    sees which inputs a request has."""
+    found = model_config.declared_signature(config, f"model '{config.name}'", scalars=True)
+    optional = {tensor.name for tensor in config.input if tensor.optional}
+    inputs, outputs = server_tensors(config)
+    listed = [replace(spec, optional=spec.name in optional) for spec in found.inputs]
+    return Signature((*listed, *inputs), (*found.outputs, *outputs))
 
 
 # Maps each unsupported field of a config to the advice for users. The server refuses unsupported fields, because

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadRepository
+from accel.signature import BATCH, Dim, TensorSpec
 
 from ..protocol import messages as proto
 from ..protocol.inference import ServeError
@@ -16,7 +17,7 @@ from ..protocol.tensors import BY_CONFIG, BY_FIELD, DATATYPES, decode_raw, to_st
 from ..scheduling.options import SequenceBatching
 
 if TYPE_CHECKING:
-    from accel.signature import Signature, TensorSpec
+    from accel.signature import Signature
 
 INITIAL_STATES = "initial_state"  # Triton's folder for initial states, next to the version folders
 _KINDS = {
@@ -90,6 +91,27 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         max_idle_us=given.max_sequence_idle_microseconds or SequenceBatching.max_idle_us,
         max_sequences=most or SequenceBatching.max_sequences,
     )
+
+
+def server_tensors(config: Any) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Returns the inputs and outputs that ``sequence_batching`` adds to those of the config: controls and states. Other
+    models have these tensors in their files; Python code has no file that declares them."""
+    batch: tuple[Dim, ...] = (BATCH,) if config.max_batch_size > 0 else ()
+
+    def dtype(number: int) -> str:
+        return DATATYPES[BY_CONFIG[proto.enum_name("DataType", number)]].field
+
+    inputs, outputs = [], []
+    for entry in config.sequence_batching.control_input:
+        for control in entry.control[:1]:
+            kinds = [kind for field, kind in _VALUES.items() if getattr(control, field)]
+            kind = kinds[0] if kinds else dtype(control.data_type) if control.data_type else "uint64"
+            inputs.append(TensorSpec(entry.name, kind, (*batch, 1)))
+    for state in config.sequence_batching.state:
+        dims = tuple(f"{state.input_name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(state.dims))
+        inputs.append(TensorSpec(state.input_name, dtype(state.data_type), (*batch, *dims)))
+        outputs.append(TensorSpec(state.output_name, dtype(state.data_type), (*batch, *dims)))
+    return tuple(inputs), tuple(outputs)
 
 
 def _refused(config: Any, what: str) -> BadRepository:

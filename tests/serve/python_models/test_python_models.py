@@ -338,6 +338,39 @@ output [ { name: "said" data_type: TYPE_STRING dims: [ 1 ] }, { name: "other" da
     assert found.as_numpy("said")[0] == b'["7", {"color": "red"}, 5, 1, ["said"]]'
 
 
+def test_optional_inputs_and_controls(tmp_path: Path, start: Start) -> None:
+    """Fails if an optional input has to be sent, or the controls and states of a sequence don't reach the code."""
+    code = """
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for r in requests:
+            given = {t.name(): t.as_numpy() for t in r.inputs()}
+            total = given["total_in"] * (1 - given["start"]) + given.get("x", np.float32(100))
+            made = [pb_utils.Tensor(name, total.astype(np.float32)) for name in ("total", "total_out")]
+            responses.append(pb_utils.InferenceResponse(made))
+        return responses
+"""
+    config = """max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] optional: true }, { name: "n" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "total" data_type: TYPE_FP32 dims: [ 1 ] } ]
+sequence_batching {
+  control_input [ { name: "start" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] } ]
+  state [ { input_name: "total_in" output_name: "total_out" data_type: TYPE_FP32 dims: [ 1 ] } ] }
+"""
+    write(tmp_path, "counter", code, config)
+    process = start(tmp_path, allow_python_backend=True)
+    x, n = tensor("x", np.array([[5]], np.float32), "FP32"), tensor("n", np.array([[1]], np.int32), "INT32")
+    found = []
+    with client(process.ports["grpc"]) as made:
+        for at, inputs in enumerate(([x, n], [x, n], [n])):
+            answer = made.infer("counter", inputs, sequence_id=9, sequence_start=at == 0, sequence_end=at == 2)
+            found.append(answer.as_numpy("total").item())
+        with pytest.raises(InferenceServerException, match=r"missing required input\(s\) \['n'\]"):
+            made.infer("counter", [x], sequence_id=9, sequence_start=True)
+    assert found == [5, 10, 110]
+
+
 def test_the_server_and_its_python_processes(models: Path, serve: Callable[..., Served]) -> None:
     """Fails if what a model prints breaks the log, or if a Python process stays after the server was killed."""
     served = serve(str(models), "--allow-python-backend")
