@@ -30,7 +30,7 @@ from .health import add_health_and_reflection, make_health
 from .message import ReceivedRequest, parse_infer
 from .refusal import refuse
 from .stream import FOREVER, InferStream, trace_of
-from .wire import read_call, write_metadata, write_reply, write_statistics
+from .wire import Reply, read_call, write_metadata, write_reply, write_statistics
 
 log = logging.getLogger("accel.serve")
 
@@ -152,7 +152,7 @@ class _Servicer:
                 made[name] = grpc.stream_stream_rpc_method_handler(self._streamed, None, response.SerializeToString)
             elif name == "ModelInfer":
                 received = self._received(self.ModelInfer, parse_infer)
-                made[name] = grpc.stream_unary_rpc_method_handler(received, None, response.SerializeToString)
+                made[name] = grpc.stream_unary_rpc_method_handler(received, None, Reply.SerializeToString)
             else:
                 received = self._received(unary[name], request.FromString)
                 made[name] = grpc.stream_unary_rpc_method_handler(received, None, response.SerializeToString)
@@ -166,7 +166,10 @@ class _Servicer:
             for name, (_, response, streaming) in proto.methods().items()
             if not streaming and name != "ModelInfer"
         }
-        return {**found, "ModelInfer": lambda request, context: self.ModelInfer(ReceivedRequest(request), context)}
+        return {
+            **found,
+            "ModelInfer": lambda request, context: self.ModelInfer(ReceivedRequest(request), context).message(),
+        }
 
     def _received(
         self, behavior: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]

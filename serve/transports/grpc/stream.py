@@ -112,7 +112,7 @@ class InferStream:
             made = _Response(error_message=shortened(str(found)))
             made.infer_response.id = slot.id
             return made
-        return _Response(infer_response=write_reply(found))
+        return _Response(infer_response=write_reply(found).message())
 
     def _read(self) -> None:
         try:

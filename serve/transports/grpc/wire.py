@@ -14,6 +14,8 @@ from ..parameters import memory_slice, wanted_output
 from .message import ReceivedRequest
 
 _InferResponse = proto.message("ModelInferResponse")
+# The tag of an entry of raw_output_contents: the number of the field, and the wire type of bytes.
+_RAW_TAG = bytes([_InferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | 2])
 
 
 def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -104,12 +106,43 @@ def _wanted(output: Any) -> WantedOutput:
     return wanted_output(output.name, given)
 
 
-def write_reply(reply: InferReply) -> Any:
+class Reply:
+    """A ModelInferResponse that is written without copying its tensors into a protobuf message first."""
+
+    __slots__ = ("_head", "_raws")
+
+    def __init__(self, head: Any, raws: list[bytes | memoryview]) -> None:
+        self._head, self._raws = head, raws
+
+    def SerializeToString(self) -> bytes:
+        """Returns the bytes of the message, as protobuf's method of this name does."""
+        parts: list[bytes | memoryview] = [self._head.SerializeToString()]
+        for raw in self._raws:
+            parts += (_RAW_TAG, _varint(len(raw)), raw)
+        return b"".join(parts)
+
+    def message(self) -> Any:
+        """Returns the protobuf message."""
+        self._head.raw_output_contents.extend(map(bytes, self._raws))
+        self._raws = []
+        return self._head
+
+
+def _varint(number: int) -> bytes:
+    made = bytearray()
+    while number > 127:
+        made.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*made, number))
+
+
+def write_reply(reply: InferReply) -> Reply:
     """Returns a ``ModelInferResponse``. Each output has an entry in ``raw_output_contents``. If an output is in shared
     memory, the output's entry is empty."""
     response = _InferResponse(model_name=reply.model, model_version=reply.version, id=reply.id)
     if reply.parameters:
         set_parameters(response.parameters, reply.parameters)
+    raws: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         made = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if tensor.slice is not None:
@@ -121,10 +154,8 @@ def write_reply(reply: InferReply) -> Any:
             if place.offset:
                 where["shared_memory_offset"] = place.offset
             set_parameters(made.parameters, where)
-        response.raw_output_contents.append(
-            b"" if tensor.array is None else bytes(encode(tensor.array, tensor.datatype))
-        )
-    return response
+        raws.append(b"" if tensor.array is None else encode(tensor.array, tensor.datatype))
+    return Reply(response, raws)
 
 
 def write_metadata(found: ModelMetadata) -> Any:

@@ -20,9 +20,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.serve.core.transport import InferReply, ReplyTensor
 from accel.serve.process import message_limit
 from accel.serve.protocol import messages as proto
 from accel.serve.transports.grpc.message import _Request, _split, parse_infer
+from accel.serve.transports.grpc.wire import write_reply
 from tests.support.onnx_builder import artifact, node
 from tests.support.serving import FLOAT, Served, Start, linear, plain, until
 
@@ -316,6 +318,19 @@ def test_tensors_stay_in_the_message(names: list[str], raws: list[bytes], cut: i
     made.ClearField("raw_input_contents")
     assert _Request.FromString(b"".join(rest)) == made
     assert cut == 0 or _split(message[:-cut]) != split
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(max_size=9), st.lists(st.binary(max_size=300), max_size=4))
+def test_a_reply_is_written_as_protobuf_writes_it(text: str, values: list[bytes]) -> None:
+    """Fails if a reply that is written without protobuf's copies differs from protobuf's."""
+    outputs = [
+        ReplyTensor(f"y{at}", "UINT8", [len(value)], np.frombuffer(value, np.uint8)) for at, value in enumerate(values)
+    ]
+    reply = InferReply("m", "1", text, outputs, {"triton_final_response": True})
+    written = proto.message("ModelInferResponse").FromString(write_reply(reply).SerializeToString())
+    assert written == write_reply(reply).message()
+    assert list(written.raw_output_contents) == values
 
 
 def test_large_and_malformed_messages() -> None:
