@@ -30,6 +30,7 @@ from .body import read_body
 log = logging.getLogger("accel.serve")
 
 _LONGEST_ERROR = 1 << 14  # an error may repeat names of any length that the client sent
+_PIECE = 1 << 20  # bytes of a body that are sent at once
 _BODY_SECONDS = 300.0  # the time limit for receiving the body of a request
 
 
@@ -244,7 +245,7 @@ class _Rest:
 
     # Inference
 
-    async def infer(self, request: web.Request) -> web.Response:
+    async def infer(self, request: web.Request) -> web.StreamResponse:
         token = self._token(request)
         self._server.access.check(token, model=self._names(request)[0])  # the token is checked before the body is read
         found = await self._answer(request, await self._body(request), token)
@@ -257,7 +258,7 @@ class _Rest:
         headers = {"Content-Type": "application/json"}
         if head is not None:
             headers = {"Content-Type": "application/octet-stream", http_wire.HEADER_LENGTH: str(head)}
-        return web.Response(body=parts[0] if len(parts) == 1 else b"".join(parts), headers=headers)
+        return await _sent(request, parts, headers)
 
     async def _answer(
         self, request: web.Request, body: bytearray, token: str | None
@@ -387,6 +388,22 @@ class _Rest:
         if request.method == "POST":
             changes = http_wire.read_parameters(http_wire.read_json(await self._body(request)))
         return web.json_response(await self._do(self._server.log_settings, changes, self._token(request)))
+
+
+async def _sent(request: web.Request, parts: list[bytes | memoryview], headers: dict[str, str]) -> web.StreamResponse:
+    """Returns the response with ``parts`` as its body. Sends a large body piece by piece, because joining the parts
+    would copy the tensors."""
+    size = sum(map(len, parts))
+    if size <= _PIECE:
+        return web.Response(body=b"".join(parts), headers=headers)
+    response = web.StreamResponse(headers={**headers, "Content-Length": str(size)})
+    await response.prepare(request)
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _PIECE):
+            await response.write(view[start : start + _PIECE])
+    await response.write_eof()
+    return response
 
 
 def _set(waiting: asyncio.Future[Any], result: Any) -> None:

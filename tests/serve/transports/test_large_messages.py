@@ -26,7 +26,7 @@ from accel.serve.protocol import messages as proto
 from accel.serve.transports.grpc.message import _Request, _split, parse_infer
 from accel.serve.transports.grpc.wire import write_reply
 from tests.support.onnx_builder import artifact, node
-from tests.support.serving import FLOAT, Served, Start, linear, plain, until
+from tests.support.serving import FLOAT, Served, Start, identity, linear, plain, until
 
 MEGABYTE = 1 << 20
 BINARY = "Inference-Header-Content-Length"
@@ -155,6 +155,7 @@ def peak(served: Any, ask: Callable[[], Any]) -> int:
 @pytest.fixture
 def served(tmp_path: Path, serve: Callable[..., Served]) -> Any:
     linear(tmp_path / "models" / "linear" / "1")
+    identity(tmp_path / "models" / "same" / "1", FLOAT, [1, "n"])
     found = serve(str(tmp_path / "models"))
     found.ports = found.wait_for("serving")["ports"]  # type: ignore[attr-defined]
     return found
@@ -177,6 +178,29 @@ def test_the_peak_of_a_request(served: Any) -> None:
             call(served.ports["grpc"], message)
 
     assert peak(served, again) < 5 * size
+
+
+def test_large_answers(served: Any) -> None:
+    """Fails if an answer of many megabytes changes on its way, or takes more memory than the request and the answer
+    together need."""
+    count = 8 * MEGABYTE
+    value = np.arange(count, dtype=np.float32)
+    row = {"name": "x", "datatype": "FP32", "shape": [1, count], "parameters": {"binary_data_size": 4 * count}}
+    head = json.dumps({"inputs": [row], "parameters": {"binary_data_output": True}}).encode()
+    found: list[bytes] = []
+
+    def ask() -> None:
+        made = http.client.HTTPConnection("127.0.0.1", served.ports["http"], timeout=60)
+        made.request("POST", "/v2/models/same/infer", head + value.tobytes(), {BINARY: str(len(head))})
+        answer = made.getresponse()
+        assert answer.status == 200
+        found.append(answer.read()[int(answer.headers[BINARY]) :])
+        made.close()
+
+    ask()
+    # The request, its aligned copy and the output are in memory at once.
+    assert peak(served, ask) < 3.5 * 4 * count
+    assert found[0] == found[1] == value.tobytes()
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
