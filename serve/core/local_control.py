@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from accel.errors import AccelError
+from accel.errors import AccelError, BadRepository
 
 from ..models.config import ModelConfig, parse_json
 from ..models.model import ServedModel
@@ -119,8 +119,10 @@ def read_config(name: str, text: str | None) -> ModelConfig | None:
     INVALID_ARGUMENT if ``text`` is not a ModelConfig."""
     if text is None:
         return None
-    with _as_invalid():
-        return parse_json(text, f"the config sent for '{name}'")
+    try:
+        return parse_json(text, "the config in the request")
+    except BadRepository as error:
+        raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', {error}") from None
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ class Uploads:
                 target.write_bytes(content)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            text = f"failed to load '{name}', the files can't be stored: {error.strerror}"
-            raise ServeError(Code.INTERNAL, text) from None
+            text = f"failed to load '{name}', failed to poll from model repository: can't store the files"
+            raise ServeError(Code.INTERNAL, f"{text} ({error.strerror})") from None
         return ModelFolder(folder, alias=name)
 
     def keep(self, name: str, folder: ModelFolder) -> None:

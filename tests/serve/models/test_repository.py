@@ -142,7 +142,7 @@ def test_a_batch_below_the_declared() -> None:
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: [8] }", "preferred_batch_size has to be from 1"),
         ('default_model_filename: "../../secret.onnx"', "has to be a plain file name"),
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),
-        ('backend: "python"', "is Python code, which accel doesn't run"),
+        ('backend: "python"', "pass --allow-python-backend"),
         ("version_policy { specific { versions: [7] } }", "version 7"),
         ('input { name: "x" optional: true }', "the input is optional but has no default"),
     ],

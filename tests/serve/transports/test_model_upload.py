@@ -84,6 +84,17 @@ def test_paths_that_leave_the_folder(process: Any, twice: bytes, path: str) -> N
     assert (status, b"failed to load 'linear', the file path" in text) == (400, True), text
 
 
+def test_a_name_that_no_file_can_have(process: Any, twice: bytes) -> None:
+    """Fails if a file that can't be stored leaves a folder, or gets another status than Triton's clients expect."""
+    with loader(process, "grpc") as made:
+        with pytest.raises(InferenceServerException, match="failed to poll from model repository") as raised:
+            made.load_model("linear", config=CONFIG, files={"file:" + "A" * 256: twice})
+        assert raised.value.status() == "StatusCode.INTERNAL"
+        with pytest.raises(InferenceServerException, match="failed to load 'linear', can't read the config"):
+            made.load_model("linear", config='"parameters": {')
+    assert process.server.local.uploads._folders == {}
+
+
 def test_only_where_it_is_allowed(repository: Path, start: Start, twice: bytes) -> None:
     """Fails if a server takes models from clients although nobody allowed it."""
     process = start(repository, mode="explicit", models=("*",), http_port=0)
