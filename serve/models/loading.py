@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,6 @@ from accel.sources.onnx.file import ROWS_SHARE_SCALES
 from ..generate.token_loop import TokenLoopSession, token_loop
 from ..protocol.inference import Executor, ServeError
 from ..protocol.tensors import DATATYPES, decode_raw, to_strings
-from ..python_models.executor import FORMS
-from ..python_models.session import PythonProcess, PythonSession
 from ..scheduling.executor import make_executor
 from ..scheduling.options import Scheduling
 from ..scheduling.profiles import read_profiles
@@ -33,11 +30,11 @@ from . import config as model_config
 from .config import ModelConfig
 from .devices import runtime_for
 from .ensembles.config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
-from .files import CONFIG, PYTHON_FILE, ModelFolder, Trust
+from .files import ModelFolder, Trust
 from .model import ServedModel
 from .optional_inputs import with_optional_inputs
 from .pinning import PinnedSession, cores_of
-from .sequence_config import server_tensors
+from .python_code import is_python, load_python
 from .shapes import ReshapingExecutor, read_reshapes, with_batch_dim
 
 log = logging.getLogger("accel.serve")
@@ -47,8 +44,6 @@ _ALONE = (
     "dynamic int8 takes one scale for all rows of a batch, so callers would change each other's answers; add "
     "dynamic_batching { } to config.pbtxt to batch anyway"
 )
-
-_KIND_GPU = 1  # in ModelInstanceGroup of Triton's config
 
 MakeExecutor = Callable[..., Executor]
 
@@ -89,7 +84,7 @@ def load_version(
     if is_ensemble(config):
         return _load_ensemble(folder, version, loading, config, files)
     if is_python(config, folder, version):
-        return _load_python(folder, version, loading, config, files)
+        return load_python(folder, version, loading, config, files, _sample)
     artifact = with_batch_dim(config, folder.open(version, config, loading.trust))
     artifact = with_optional_inputs(config, folder.name, artifact)
     runtime = runtime_for(config, folder.name, artifact)
@@ -194,97 +189,6 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
         labels=folder.labels(config),
         files=files,
     )
-
-
-def is_python(config: ModelConfig, folder: ModelFolder, version: str) -> bool:
-    """Tells whether a model is Python code, by its config or by the only file that could be the model."""
-    if config.backend or config.platform:
-        return bool("python" in (config.backend, config.platform))
-    there = (folder.version_folder(version) / PYTHON_FILE).is_file()
-    return there and folder.model_file(version, config.default_model_filename)[0] is None
-
-
-def _load_python(folder: ModelFolder, version: str, loading: Loading, config: ModelConfig, files: Any) -> ServedModel:
-    name = folder.name
-    if not loading.trust.allow_python:
-        raise BadRepository(
-            f"model '{name}' is Python code, which may do anything on this machine; pass --allow-python-backend to run "
-            "it, or export the model"
-        )
-    if "EXECUTION_ENV_PATH" in config.parameters:
-        raise BadRepository(
-            f"model '{name}': EXECUTION_ENV_PATH is not supported; install the packages beside the server, and remove "
-            "the parameter"
-        )
-    file = folder.version_folder(version) / (config.default_model_filename or PYTHON_FILE)
-    if not file.is_file():
-        raise BadRepository(f"model '{name}' version {version} has no file {file.name}")
-    config.name, config.backend = name, "python"
-    first: PythonProcess | None = PythonProcess(name, file)
-    try:
-        assert first is not None
-        given = first.call("complete", config=model_config.to_json(config))["config"]
-        config = model_config.parse_json(json.dumps(given), f"the config that {file.name} completed")
-        if not config.output:
-            raise BadRepository(
-                f"model '{name}': Python code needs input and output in {CONFIG}, or a method auto_complete_config"
-            )
-        signature = _python_signature(config)
-        model_config.complete(config, name, signature, "python", batch_given=True)
-        scheduling = replace(model_config.scheduling(config, signature, folder.path), lengths=None)
-        count = 0
-
-        def opened() -> Session:
-            nonlocal first, count
-            process, first = first, None
-            arguments = {
-                "model_config": json.dumps(model_config.to_json(config)),
-                "model_instance_kind": "GPU" if config.instance_group[0].kind == _KIND_GPU else "CPU",
-                "model_instance_device_id": str(next(iter(config.instance_group[0].gpus), 0)),
-                "model_instance_name": f"{name}_0_{count}",
-                "model_repository": str(folder.path.absolute()),
-                "model_version": version,
-                "model_name": name,
-            }
-            count += 1
-            session = PythonSession(name, file, signature, arguments, decoupled=scheduling.decoupled, first=process)
-            for sample in config.model_warmup if not scheduling.decoupled else ():
-                feeds = _sample(sample, config, signature, folder)
-                for _ in range(max(1, sample.count)):
-                    session.run(feeds)
-            return cast("Session", session)
-
-        executor = loading.make(
-            signature, scheduling, opened, name=name, version=version, cache=loading.cache, limiter=loading.limiter,
-            forms=FORMS,
-        )  # fmt: skip
-    finally:
-        if first is not None:
-            first.close()
-    reshapes = read_reshapes(config)
-    if any(reshapes):
-        executor = ReshapingExecutor(executor, *reshapes, name=name, batched=config.max_batch_size > 0)
-    return ServedModel(
-        name=name,
-        version=version,
-        config=config,
-        signature=signature,
-        scheduling=scheduling,
-        executor=executor,
-        labels=folder.labels(config),
-        files=files,
-        takes_bytes=True,
-    )
-
-
-def _python_signature(config: ModelConfig) -> Signature:
-    """Returns the signature that the config of Python code declares. Python code may take optional inputs, because it
-    sees which inputs a request has."""
-    found = model_config.declared_signature(config, f"model '{config.name}'", scalars=True)
-    optional = {tensor.name for tensor in config.input if tensor.optional}
-    inputs, outputs = server_tensors(config)
-    listed = [replace(spec, optional=spec.name in optional) for spec in found.inputs]
-    return Signature((*listed, *inputs), (*found.outputs, *outputs))
 
 
 # Maps each unsupported field of a config to the advice for users. The server refuses unsupported fields, because

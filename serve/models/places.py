@@ -14,7 +14,7 @@ from typing import Protocol
 from accel.errors import BadRepository, UsageError
 from accel.sources.main_file import main_file
 
-from .files import CONFIG, Fingerprint, ModelFolder, stamp, valid_name, valid_version
+from .files import CONFIG, PYTHON_FILE, Fingerprint, ModelFolder, stamp, valid_name, valid_version
 
 
 class Places(Protocol):
@@ -120,7 +120,9 @@ def _has_versions(path: Path) -> bool:
     if (path / CONFIG).is_file():
         return True
     inner = [sub for sub in path.iterdir() if sub.is_dir()]
-    return any(valid_version(sub.name) and main_file(sub) is not None for sub in inner)
+    return any(
+        valid_version(sub.name) and (main_file(sub) is not None or (sub / PYTHON_FILE).is_file()) for sub in inner
+    )
 
 
 def read_words(words: Sequence[str]) -> tuple[str, dict[str, Path]]:

@@ -213,11 +213,10 @@ class PythonSession:
         signature: Signature,
         arguments: Mapping[str, str],
         *,
-        decoupled: bool,
         first: PythonProcess | None = None,
     ) -> None:
         self.name, self.file, self.signature = name, file, signature
-        self._arguments, self._decoupled = dict(arguments), decoupled
+        self._arguments = dict(arguments)
         self._inputs = {spec.name: BY_FIELD[spec.dtype] for spec in signature.inputs}
         self._outputs = {spec.name: BY_FIELD[spec.dtype] for spec in signature.outputs}
         self._process: PythonProcess | None = self._started(first)
