@@ -16,7 +16,7 @@ from accel.serve.models import loading
 from accel.serve.models.repository import Repository
 from accel.serve.process.options import ServeOptions
 from accel.serve.process.serving import ServingProcess
-from tests.support.faulty_session import Faulty
+from tests.serve.faulty_session import Faulty
 from tests.support.serving import Served, Start, linear, two_inputs
 
 
