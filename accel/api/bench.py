@@ -100,6 +100,7 @@ def bench(
             rounds=rounds,
             block_seconds=block_seconds,
             budget_seconds=budget_seconds,
+            shorten="budget",
             threads=threads,
             streams=streams,
             seed=seed,
@@ -108,7 +109,7 @@ def bench(
         if samples is None:
             raise
         raise failed_on_data(error, samples, _in_one(feeds), first.signature) from error
-    return replace(found, notes=(note,) if note else ())
+    return _noted(found, note, rounds)
 
 
 def sweep(
@@ -163,12 +164,20 @@ def sweep(
                 rounds=rounds,
                 block_seconds=block_seconds,
                 budget_seconds=budget_seconds,
+                shorten="budget",
                 threads=threads,
                 streams=streams,
                 seed=seed,
             )
         )
-    return Sweep(reports=tuple(replace(one, notes=(note,) if note else ()) for one in reports))
+    return Sweep(reports=tuple(_noted(one, note, rounds) for one in reports))
+
+
+def _noted(found: BenchReport, note: str, rounds: int) -> BenchReport:
+    """Returns the report with ``note`` about the data, and with a note if the budget allowed fewer than ``rounds``."""
+    done = len(found.order)
+    fewer = f"{done} rounds instead of {rounds}, because a round takes long; {option('budget_seconds')} allows more"
+    return replace(found, notes=tuple(filter(None, (note, fewer if done < rounds else ""))))
 
 
 def _with_fewer_threads(

@@ -110,7 +110,7 @@ class Budget:
 
         def check() -> None:
             if self.over(share):
-                raise OutOfTime(f"{self.spent:.0f} s of the budget of {self.seconds:g} s are spent; give more seconds")
+                raise OutOfTime(f"{self.reason('the work was over')}; give more seconds")
 
         with cancelled_by(check):
             yield
@@ -120,6 +120,8 @@ class Budget:
         it was measured"."""
         if self.interrupted:
             return f"Ctrl-C came before {what}"
+        if self.chosen_by_accel:
+            return f"the search ended after {self.seconds:g} s, before {what}"
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager

@@ -162,13 +162,14 @@ class BlockRunner:
         return statistics.median(times[-_WINDOW:]) / 1e9
 
     def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
-        """Warms up, then times ``passes`` passes over the feeds in each stream.
+        """Warms up unless ``warm_up_seconds`` is 0, then times ``passes`` passes over the feeds in each stream.
 
         If the block takes longer than ``limit_seconds``, it ends after the current pass.
         """
         import numpy as np
 
-        warm_up(self._pass, limit_seconds=warm_up_seconds)
+        if warm_up_seconds:
+            warm_up(self._pass, limit_seconds=warm_up_seconds)
         one_pass = self._feeds * len(self._sessions)
         collecting = gc.isenabled()
         gc.disable()  # a garbage collection would slow down a run of one candidate

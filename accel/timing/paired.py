@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accel.child import Child
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
@@ -53,6 +53,9 @@ _PATIENCE_SECONDS = 120.0
 # A block ends early after ``_OVERRUN`` times its planned time. ``_OVERRUN`` is above 1, so that even a block with a
 # slow first run contains enough runs for a robust median.
 _OVERRUN = 2.0
+# If a run takes longer than this number of seconds, a block has a single pass without a warm-up. Cold caches cost such
+# a run little, and a pipeline with several seconds a run would take minutes to measure.
+_SLOW_SECONDS = 1.0
 
 
 class Lane:
@@ -95,13 +98,14 @@ class Lane:
         slower, the block ends early. The block of every candidate may take the same multiple of its planned time.
         """
         runs = self.feeds * self.candidate.streams  # runs in a pass
-        passes = passes_for(block_seconds, self.pass_seconds, runs)
+        slow = self.pass_seconds > _SLOW_SECONDS * runs
+        passes = 1 if slow else passes_for(block_seconds, self.pass_seconds, runs)
         planned = passes * self.pass_seconds
         self.child.resume()
         block: Block = self.child.call(
             "block",
             passes=passes,
-            warm_up_seconds=block_seconds / 2,
+            warm_up_seconds=0.0 if slow else block_seconds / 2,
             limit_seconds=_OVERRUN * max(block_seconds, planned),
             timeout=max(_PATIENCE_SECONDS, _PATIENCE * planned),
         )
@@ -153,7 +157,7 @@ def measure(
     budget_seconds: float = 0.0,
     target_width: float = 0.05,
     limit_seconds: float | None = None,
-    only_fastest: bool = False,
+    shorten: Literal["", "slower", "budget"] = "",
 ) -> BenchReport:
     """Times ``candidates`` and compares them with ``baseline``, which is the index or the name of a candidate. All
     candidates run the same feeds.
@@ -164,15 +168,18 @@ def measure(
     shapes or NaN, the candidate is not timed, and its row has an ``error``.
 
     ``rounds`` is the number of rounds, at least 5. In each round, every candidate warms up and runs a block of about
-    ``block_seconds`` seconds, with at least three runs. A block that takes twice its planned time ends early. The
-    baseline runs in two processes. The difference between the two processes gives the noise floor. Candidates are
-    compared with the times of both processes of the baseline. If other work disturbs the medians of the blocks, the
-    fastest runs are compared instead (see ``accel.timing.fast_runs``). Further rounds run until the confidence interval
-    of every speedup is at most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four
-    times ``rounds``. No further round begins later than ``budget_seconds`` after the first round began.
-    ``limit_seconds`` limits the time of the whole call, including loading. After the first 5 rounds, a round begins
-    only if it is likely to end within ``limit_seconds``. If ``only_fastest`` is true, a candidate that is surely slower
-    than another candidate gets no further rounds after the first 5 rounds.
+    ``block_seconds`` seconds, with at least three runs. If a run takes longer than a second, a block is one pass over
+    the feeds, without a warm-up. A block that takes twice its planned time ends early. The baseline runs in two
+    processes. The difference between the two processes gives the noise floor. Candidates are compared with the times of
+    both processes of the baseline. If other work disturbs the medians of the blocks, the fastest runs are compared
+    instead (see ``accel.timing.fast_runs``). Further rounds run until the confidence interval of every speedup is at
+    most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four times ``rounds``. No
+    further round begins later than ``budget_seconds`` after the first round began. With the value ``budget`` for
+    ``shorten``, ``budget_seconds`` also limits the ``rounds``: after the first 5 rounds, a round begins only if it is
+    likely to end within the budget. ``limit_seconds`` limits the time of the whole call, including loading. After the
+    first 5 rounds, a round begins only if it is likely to end within ``limit_seconds``. With the value ``slower`` for
+    ``shorten``, a candidate that is surely slower than another candidate gets no further rounds after the first 5
+    rounds.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates that don't set these options. If neither
     ``threads`` nor ``streams`` is given, a candidate uses the numbers of threads and streams in its manifest. If the
@@ -217,7 +224,9 @@ def measure(
             raise ChildCrashed(
                 f"the baseline ran in one process and failed in a second process: {twin.error}; free some memory"
             )
-        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends, only_fastest)
+        if shorten == "budget" and budget_seconds:
+            ends = min(ends, time.monotonic() + budget_seconds)
+        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends, shorten == "slower")
         for lane in lanes:
             if lane.error is None:
                 lane.look_inside()

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from accel import kept_outputs
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import AccelError, BadSource, StageFailed
@@ -41,7 +42,7 @@ def export_pipeline(
     """
     from accel.sources.pipeline import pipeline_in
     from accel.sources.torch.arguments import class_name
-    from accel.sources.torch.call import NamedModule, run_own
+    from accel.sources.torch.call import NamedModule, run_named
     from accel.sources.torch.fingerprint import state_sha256
     from accel.sources.torch.source import module_of
 
@@ -53,7 +54,16 @@ def export_pipeline(
     whole = NamedModule(module, [spec.name for spec in src.signature.inputs])
     before = state_sha256(module)
     modules = pipeline.by_name()
-    calls = record_calls(modules, pipeline.recorded_by, lambda feeds: run_own(whole, src.signature, feeds), _runs(src))
+
+    def run(feeds: Feeds) -> None:
+        # The gate of the whole pipeline runs the modules on the same inputs.
+        found = run_named(whole, src.signature, feeds)
+        names = [spec.name for spec in src.signature.outputs]
+        if len(found) == len(names):
+            outputs = dict(zip(names, found.values(), strict=True))
+            kept_outputs.keep(kept_outputs.Run.of(src.content_digest, "torch", feeds), outputs)
+
+    calls = record_calls(modules, pipeline.recorded_by, run, _runs(src))
     if state_sha256(module) != before:
         raise BadSource(
             f"the pipeline {class_name(pipeline)} changes the weights or buffers of a part, but exported parts are "
@@ -102,8 +112,8 @@ def _runs(src: Artifact) -> Iterator[tuple[Mapping[str, int], Feeds]]:
     """Yields the example, and random inputs at each shape that the pipeline's gate checks."""
     if example := _example(src):
         yield src.signature.check_feeds(example), example
-    for seed, sizes in enumerate(src.signature.cases()):
-        yield sizes, src.signature.example_inputs(seed=seed, **sizes)
+    for sizes in src.signature.cases():
+        yield sizes, src.signature.inputs_at(sizes)
 
 
 def _example(src: Artifact) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import numpy as np
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import AccelError, BadData, UsageError
+from accel.errors import AccelError, BadData, UsageError, shortened
 from accel.optimizer.attempt import judged
-from accel.optimizer.budget import Budget
+from accel.optimizer.budget import SECONDS_A_CANDIDATE, SOURCES, Budget
 from accel.optimizer.candidate import CandidateResult, megabytes
 from accel.optimizer.judge.comparison import Judge, Metric
+from accel.optimizer.measure.workload import Workload
 from accel.optimizer.notes import data_notes
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.result import Optimization
@@ -39,6 +41,10 @@ from .calls import Calls, named
 from .export import check_folders, joined
 
 _BATCH = 8
+# The number of the pipeline's runs in its gate, its judgement and its shortest measurement.
+_RUNS_OF_THE_WHOLE = 60
+# A note about a part names at most this many reasons.
+_SHOWN = 4
 # The name of the table row for the pipeline whose parts are all optimized.
 _ALL = "all parts"
 
@@ -68,16 +74,31 @@ def optimize_pipeline(
     search = Search(
         source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
     )
+    kept = _seconds_for_the_whole(src, work) if budget.limited else 0.0
     with TemporaryDirectory(prefix="accel-") as temporary:
         folder = Path(temporary)
-        made, notes = _optimized_parts(request, src, stream, calibrating, folder, cache, budget)
-        rows = _rows(src, made, judge, request.max_drop, cache)
+        made, notes = _optimized_parts(request, src, stream, calibrating, folder, cache, budget, kept)
+        rows = _rows(src, made, judge, request.max_drop, cache, budget)
         chosen = search.best(rows)
         done = f"{work.note}, {request.cores} threads"
         nothing = "anything was measured: the source itself was taken"
-        notes.append(done if search.environment else budget.reason(nothing) if rows else "no part became faster")
+        if search.environment:
+            notes.append(done)
+        elif made:
+            notes.append(budget.reason(nothing) if rows else "no part became faster")
         notes += [*data_notes(request, src), *source_notes(src), *filter(None, [training_note(src)])]
         return published_choice(request, src, chosen, [source, *rows], search.environment, notes)
+
+
+def _seconds_for_the_whole(src: Artifact, work: Workload) -> float:
+    """Returns an estimate of the seconds that it takes to join the parts, to judge the pipeline and to measure it. The
+    estimate comes from the second of two runs of the pipeline."""
+    with PipelineSession(src, SessionOptions()) as session:
+        session.run(work.mix[0])
+        begun = time.monotonic()
+        session.run(work.mix[0])
+        a_run = time.monotonic() - begun
+    return (SOURCES + 1) * SECONDS_A_CANDIDATE + _RUNS_OF_THE_WHOLE * a_run
 
 
 def _optimized_parts(
@@ -88,17 +109,26 @@ def _optimized_parts(
     folder: Path,
     cache: StageCache,
     budget: Budget,
+    kept: float,
 ) -> tuple[dict[str, Optimization], list[str]]:
-    """Optimizes each part alone. Returns a dict of the results by part name, and a note about each part."""
+    """Optimizes each part alone, and leaves ``kept`` seconds of the budget for the whole pipeline. Returns the
+    results by part name, and a note about each part: what was chosen and why, or why the part was left as it is."""
     parts = parts_of(src)
     calls = _recorded(src, parts, stream, calibrating) if stream else {}
     made: dict[str, Optimization] = {}
     notes = []
     for number, (name, part) in enumerate(parts.items()):
         report(f"pipeline: part {name}", number / len(parts))
+        # Divides the remaining time evenly among the remaining parts.
+        seconds = round((budget.left - kept) / (len(parts) - number), 1) if budget.limited else None
+        if seconds is not None and seconds < SECONDS_A_CANDIDATE:
+            late = budget.reason("it was optimized")
+            notes.append(
+                f"the part {name!r} stays as it is: {late}, and the whole pipeline takes about {kept:.0f} s to "
+                f"judge and measure; give more {option('budget_seconds')}"
+            )
+            continue
         data, note = _samples(calls[name], part, folder / "data" / name) if calls else (None, "")
-        # Divides the remaining time evenly among the remaining parts and the measurement of the whole pipeline.
-        seconds = budget.left / (len(parts) - number + 1) if budget.limited else None
         own = replace(
             request,
             source=Source(part),
@@ -117,10 +147,28 @@ def _optimized_parts(
             made[name] = run(own, Exported(artifact=part), None, cache, Budget(seconds, thorough=request.thorough))
         except AccelError as error:
             raise named(error, name) from error
-        measured = next(row for row in made[name].candidates if row.name == made[name].chosen).measured or {}
-        times = f", {measured['speedup']:.2f} times as fast alone" if measured.get("speedup", 1) != 1 else ""
-        notes.append(f"the part {name!r}: {made[name].chosen}{times}{note}")
+        notes.append(f"the part {name!r}: {_chosen_words(made[name])}{note}")
     return made, notes
+
+
+def _chosen_words(result: Optimization) -> str:
+    """Returns what was chosen for a part, its speedup alone, and the reason why each other candidate was not chosen."""
+    source, *others = result.candidates
+    chosen = next(row for row in result.candidates if row.name == result.chosen)
+    if chosen is source:
+        said = "stays as it is, because no candidate is right and measurably faster"
+    else:
+        speedup = (chosen.measured or {}).get("speedup")
+        said = chosen.name + (f", {speedup:.2f} times as fast alone" if speedup else "")
+    reasons: dict[str, list[str]] = {}
+    for row in others:
+        if row is not chosen:
+            slower = f"slower than {chosen.name}" if row.measured else "not measured"
+            reason = "out of time" if row.out_of_time else shortened(row.reason or slower, 120)
+            reasons.setdefault(reason, []).append(row.name)
+    shown = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    more = f"; {len(shown) - _SHOWN} further reasons" if len(shown) > _SHOWN else ""
+    return f"{said} ({'; '.join(shown[:_SHOWN])}{more})" if shown else said
 
 
 def _recorded(src: Artifact, parts: Mapping[str, Artifact], stream: SampleStream, samples: int) -> dict[str, Calls]:
@@ -156,16 +204,20 @@ def _samples(calls: Calls, part: Artifact, folder: Path) -> tuple[Path | None, s
 
 
 def _rows(
-    src: Artifact, made: Mapping[str, Optimization], judge: Judge, max_drop: float, cache: StageCache
+    src: Artifact, made: Mapping[str, Optimization], judge: Judge, max_drop: float, cache: StageCache, budget: Budget
 ) -> list[CandidateResult]:
     """Joins the optimized parts, and judges the whole pipeline. Returns a row of the table for each attempt. The first
-    attempt uses all optimized parts. Each later attempt uses one optimized part fewer, until the pipeline is
-    correct."""
+    attempt uses all optimized parts. Each later attempt uses one optimized part fewer, until the pipeline is correct
+    or the time is over."""
     changed = {name: result for name, result in made.items() if result.chosen != result.candidates[0].name}
     before = parts_of(src)
     rows: list[CandidateResult] = []
     kept: list[str] = []
     for worst in [*sorted(changed, key=lambda name: _drop(changed[name]), reverse=True)]:
+        if rows and budget.over(1.0):
+            row = CandidateResult(name=f"all but {', '.join(kept)}")
+            row.skip(budget.reason("it was joined"), out_of_time=True)
+            return [*rows, row]
         row = _joined(src, before, {n: r for n, r in changed.items() if n not in kept}, kept, judge, max_drop, cache)
         rows.append(row)
         if row.passed:

@@ -105,7 +105,7 @@ def measured(
             budget_seconds=effort.seconds,
             limit_seconds=effort.limit,
             threads=threads,
-            only_fastest=effort.only_fastest,
+            shorten="slower" if effort.only_fastest else "",
         )
         found = result.to_json() | {"percentiles": _percentiles(result)}
         cache.put_record("measurement", key, found)

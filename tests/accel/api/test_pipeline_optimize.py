@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,32 @@ def test_a_part_that_spoils_the_whole_stays_as_it_was(
     assert fast.candidates[1].status == "rejected"
     assert fast.chosen == "all but first"
     assert len(seen[0] & seen[1]) == 1
+
+
+def test_every_part_says_what_was_chosen_and_why(model: str, measured: None, tmp_path: Path) -> None:
+    """Fails if the note about a part names only its choice, without the speedup or the reasons against the others."""
+    fast = _optimize(model, tmp_path)
+    first = next(note for note in fast.notes if note.startswith("the part 'first'"))
+    assert first.startswith("the part 'first': ort-cpu fp32, 2.00 times as fast alone")
+    only_int8 = accel.optimize(model, target="ort-cpu", precision="int8", max_drop=1e-9, out=tmp_path / "int8")
+    notes = [note for note in only_int8.notes if note.startswith("the part ")]
+    assert len(notes) == 2
+    assert all("stays as it is, because no candidate is right and measurably faster (" in note for note in notes)
+    assert all("is over the budget" in note for note in notes)
+
+
+def test_a_spent_budget_leaves_the_parts_as_they_are(model: str, tmp_path: Path) -> None:
+    """Fails if the time of the export, or of judging and measuring the whole, is given to the parts, if a spent budget
+    is an error, or if the notes don't say how much time the whole takes."""
+    began = time.monotonic()
+    fast = accel.optimize(model, target="ort-cpu", budget_seconds=3, out=tmp_path / "fast")
+    assert time.monotonic() - began < 20
+    assert fast.chosen == "source"
+    assert len(fast.notes) == 2
+    for note, name in zip(fast.notes, ("first", "second"), strict=True):
+        assert note.startswith(f"the part {name!r} stays as it is: ")
+        assert note.endswith("s to judge and measure; give more budget_seconds=")
+    torch.testing.assert_close(fast(torch.ones(4, 8)), accel.load(accel.export(model))(torch.ones(4, 8)))
 
 
 def test_options_of_a_single_model(model: str, tmp_path: Path) -> None:

@@ -164,6 +164,15 @@ def test_the_baseline_also_runs_with_the_threads_of_the_candidate(two: tuple[Pat
         assert len(accel.bench([chosen.path.parent], against=two[0], **same, **FAST).rows) == 2
 
 
+def test_fewer_rounds_than_asked_are_said(two: tuple[Path, Path]) -> None:
+    """Fails if the budget ends the rounds early without a note."""
+    few = accel.bench(list(two), rounds=200, block_seconds=0.01, budget_seconds=0.5)
+    done = len(few.order)
+    assert 5 <= done < 200
+    assert few.notes == (f"{done} rounds instead of 200, because a round takes long; budget_seconds= allows more",)
+    assert accel.bench(list(two), **FAST).notes == ()
+
+
 def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
     """Checks that a model can be compared with itself, and that two candidates from one file get different names."""
     report = accel.bench([two[0], two[0], Source(two[0]).open()], **FAST)

@@ -114,6 +114,21 @@ def test_json_and_table_hold_the_report() -> None:
     assert repr(report).startswith("<accel benchmark against base: base 1x, [odd] name ")
 
 
+def test_slow_runs_are_measured_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a slow model, such as a pipeline of seconds a run, runs three times in each block and once before it."""
+    monkeypatch.setattr("accel.timing.paired._SLOW_SECONDS", 0.02)
+    report = quick([scripted("base", ms=40), scripted("other", ms=40)])
+    assert [row.iterations for row in report.rows] == [10, 5]  # the baseline runs in two processes
+    assert all(39 < row.median_ms < 200 for row in report.rows)
+
+
+def test_the_budget_limits_the_rounds() -> None:
+    """Fails if rounds that take longer than the budget are all measured, or if fewer than five are."""
+    report = quick([scripted("base", ms=5), scripted("other", ms=5)], rounds=40, budget_seconds=0.1, shorten="budget")
+    assert 5 <= len(report.order) < 40
+    assert len(quick([scripted("base"), scripted("other")], rounds=7, budget_seconds=30, shorten="budget").order) >= 7
+
+
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
     """Fails if another candidate's process runs while the benchmark times or loads a candidate. The thread pool of
     another running process would slow the timed candidate down."""
@@ -242,7 +257,7 @@ def test_a_slower_candidate_gets_no_further_rounds() -> None:
     then computed from the wrong rounds of the baseline. The sessions' clock is simulated."""
     times = {"base": 4.0, "fast": 1.0, "slow": 2.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
-    report = quick(candidates, rounds=7, block_seconds=0.2, only_fastest=True)
+    report = quick(candidates, rounds=7, block_seconds=0.2, shorten="slower")
     assert [row.rounds for row in report.rows] == [7, 7, 5]
     assert report.row("slow").verdict == "faster"
     assert report.row("slow").speedup == pytest.approx(2.0, rel=0.02)
