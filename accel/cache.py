@@ -183,7 +183,7 @@ class StageCache:
         entries = []
         for entry in self._stages.iterdir():
             with contextlib.suppress(OSError):  # another process may have removed the entry
-                size = sum(file.stat().st_size for file in entry.iterdir())
+                size = sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
                 if entry.name != keep:
                     entries.append((entry.stat().st_mtime, size, entry))
         total = sum(size for _, size, _ in entries)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -149,20 +150,36 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
 def _roots() -> Iterator[None]:
     """Lets the exporters record ``math.sqrt`` of a tensor or of a dynamic size in the graph.
 
-    Python's own ``math.sqrt`` has to return a number, so the exporters would record this number as a constant.
+    Python's own ``math.sqrt`` has to return a number, so the exporters would record this number as a constant. The
+    user's other threads still get numbers. Several threads may export at the same time: the last one restores Python's
+    own function.
     """
-    import torch
-
-    own = math.sqrt
-
-    def root(x: Any) -> Any:
-        return x**0.5 if isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat) else own(x)
-
-    math.sqrt = root
+    with _replacing:
+        _exporting.append(threading.get_ident())
+        math.sqrt = _root
     try:
         yield
     finally:
-        math.sqrt = own
+        with _replacing:
+            _exporting.remove(threading.get_ident())
+            if not _exporting:
+                math.sqrt = _own_root
+
+
+# Python's own ``math.sqrt``, and the threads that export now.
+_own_root = math.sqrt
+_exporting: list[int] = []
+_replacing = threading.Lock()
+
+
+def _root(x: Any) -> Any:
+    """Returns a tensor or a symbol for the root of a tensor or a symbol if this thread exports."""
+    import torch
+
+    symbolic = isinstance(x, torch.Tensor | torch.SymInt | torch.SymFloat)
+    # TorchDynamo, which reads this function, can't follow a question about threads.
+    here = torch.compiler.is_dynamo_compiling() or threading.get_ident() in _exporting
+    return x**0.5 if symbolic and here else _own_root(x)
 
 
 @contextlib.contextmanager

@@ -354,3 +354,21 @@ def test_cache_is_bounded(source: Artifact, own_cache: Path, monkeypatch: pytest
     run(source, "")
     run(source, "", limit=1e-3)
     assert len(list(StageCache().root.joinpath("stages").iterdir())) == 1
+
+
+def test_the_cache_counts_files_in_folders(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the limit of the cache leaves out the files in an entry's folders, such as the parts of a pipeline."""
+    monkeypatch.setenv("ACCEL_CACHE_GB", "0.00002")
+    cache = StageCache()
+    for key in ("a", "b"):
+        with cache.scratch() as folder:
+            (folder / "part").mkdir()
+            (folder / "part" / "weights.bin").write_bytes(bytes(15_000))
+            cache.keep(key, folder)
+        if key == "a":
+            os.utime(cache.entry("a"), (1, 1))
+    with cache.scratch() as folder:
+        (folder / "small").write_bytes(b"")
+        cache.keep("c", folder)
+    assert not cache.entry("a").exists()
+    assert cache.entry("b").exists()

@@ -3,6 +3,8 @@ works."""
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import accel
+from accel.converters.from_torch import exporters
 from accel.errors import ExportFailed
 from accel.sources.python_object import load_object
 from accel.sources.torch.call import flatten, to_array
@@ -181,3 +184,28 @@ def test_a_live_module(tmp_path: Path) -> None:
     cached copy."""
     with pytest.raises(ExportFailed, match=r"^Live computes .* at test_python_numbers.py:\d+ write `torch.where\("):
         accel.export(Live(4, 4), example=torch.randn(2, 4), out=tmp_path / "m.onnx")
+
+
+def test_other_threads_keep_pythons_own_root() -> None:
+    """Fails if an export changes ``math.sqrt`` of a tensor in another thread of the user, or if two exports at the same
+    time leave ``math.sqrt`` replaced."""
+    own = math.sqrt
+    inside, outside, done = threading.Event(), threading.Event(), threading.Event()
+
+    def export() -> None:
+        with exporters._roots():
+            inside.set()
+            outside.wait(20)
+        done.set()
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    assert inside.wait(20)
+    assert type(math.sqrt(torch.tensor(4.0))) is float  # this thread doesn't export
+    with exporters._roots():
+        assert isinstance(math.sqrt(torch.tensor(4.0)), torch.Tensor)
+        outside.set()  # the other export ends first
+        assert done.wait(20)
+        assert isinstance(math.sqrt(torch.tensor(4.0)), torch.Tensor)
+    thread.join()
+    assert math.sqrt is own
