@@ -1,4 +1,5 @@
-"""Collects every error message of the source for the page "Messages", with … in place of values."""
+"""Collects every error message of the source for the page "Messages", with … in place of values. Prints the page if it
+runs as a script."""
 
 from __future__ import annotations
 
@@ -50,3 +51,7 @@ def page() -> str:
     for name in sorted(found):
         lines += [f"## {name}", "", *(f"- `` {text.replace('`', '')} ``" for text in sorted(found[name])), ""]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page())
