@@ -263,9 +263,9 @@ def _feeds(
             yield f"{data.name} batch {index}", feeds
         return
     common = _common(first, second)
-    for index, sizes in enumerate(common.cases()):
+    for sizes in common.cases():
         case = ", ".join(f"{d}={s}" for d, s in sizes.items()) or "fixed shape"
-        yield case, common.example_inputs(seed=index, **sizes)
+        yield case, common.inputs_at(sizes)
 
 
 def _common(first: Artifact, second: Artifact) -> Signature:

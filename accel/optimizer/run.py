@@ -12,7 +12,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import MissingExtra, UsageError
 from accel.proof.stream import SampleStream
-from accel.runtimes.base import default_runtime
+from accel.runtimes.base import ROUNDED, default_runtime
 from accel.signature.decoder import Cache
 from accel.sources.notes import source_notes, training_note
 from accel.spelling import option
@@ -240,7 +240,7 @@ def source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
         precision=str(src.properties.get("precision", "")),
         megabytes=megabytes(src),
         artifact=src,
-        runtime="onnxruntime" if src.kind == "onnx" and runtime != "onnx-rounded" else runtime,
+        runtime="onnxruntime" if src.kind == "onnx" and runtime != ROUNDED else runtime,
         options={"threads": threads},
     )
     if judge.metric is not None:
@@ -275,9 +275,9 @@ def _choose_measured(
     if request.kernels and outcome.chosen is source:
         outcome.chosen = fused(source, [*runnable, *outcome.varied], outcome.notes)
     outcome.environment = search.environment
-    if search.environment and source.runtime == "onnx-rounded":
+    if search.environment and source.runtime == ROUNDED:
         outcome.notes.append(
-            "the source is timed in the runtime onnx-rounded, which is slow: ONNX Runtime can't compute in bfloat16 on "
+            f"the source is timed in the runtime {ROUNDED}, which is slow: ONNX Runtime can't compute in bfloat16 on "
             "a CPU"
         )
     done = f"{search.workload.note}, {search.threads} threads"

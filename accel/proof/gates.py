@@ -14,7 +14,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed, InvalidModel, RunFailed, one_line
 from accel.kept_outputs import Run
 from accel.progress import report
-from accel.runtimes.base import BaseSession, Session, SessionOptions, default_runtime, detached, open_session
+from accel.runtimes.base import ROUNDED, BaseSession, Session, SessionOptions, default_runtime, detached, open_session
 from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
@@ -205,7 +205,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
         {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
         or artifact.properties.get("precision") == "fp8"
     ):
-        return "onnx-rounded"
+        return ROUNDED
     runtime = default_runtime(artifact)
     return runtime.name if runtime.runnable() else None
 

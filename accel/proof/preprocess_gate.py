@@ -47,8 +47,8 @@ class PreprocessGate:
         with ExitStack() as stack:
             old = stack.enter_context(open_session(src, gate_runtime(src), PATIENT))
             new = stack.enter_context(open_session(out, gate_runtime(out), PATIENT))
-            for seed, sizes in enumerate(out.signature.cases()):
-                raw = out.signature.example_inputs(seed=seed, **sizes)
+            for sizes in out.signature.cases():
+                raw = out.signature.inputs_at(sizes)
                 feeds = dict(raw)
                 if self.image:
                     dtype = {spec.name: spec.dtype for spec in src.signature.inputs}[self.image]

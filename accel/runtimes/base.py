@@ -83,6 +83,10 @@ class Session(Protocol):
     ) -> None: ...
 
 
+# The runtime that rounds after every node, as a GPU does for 16-bit floats.
+ROUNDED = "onnx-rounded"
+
+
 class BaseSession(ABC):
     """The base class of all sessions, which checks feeds, makes example inputs and works in a ``with`` statement."""
 
@@ -225,7 +229,7 @@ RUNTIMES = {
             extra="cuda",
             needs_gpu=True,
         ),
-        Runtime(name="onnx-rounded", session="accel.runtimes.onnx_rounded:RoundedSession", module="onnxruntime"),
+        Runtime(name=ROUNDED, session="accel.runtimes.onnx_rounded:RoundedSession", module="onnxruntime"),
         Runtime(
             name="openvino", session="accel.runtimes.openvino:OpenVinoSession", module="openvino", extra="openvino"
         ),
@@ -277,7 +281,7 @@ def default_runtime(artifact: Artifact) -> Runtime:
     if toolkit := artifact.properties.get("toolkit"):  # an engine only runs on the toolkit that built it
         return get_runtime(toolkit)
     if artifact.kind == "onnx" and "bfloat16" in artifact.properties.get("floats", ()):
-        return RUNTIMES["onnx-rounded"]
+        return RUNTIMES[ROUNDED]
     kind = KINDS.get(artifact.kind)
     fitting = [RUNTIMES[name] for name in kind.runtimes] if kind is not None else []
     if not fitting:

@@ -49,7 +49,7 @@ def _of_torchvision() -> dict[Callable[..., Any], Callable[..., Any]]:
     return found
 
 
-def _operators() -> Any:
+def operators() -> Any:
     """Returns ONNX's operators as onnxscript functions. The return type is Any, because onnxscript's annotations only
     allow tensors whose dtype is known to the type checker."""
     from onnxscript import opset18
@@ -62,7 +62,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
     of their mean."""
     from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 
-    op = _operators()
+    op = operators()
     if reduce != "mean":
         return aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce=reduce, include_self=include_self)
     total = aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce="sum", include_self=include_self)
@@ -76,7 +76,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
 
 def _median(x: Any) -> Any:
     """Computes the median of all elements. If two elements are in the middle, returns the lower element."""
-    op = _operators()
+    op = operators()
 
     values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
     return values
@@ -85,7 +85,7 @@ def _median(x: Any) -> Any:
 def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     """Computes the median along a dim, and the median's index. If two elements are in the middle, returns the lower
     element."""
-    op = _operators()
+    op = operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
     half = op.Div(op.Add(size, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
@@ -94,14 +94,14 @@ def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     """Computes the k-th smallest element along a dim, and the index of the element."""
-    op = _operators()
+    op = operators()
 
     return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
 
 
 def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Returns the largest of the ``k`` smallest elements along a dim, and the index of the element."""
-    op = _operators()
+    op = operators()
 
     last = op.Constant(value_ints=[-1]) if keepdim else op.Constant(value_int=-1)
     values, indices = op.TopK(x, k, axis=dim, largest=0, sorted=1)
@@ -110,7 +110,7 @@ def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
 
 def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
     """Computes a product over dims. PyTorch also uses this operator to compute ``cumprod``."""
-    op = _operators()
+    op = operators()
 
     found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
     return found if dtype == -1 else op.Cast(found, to=dtype)
@@ -118,14 +118,14 @@ def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
 
 def _largest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False) -> Any:
     """Computes the largest element. The exporter's own translation requires ``dim``."""
-    op = _operators()
+    op = operators()
 
     return op.ReduceMax(x, list(dim), keepdims=int(keepdim)) if dim else op.ReduceMax(x, keepdims=int(keepdim))
 
 
 def _smallest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False) -> Any:
     """Computes the smallest element. The exporter's own translation requires ``dim``."""
-    op = _operators()
+    op = operators()
 
     return op.ReduceMin(x, list(dim), keepdims=int(keepdim)) if dim else op.ReduceMin(x, keepdims=int(keepdim))
 
@@ -133,7 +133,7 @@ def _smallest_of_dims(x: Any, dim: Sequence[int] | None = None, keepdim: bool = 
 def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
     """Removes the dims in ``dim`` whose size is 1, and keeps the other dims. The exporter's own translation removes all
     dims in ``dim``. ``torch.export`` assumes that the size of a dynamic dim isn't 1."""
-    op, rank = _operators(), len(x.shape)
+    op, rank = operators(), len(x.shape)
     axes = [axis % rank for axis in (dim if isinstance(dim, Sequence) else [dim])] if rank else []
     axes = [axis for axis in axes if x.shape[axis] == 1]
     return op.Squeeze(x, op.Constant(value_ints=axes)) if axes else op.Identity(x)
@@ -143,20 +143,20 @@ def _of_number(operator: str) -> Callable[..., Any]:
     """Returns the translation of a ``math`` function to the ONNX operator ``operator``."""
 
     def translated(x: Any) -> Any:
-        return getattr(_operators(), operator)(x)
+        return getattr(operators(), operator)(x)
 
     return translated
 
 
 def _log2_of_number(x: Any) -> Any:
-    op = _operators()
+    op = operators()
 
     return op.Div(op.Log(x), op.Constant(value_float=math.log(2)))
 
 
 def _rounded_number(x: Any, ndigits: int | None = None) -> Any:
     """Computes Python's ``round``, which returns an integer if ``ndigits`` is None."""
-    op = _operators()
+    op = operators()
 
     if ndigits is None:
         return op.Cast(op.Round(x), to=7)  # int64

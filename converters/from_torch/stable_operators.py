@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .missing_operators import operators
+
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns a table for ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)``."""
@@ -24,8 +26,7 @@ def _log_sigmoid(x: Any) -> Any:
 
     A sigmoid can underflow to 0, and its logarithm is then infinite.
     """
-    from onnxscript import opset18 as op
-
+    op = operators()
     return op.Neg(op.Softplus(op.Neg(x)))
 
 
@@ -34,10 +35,9 @@ def _logaddexp(x: Any, y: Any) -> Any:
 
     If x and y are the same infinity, x - y is NaN, and the result is x + y.
     """
-    from onnxscript import opset18 as op
-
-    apart: Any = op.Sub(x, y)
-    added: Any = op.Softplus(op.Neg(op.Abs(apart)))
+    op = operators()
+    apart = op.Sub(x, y)
+    added = op.Softplus(op.Neg(op.Abs(apart)))
     return op.Where(op.IsNaN(apart), op.Add(x, y), op.Add(op.Max(x, y), added))
 
 
@@ -57,10 +57,9 @@ def _attention(
     mean of all values.
     """
     import onnx_ir as ir
-    from onnxscript import opset18
     from onnxscript.function_libs.torch_lib.ops import nn
 
-    op: Any = opset18
+    op = operators()
 
     def attend(mask: Any) -> Any:
         arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)

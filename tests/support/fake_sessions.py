@@ -1,4 +1,4 @@
-"""Provides a fake clock and fake sessions for the tests of the scheduler. A test sets the clock's time, and a session
+"""Provides a fake clock, and fake sessions for the tests of the scheduler. A test sets the clock's time, and a session
 records its runs."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ POISON = -666.0
 
 
 class FakeClock:
-    """A clock that a test sets to a time in seconds."""
+    """A clock that shows the seconds in ``now``, which a test sets."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -114,7 +114,7 @@ def by_hand(
     scheduling: Scheduling, session: FakeSession | None = None
 ) -> tuple[QueuedExecutor, FakeSession, FakeClock]:
     """Makes an executor without threads and with a fake clock. The test calls ``poll`` to run requests."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     session = session or FakeSession()
     executor = make_executor(
         SIGNATURE, scheduling, lambda: session, name="m", version="1", clock=clock, wall=lambda: 5.0, start=False

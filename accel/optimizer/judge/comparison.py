@@ -20,7 +20,7 @@ from accel.proof.data import Dataset
 from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
 from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
-from accel.runtimes.base import SessionOptions, detached, open_session
+from accel.runtimes.base import ROUNDED, SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
 from accel.spelling import option, options
 from accel.stage import path_sha256
@@ -112,7 +112,7 @@ class Judge:
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
-        settings = replace(SessionOptions.of(options), spinning=False) if runtime != "onnx-rounded" else PATIENT
+        settings = replace(SessionOptions.of(options), spinning=False) if runtime != ROUNDED else PATIENT
         with open_session(candidate, runtime, settings) as session:
             for number, feeds in enumerate(self._feeds()):
                 report("judging", number / self._count)

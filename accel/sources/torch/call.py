@@ -170,7 +170,7 @@ class ByValue(TorchDispatchMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outputs:
+class DiscoveredOutputs:
     """The outputs of a module. ``specs`` has their names, dtypes and dims, and ``result`` the structure of the module's
     result. ``runs`` has the inputs and outputs of the runs that found the outputs."""
 
@@ -179,7 +179,9 @@ class Outputs:
     runs: tuple[tuple[Feeds, dict[str, np.ndarray]], ...]
 
 
-def discover_outputs(module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str) -> Outputs:
+def discover_outputs(
+    module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
+) -> DiscoveredOutputs:
     """Runs the module at several sizes, and returns its outputs. ``names`` lists the names that the user gave to the
     outputs, in order. ``where`` names the source in messages.
 
@@ -238,4 +240,4 @@ def discover_outputs(module: torch.nn.Module, signature: Signature, names: Seque
     structure = describe(result, names=renamed)[0]
     specs = output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
     named_runs = ({spec.name: run[name] for spec, name in zip(specs, first, strict=True)} for run in runs)
-    return Outputs(specs=specs, result=structure, runs=tuple(zip(inputs, named_runs, strict=True)))
+    return DiscoveredOutputs(specs=specs, result=structure, runs=tuple(zip(inputs, named_runs, strict=True)))

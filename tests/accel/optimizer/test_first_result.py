@@ -19,15 +19,7 @@ from accel.optimizer.first_result import FirstResult
 from accel.optimizer.recipes.order import Expected
 from accel.optimizer.recipes.recipe import Recipe
 from accel.tables.target import TARGETS
-
-
-class Clock:
-    """Simulates a clock that shows the seconds in ``now``. The test sets ``now``."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.fake_sessions import FakeClock
 
 
 class Glances:
@@ -49,7 +41,7 @@ def row(name: str) -> CandidateResult:
 
 
 def looking(
-    clock: Clock,
+    clock: FakeClock,
     faster: str,
     seconds: float | None = None,
     *,
@@ -69,7 +61,7 @@ def looking(
     return budget, published, search, first
 
 
-def spend(budget: Budget, clock: Clock, seconds: float) -> None:
+def spend(budget: Budget, clock: FakeClock, seconds: float) -> None:
     with budget.spending("a: quantize"):
         clock.now += seconds
 
@@ -77,7 +69,7 @@ def spend(budget: Budget, clock: Clock, seconds: float) -> None:
 def test_the_first_faster_candidate_is_published() -> None:
     """Fails if a slow candidate is published, if candidates are measured again and again, or if a second candidate is
     published as a first result."""
-    clock = Clock()
+    clock = FakeClock()
     budget, published, search, first = looking(clock, "b")
     rows = []
     for name in ("a", "b", "c"):
@@ -92,7 +84,7 @@ def test_the_first_faster_candidate_is_published() -> None:
 def test_a_candidate_that_is_surely_faster_is_published_at_once(faster: str, published: list[str]) -> None:
     """Fails if the user waits for a measurement although a candidate is right and its kind is much faster on this
     machine. Also fails if the candidate stays published although it turns out not to be faster."""
-    clock = Clock()
+    clock = FakeClock()
     budget, found, _, first = looking(clock, faster, expected={"a": 2.0})
     spend(budget, clock, 20.0)
     first.look([row("a")])
@@ -102,7 +94,7 @@ def test_a_candidate_that_is_surely_faster_is_published_at_once(faster: str, pub
 
 def test_a_quick_search_has_no_first_result() -> None:
     """Fails if a small model is measured twice, although all its candidates take a few seconds."""
-    clock = Clock()
+    clock = FakeClock()
     budget, published, search, first = looking(clock, "a", left=5.0)
     spend(budget, clock, 2.0)
     first.look([row("a")])
@@ -115,7 +107,7 @@ def test_a_quick_search_has_no_first_result() -> None:
 def test_the_search_goes_on_for_a_limited_time(took: float, more: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the search goes on without a limit, or if a large model gets too little time to make a second result."""
     monkeypatch.setattr(budget_module, "IMPROVING_SECONDS", IMPROVING_SECONDS)
-    clock = Clock()
+    clock = FakeClock()
     budget, _, _, first = looking(clock, "a")
     assert not budget.limited
     spend(budget, clock, took)
@@ -129,7 +121,7 @@ def test_the_search_goes_on_for_a_limited_time(took: float, more: float, monkeyp
 @pytest.mark.parametrize(("seconds", "thorough"), [(300.0, False), (None, True)])
 def test_the_users_limit_stays(seconds: float | None, thorough: bool) -> None:
     """Fails if a first result changes the limit that the user gives."""
-    clock = Clock()
+    clock = FakeClock()
     budget, published, _, first = looking(clock, "a", seconds, thorough=thorough)
     spend(budget, clock, 20.0)
     first.look([row("a")])

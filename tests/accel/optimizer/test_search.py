@@ -24,26 +24,17 @@ from accel.optimizer.measure.timing import Effort
 from accel.optimizer.measure.workload import Workload
 from accel.optimizer.recipes.session_variants import variants
 from accel.optimizer.search import Search, faster_than
+from tests.support.fake_sessions import FakeClock
 
 WORK = Workload(objective="latency", mix=({},), repeats=1, note="")
 LOAD = Workload(objective="throughput", mix=({},), repeats=8, note="")
-
-
-class Clock:
-    """Simulates a clock that shows the seconds in ``now``. The test sets ``now``."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Timed:
     """Replaces ``measured``. Reports each candidate's time from ``ms``, with a relative jitter of ``noise``. Records
     the candidates' names and the argument ``effort`` of each call."""
 
-    def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
+    def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: FakeClock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
         self.calls: list[tuple[list[str], Effort]] = []
 
@@ -92,11 +83,11 @@ def row(name: str, runtime: str = "openvino", **options: Any) -> CandidateResult
 @pytest.fixture
 def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(
-        timed: Timed, *, seconds: float | None = None, clock: Clock | None = None, work: Workload = WORK
+        timed: Timed, *, seconds: float | None = None, clock: FakeClock | None = None, work: Workload = WORK
     ) -> Search:
         monkeypatch.setattr(module, "measured", timed)
         timed.clock = clock
-        budget = Budget(seconds, clock or Clock())
+        budget = Budget(seconds, clock or FakeClock())
         source = row("source", "onnxruntime")
         return Search(source=source, workload=work, threads=2, rounds=9, cache=StageCache(), budget=budget)
 
@@ -186,7 +177,7 @@ def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.2)
     names = [f"c{i}" for i in range(8)]
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
-    clock = Clock()
+    clock = FakeClock()
     timed = Timed(ms)
     search = searching(timed, seconds=110, clock=clock)
     rows = [row(name) for name in names]
@@ -240,7 +231,7 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
     """Hypothesis draws the times and the remaining budget. Checks that the search only chooses a measured candidate
     that is faster than the source, and gives every other candidate a reason."""
     ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
-    clock = Clock()
+    clock = FakeClock()
     timed = Timed(ms, clock=clock)
     source = row("source", "onnxruntime")
     budget = Budget(seconds, clock)
@@ -265,7 +256,7 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 def test_no_time_for_options(searching: Any) -> None:
     """Checks that session options are not measured if no time is left, and that the report lists these options as not
     tried."""
-    clock = Clock()
+    clock = FakeClock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)
     rows = [row("a")]

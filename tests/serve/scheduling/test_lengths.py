@@ -29,7 +29,7 @@ COSTS = CostTable.proportional(4)
 
 
 def by_length(**options: Any) -> tuple[QueuedExecutor, TextSession, FakeClock]:
-    session, clock = TextSession(), FakeClock()
+    session, clock = TextSession(), FakeClock(100.0)
     scheduling = Scheduling(**{"max_batch_size": 8, "dynamic": True, "eager": False, "lengths": LENGTHS} | options)
     executor = make_executor(
         TEXT, scheduling, lambda: session, name="m", version="1", clock=clock, start=False, costs=COSTS
@@ -123,7 +123,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
     """Fails if more than 1% of the requests wait longer than the delay. Also checks that an idle instance doesn't wait
     without need, and that waiting makes batches larger. The test simulates a stream of texts at half of the model's
     throughput."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
     executor, session = timed(clock, costs, eager=eager)
     rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
     """Checks that a long request runs after a short request if the short request would otherwise be late."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     executor, session = timed(clock, STEEP)
     callers = [Caller(executor, replace(text(i, n), inline=False)) for i, n in enumerate((64, 4))]
     clock.now += 0.06
@@ -165,7 +165,7 @@ def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
 def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: float) -> None:
     """Checks that a late request is postponed only for a limited time, and that a late request with a deadline isn't
     postponed."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     executor, session = timed(clock, STEEP)
     request = replace(text(0, 64), inline=False)
     late = Caller(executor, replace(request, deadline=clock.now + deadline) if deadline else request)

@@ -32,7 +32,7 @@ class SlowText(TextSession):
 def test_costs_are_measured(budget: float) -> None:
     """Fails if the cost table differs from the session's times, or if a cell of the table is measured after the time
     budget is spent. Also fails if the estimate of an unmeasured cell is bad."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     session = SlowText(clock)
     before = clock.now
     table = measure_costs(
@@ -51,7 +51,7 @@ def test_costs_are_measured(budget: float) -> None:
 def test_an_interrupted_measurement() -> None:
     """Fails if the cost table contains the time of a run that another process slowed down. A slowed-down run would make
     larger batches look too expensive, and the scheduler would run the requests separately."""
-    clock = FakeClock()
+    clock = FakeClock(100.0)
 
     class Interrupted(SlowText):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:

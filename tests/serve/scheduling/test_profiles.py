@@ -60,7 +60,7 @@ def make(lengths: LengthBatching | None = None, **options: Any) -> tuple[Any, En
         lengths=lengths, **options,
     )  # fmt: skip
     executor = make_executor(
-        SIGNATURE, scheduling, lambda: session, name="m", version="1", clock=FakeClock(), start=False,
+        SIGNATURE, scheduling, lambda: session, name="m", version="1", clock=FakeClock(100.0), start=False,
         costs=CostTable.proportional(64),
     )  # fmt: skip
     return executor, session

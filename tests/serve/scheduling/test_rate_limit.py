@@ -38,7 +38,7 @@ def gates(limiter: RateLimiter, *needs: tuple[int, int]) -> list[Gate]:
 def test_one_runs_while_the_other_waits() -> None:
     """Fails if two models run at the same time although the resource suffices for only one model, or if the second
     model never runs."""
-    limiter, clock = RateLimiter(), FakeClock()
+    limiter, clock = RateLimiter(), FakeClock(100.0)
     first, second = FakeSession(), FakeSession()
     one = limited(limiter, first, "one", clock=clock, start=False)
     two = limited(limiter, second, "two", clock=clock, start=False)

@@ -58,7 +58,7 @@ class Summing(FakeSession):
 
 
 def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
-    session, clock = Summing(), FakeClock()
+    session, clock = Summing(), FakeClock(100.0)
     scheduling = Scheduling(**{"max_batch_size": 8, "eager": False, "sequence": SEQUENCE} | options)
     executor = make_executor(COUNTING, scheduling, lambda: session, name="m", version="1", clock=clock, start=False)
     assert isinstance(executor, SequenceExecutor)

@@ -29,6 +29,7 @@ from accel.tables.target import Target
 from accel.timing import paired
 from accel.timing.report import BenchReport, Row
 from tests.support import onnx_builder as build
+from tests.support.fake_sessions import FakeClock
 
 HIDDEN = {"verdict": "no measurable difference", "speedup": 1.5, "ci95": [0.9, 2.0], "noise_floor": 0.31}
 
@@ -155,19 +156,10 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
     assert any("measured today" in note and "30.0%" in note for note in notes) is (times == 1)
 
 
-class Clock:
-    """Simulates a clock that shows the seconds in ``now``. The test sets ``now``."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
     """Checks that a task that has used up its share of the time budget ends at its next progress message. The task's
     progress messages must still reach the watcher."""
-    clock = Clock()
+    clock = FakeClock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
 
@@ -191,7 +183,7 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 ) -> None:
     """Fails if the search builds more candidates than it has time to measure. Also fails if the search stops building
     while it has time for more candidates."""
-    clock = Clock()
+    clock = FakeClock()
     budget = Budget(seconds, clock)
 
     def judging(*_: Any) -> None:
@@ -214,7 +206,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     """Checks that a stage ends before the time that is reserved for measuring, and that the candidate's row says that
     time ran out. Also fails if the note about the budget leaves out the slow steps, the untried candidates or the
     advice."""
-    clock = Clock()
+    clock = FakeClock()
     budget = Budget(100.0, clock)
 
     def endless(*_: Any) -> None:
@@ -308,3 +300,17 @@ def test_samples_that_the_source_cannot_run_are_found_first(
             accel.optimize(tmp_path / "m.onnx", out=tmp_path / "out", **files)  # type: ignore[arg-type]
     ran = cli("optimize", tmp_path / "m.onnx", "--data", tmp_path / "bad.npz", "-o", tmp_path / "out", "-q")
     assert (ran.code, "sample 13" in ran.stderr, "Traceback" in ran.stderr) == (2, True, False)
+
+
+def test_no_budget_is_named_that_the_user_did_not_give() -> None:
+    """Fails if a message of the default search speaks of a budget, although accel chose the time itself."""
+    clock = FakeClock()
+    budget = Budget(None, clock)
+    clock.now = 40.0
+    budget.improve()
+    clock.now = 200.0
+    assert budget.reason("it was judged") == f"the search ended after {budget.seconds:g} s, before it was judged"
+    assert "budget" not in budget.note(["a"])
+    given = Budget(60.0, clock)
+    given.improve()
+    assert "of the budget of 60 s" in given.reason("it was judged")
