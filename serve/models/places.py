@@ -6,6 +6,7 @@ model is a model file, a folder that ``accel optimize`` wrote, or a model's fold
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,10 @@ def _has_versions(path: Path) -> bool:
     """Tells whether ``path`` is the folder of one model in Triton's layout."""
     if (path / CONFIG).is_file():
         return True
-    inner = [sub for sub in path.iterdir() if sub.is_dir()]
+    try:
+        inner = [sub for sub in path.iterdir() if sub.is_dir()]
+    except OSError as error:
+        raise BadRepository(f"can't read the folder {path} ({error.strerror}); check its permissions") from None
     return any(
         valid_version(sub.name) and (main_file(sub) is not None or (sub / PYTHON_FILE).is_file()) for sub in inner
     )
@@ -151,16 +155,17 @@ def _split(word: str) -> tuple[str, Path | None]:
     """Returns the name and the path in ``NAME=PATH`` or ``PATH``. The path is None if ``word`` is an address."""
     if "://" in word.partition("=")[0]:
         return "", None
-    if Path(word).exists():
-        return "", Path(word)
+    with contextlib.suppress(OSError, ValueError):  # a word may be too long for a path
+        if Path(word).exists():
+            return "", Path(word)
     name, equals, path = word.partition("=")
     if equals and name and path:
         if "://" in path:
             raise UsageError(f"{path} is the address of a repository, which takes no name; write {path} alone")
         return name, Path(path)
     raise BadRepository(
-        f"{word} does not exist; give a model file, a folder that accel optimize wrote, or a repository: a folder with "
-        "one subfolder for each model"
+        f"{word[:256]} does not exist; give a model file, a folder that accel optimize wrote, or a repository: a "
+        "folder with one subfolder for each model"
     )
 
 

@@ -114,6 +114,7 @@ def test_words_name_models(
     ("words", "said"),
     [
         (["nothing.onnx"], "nothing.onnx does not exist"),
+        (["x" * 5000], "does not exist; give a model file"),
         (["a=nothing.onnx"], "nothing.onnx does not exist"),
         (["out", "repository"], "repository is a repository, which is served alone"),
         (["out", "other/out"], "two models have the name 'out'"),
@@ -170,6 +171,17 @@ def test_a_changed_single_file_is_loaded_again(tmp_path: Path, opened: Any) -> N
     Path(f"{path}.manifest.json").unlink(missing_ok=True)
     repository.poll_once()
     assert scale(repository) == 2.0
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a folder without permission ends in a traceback."""
+
+    def refused(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(AccelError, match=r"can't read the folder .* \(Permission denied\); check its permissions"):
+        read_words([str(tmp_path)])
 
 
 def test_two_repositories_are_refused(tmp_path: Path) -> None:
