@@ -19,6 +19,7 @@ from accel.errors import AccelError, UsageError
 from accel.serve.models.places import NamedModels, read_words
 from accel.serve.process.serving import ServingProcess
 from tests.support import onnx_builder as build
+from tests.support.certificates import certificate
 from tests.support.serving import INT64, STRING, Served, Start, linear, scale
 
 
@@ -82,6 +83,20 @@ def test_a_token_is_part_of_the_lines(tmp_path: Path, start: Start, monkeypatch:
     monkeypatch.setenv("ACCEL_TOKEN", "a secret")
     for answer in _run(_asked(process)):
         assert "outputs" in answer, answer
+
+
+@pytest.mark.parametrize("http_port", [0, None])
+def test_the_lines_of_a_server_with_tls(tmp_path: Path, start: Start, http_port: int | None) -> None:
+    """Fails if the printed lines don't trust the certificate of the server."""
+    linear(tmp_path / "out")
+    certificate(tmp_path, "server")
+    files = {"tls_certificate": str(tmp_path / "server.pem"), "tls_key": str(tmp_path / "server.key")}
+    lines = _asked(start("", named=(f"out={tmp_path / 'out'}",), http_port=http_port, **files))
+    if http_port is None:
+        done = subprocess.run([sys.executable, "-c", "\n".join(lines[2:5])], capture_output=True, text=True, check=True)
+        assert "array([[0., 0., 0.]], dtype=float32)" in done.stdout
+    else:
+        assert all('"outputs"' in answer for answer in _run(lines))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.serve.core.transport import InferReply, ReplyTensor
-from accel.serve.process import message_limit
+from accel.serve.process import message_limit, serving
 from accel.serve.protocol import messages as proto
 from accel.serve.transports.grpc.message import _Request, _split, parse_infer
 from accel.serve.transports.grpc.wire import write_reply
@@ -178,6 +178,20 @@ def test_the_peak_of_a_request(served: Any) -> None:
             call(served.ports["grpc"], message)
 
     assert peak(served, again) < 5 * size
+
+
+def test_memory_is_given_back_after_requests(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an idle server keeps the memory of past requests, or searches for free memory although there were no
+    requests."""
+    given_back: list[int] = []
+    monkeypatch.setattr(serving, "give_back_memory", lambda: given_back.append(1))
+    process = start(repository)
+    process._give_back_memory()
+    assert given_back == []
+    call(process.ports["grpc"], request(4).SerializeToString())
+    for _ in range(2):
+        process._give_back_memory()
+    assert given_back == [1]
 
 
 def test_large_answers(served: Any) -> None:
