@@ -26,7 +26,7 @@ TWO = """
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] } ]
 """
-# A negative first number makes the model misbehave.
+# A negative first number makes the model misbehave. -5 makes it wait for the file "go on" in its folder.
 DOUBLE = """
 class TritonPythonModel:
     def initialize(self, args):
@@ -49,8 +49,8 @@ class TritonPythonModel:
                 os.kill(os.getpid(), signal.SIGSEGV)
             if what == -4:
                 return []
-            if what == -5:
-                time.sleep(1.0)
+            while what == -5 and not os.path.exists(os.path.join(self.args["model_repository"], "go on")):
+                time.sleep(0.01)
             if what == -6:
                 x = x.astype(np.float64)
             if what == -7:
@@ -120,6 +120,8 @@ def test_a_batch_keeps_its_requests_apart(models: Path, start: Start) -> None:
         slow = pool.submit(double, made, -5)  # while this request runs, the others gather
         until(lambda: process.server.under_way == 1)
         rest = [pool.submit(double, made, first) for first in (1, -1, 2, 3)]
+        until(lambda: process.server.under_way == 5)
+        (models / "double" / "go on").touch()
         for first, one in zip((1, -1, 2, 3), rest, strict=True):
             if first < 0:
                 with pytest.raises(InferenceServerException, match="no negatives"):
@@ -143,6 +145,7 @@ def test_a_crash_costs_one_process(models: Path, start: Start, first: float, how
         with pytest.raises(InferenceServerException, match=f"ended its process: {how}") as raised:
             double(made, first)
         assert raised.value.status() == "StatusCode.INTERNAL"
+        (models / "double" / "go on").touch()
         np.testing.assert_array_equal(other.result(30), 2 * row(-5))
         for _ in range(3):
             np.testing.assert_array_equal(double(made, 1), 2 * row(1))
