@@ -41,7 +41,7 @@ class Accumulated:
         self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
     ) -> None:
         self.module, self.zero, self.mode, self.device = module, zero, mode, device
-        self.summed = ObjectLoss(loss)
+        self.loss = ObjectLoss(loss)
         self.cp = cp
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Accumulated:
                 if self.cp is not None:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
-                    total, count = self.summed(outputs, targets)
+                    total, count = self.loss(outputs, targets)
                     del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)

@@ -37,8 +37,8 @@ NOT_A_NUMBER = {
 
 
 def overflow(start: Start, names: Sequence[str], folder: Path) -> dict[str, list[list[float]]]:
-    """Returns two values for each of two steps. The first value is 1 if the run skipped the step, and the second is the
-    loss scale after the step."""
+    """Returns two values for each of two steps: the number of skipped steps so far, and the loss scale after the
+    step."""
     found = {}
     for name in names:
         trainer = start([*SPIKY[name], *HALVES], folder / "none")

@@ -68,7 +68,7 @@ def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], worl
     """Checks that the planned traffic of a pipeline equals the bytes that the busiest rank sends to other stages in
     both passes. The cases include two and four ranks, sequence parallel, and 16-bit precision."""
     made = suite.config(rank_bytes.STAGES[world][name])
-    spec = ModelSpec(params=1, layers=7, hidden=32, heads=4, vocab=61, seq=16)
+    spec = ModelSpec(params=0, layers=7, hidden=32, heads=4, vocab=61, seq=16)
     sent = [rank["pipeline"][name] for rank in results[world]["ranks"]]
     assert max(sent) == pipeline_bytes(spec, layout_of_config(made, world)) > 0
 
@@ -78,7 +78,7 @@ def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, 
     """Fails if the planned activations of a context-parallel rank differ by more than half a percent from the bytes
     that autograd keeps on two ranks. Also fails if the planned traffic differs from the bytes that attention
     exchanges."""
-    spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
+    spec = ModelSpec(params=0, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=2, cp=2, precision="fp32", micro_batch=2)
     seen = results[2]["context parallel"]
     assert activations(spec, layout) == pytest.approx(seen["kept"], rel=0.005)
@@ -94,7 +94,7 @@ def test_tensor_parallel_keeps_what_the_plan_says(
 ) -> None:
     """Fails if the planned activations of a tensor-parallel rank differ by more than half a percent from the bytes that
     autograd keeps on two or four ranks. Column-parallel layers keep their whole gathered inputs."""
-    spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
+    spec = ModelSpec(params=0, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
     assert planned is not None
