@@ -127,14 +127,15 @@ def test_every_sample_is_trained_on_once(tmp_path: Path, source: Path) -> None:
 
 
 def test_the_users_generators_keep_their_state(source: Path) -> None:
-    """Fails if a stream changes the random numbers that the run draws."""
+    """Fails if a stream changes the random numbers that the run draws, or draws the same numbers for every sample."""
     stream = make_data(config_of(data=f"{source}:Drawn"))
     for seeds in (random.seed, np.random.seed, torch.manual_seed):
         seeds(5)
     expected = random.random(), np.random.rand(), torch.rand(1)
     for seeds in (random.seed, np.random.seed, torch.manual_seed):
         seeds(5)
-    next(stream.steps(8, drop_last=True))
+    batch = next(stream.steps(8, drop_last=True))
+    assert len({tuple(ids.tolist()) for ids, _ in batch}) == 8
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
 
 
