@@ -103,9 +103,8 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
     shape."""
     layout, spec = chosen.layout, chosen.spec
     if base is None:
-        optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
         shape = ShapeConfig(**{field.name: getattr(spec, field.name) for field in fields(ShapeConfig)})
-        chosen_optimizer = optimizer.get(layout.optimizer, OptimizerConfig(name=layout.optimizer))
+        chosen_optimizer = OptimizerConfig.planned(layout.optimizer)
         if layout.precision == "fp16-only":  # the usual eps is 0 in float16
             chosen_optimizer = replace(chosen_optimizer, eps=1e-4)
         base = TrainConfig(optimizer=chosen_optimizer, shape=shape)

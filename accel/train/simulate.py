@@ -89,7 +89,7 @@ def simulate(
             with unset_fake_temporarily():  # FSDP2 stores the ranks of a device mesh in real tensors
                 called = shard(module, mesh, zero, hpz=layout.hpz)
                 set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
-            stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)
+            stepper = MasterOptimizer(module, OptimizerConfig.planned(layout.optimizer), layout.precision)
             with Sent(found):
                 for index in range(layout.accumulation):
                     x, y = inputs()

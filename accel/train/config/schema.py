@@ -107,6 +107,14 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @classmethod
+    def planned(cls, name: str) -> OptimizerConfig:
+        """Returns the config of the optimizer that a plan calls ``name``. A plan calls SGD with momentum ``momentum``,
+        and SGD without momentum ``sgd``."""
+        if name == "momentum":
+            return cls(name="sgd")
+        return cls(name="sgd", momentum=0.0) if name == "sgd" else cls(name=name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
