@@ -92,7 +92,12 @@ def command(
     def human() -> str:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
         skips = f", {result['skipped']} of them skipped because float16 overflowed" if result.get("skipped") else ""
-        loss = f", loss {result['loss']:.4f}" if "loss" in result else " (all steps were done before)"
+        last = result.get("loss")
+        loss = (
+            " (all steps were done before)"
+            if "loss" not in result
+            else f", loss {'nan' if last is None else f'{last:.4f}'}"
+        )
         return (
             f"{out / 'final'}: {result['steps']} steps{loss}{skips}{'; evaluate: ' + metrics if metrics else ''}"
             f"\nnow: {shlex.join(['accel', 'export', str(out), '-o', 'model.onnx'])}{better()}"

@@ -81,8 +81,8 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
 
-        Returns a dict with the number of steps, the last loss and the metrics. If an earlier step was better than the
-        last step, the dict also has the record of the best step.
+        Returns a dict with the number of steps, the last loss and the metrics. A figure of the last step that isn't
+        finite is None. If an earlier step was better than the last step, the dict also has the record of the best step.
         """
         self.resume()
         batches = self.batches()
@@ -128,7 +128,10 @@ class Trainer:
         best = self.checkpoints.standing()
         better = {"best": best} if best is not None and best["step"] != self.step else {}
         skips = {"skipped": self.scale.skipped} if self.scale.enabled else {}
-        return {"steps": self.step, **last, **skips, "metrics": self.metrics, **better}
+        figures = {
+            name: value if math.isfinite(value) else None for name, value in last.items()
+        }  # JSON has no infinity
+        return {"steps": self.step, **figures, **skips, "metrics": self.metrics, **better}
 
     def _told(self, own: Any) -> Any:
         """Returns rank 0's value on every rank."""

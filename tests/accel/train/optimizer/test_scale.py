@@ -45,6 +45,16 @@ def test_skipped_steps_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"13 steps, loss {rows[-1]['loss']:.4f}, {total} of them skipped" in capsys.readouterr().out
 
 
+def test_the_result_of_a_skipped_last_step_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the infinite norm of a skipped step makes the result invalid JSON."""
+    file = tmp_path / "run.toml"
+    file.write_text(config_of(**{**_HIGH, "steps": 1}).to_toml())
+    line = ["train", str(file), "--out", str(tmp_path / "run"), "-q"]
+    assert run(group, [*line, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert (body["grad_norm"], body["skipped"]) == (None, 1)
+
+
 def test_a_hopeless_run_names_what_overflows_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run that skips every step goes on. The gradient of the last module overflows first, because the
     backward pass begins there."""
