@@ -22,8 +22,8 @@ from accel.spelling import ARGUMENTS, SWITCHES, flag
 from tests.support import ROOT
 
 PARTS = ("accel", "converters", "kernels", "serve")
-# FOREIGN holds options of pip and Megatron that accel's messages mention.
-FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format"}
+# FOREIGN holds options of pip, Megatron and curl that accel's messages mention.
+FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format", "--cacert", "--data-binary"}
 # The arguments in PYTHON_ONLY have no command-line option, because their values are tensors and functions.
 PYTHON_ONLY = {"call", "example"}
 # Matches an option of a command. The pattern doesn't match config keys, which `accel train` takes as --table.key=value.

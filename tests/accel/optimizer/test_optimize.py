@@ -107,7 +107,7 @@ def test_the_command_does_the_same(result: Any) -> None:
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params
-    assert (asked["metric"], asked["rounds"], asked["target"]) == (TOP1, 5, "auto")
+    assert (asked["metric"], asked["rounds"], asked["target"]) == (TOP1, 5, ("auto",))
     assert Path(asked["model"]).name == "digits.onnx"
     assert asked["data"].name == "digits_calib.npz"
 
