@@ -60,12 +60,10 @@ def command(
         given = [sys.stdin.read()]
     answers = generate(model, given, logit_bias=_bias(logit_bias), **options, **source)
     with answers:
-        if not say.as_json and len(answers.prompts) == 1:
-            _stream(answers)
+        if say.as_json or len(answers.prompts) > 1:
+            say.result(_json(answers), lambda: _texts(answers))
         else:
-            answers.finished()
-    if say.as_json or len(answers.prompts) > 1:
-        say.result(_json(answers), lambda: _texts(answers))
+            _stream(answers)
     if not say.quiet:
         count = sum(map(len, answers.ids))
         click.echo(

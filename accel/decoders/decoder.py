@@ -30,13 +30,14 @@ class SpecialTokens:
 
 
 class Decoder:
-    """A decoder with a KV cache in an open ``session``.
+    """A decoder with a KV cache in an open ``session``. ``folder`` has the tokenizer, by default the artifact's folder.
 
     Raises ``BadSource`` if the model has no KV cache, or if a recorded special token isn't a token id.
     """
 
-    def __init__(self, artifact: Artifact, session: Session) -> None:
+    def __init__(self, artifact: Artifact, session: Session, folder: Path | None = None) -> None:
         self.artifact = artifact
+        self._folder = folder or artifact.path.parent
         self.session = session
         self.cache = cache_of(session.signature)
         vocabulary = next(spec for spec in session.signature.outputs if spec.name == LOGITS).shape[-1]
@@ -50,7 +51,7 @@ class Decoder:
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer in the decoder's folder. Raises ``BadSource`` if the folder has none, or if it has
         another vocabulary."""
-        return Tokenizer.open(self.artifact.path.parent, self.vocabulary)
+        return Tokenizer.open(self._folder, self.vocabulary)
 
 
 def _special_tokens(artifact: Artifact) -> SpecialTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from accel.cancel import check_cancelled
 from accel.errors import RunFailed, UnsupportedHere, UsageError
 from accel.machine import available_memory
+from accel.signature.decoder import MASK
 from accel.spelling import option
 
 from .decoder import Decoder
@@ -165,7 +167,10 @@ def begin(
     context = decoder.tokens.context
     rows = []
     for number, prompt in enumerate(prompts):
-        tokens = [int(token) for token in prompt]
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise UsageError(f"prompt {number + 1} is no list of whole numbers; give a text or token ids") from error
         if not tokens:
             raise UsageError(f"prompt {number + 1} has no tokens; give at least one")
         for token in tokens:
@@ -180,6 +185,12 @@ def begin(
         rows.append(Row(number=number, prompt=len(tokens), tokens=tokens, stream=TextStream(tokenizer)))
     if not rows:
         raise UsageError(f"there is no prompt; give one with {option('prompts')}")
+    masked = any(spec.name == MASK for spec in decoder.session.signature.inputs)
+    if not masked and len({row.prompt for row in rows}) > 1:
+        raise UsageError(
+            "the decoder has no attention_mask, so prompts of unequal lengths can't share a batch; give one prompt at "
+            "a time, or export the decoder with a mask"
+        )
     _check_room(decoder, rows, most)
     return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops))
 

@@ -20,6 +20,10 @@ _INCOMPLETE = "\ufffd"
 _LONGEST_CHAT = 1 << 20
 
 
+class NoTokenizer(BadSource):
+    """The folder of a decoder has no tokenizer."""
+
+
 class Tokenizer:
     """A tokenizer of a folder. Never runs code from the folder."""
 
@@ -52,9 +56,9 @@ class Tokenizer:
             found = cls(folder, _slow(folder), False)
             size = len(found._encoder)
         else:
-            raise BadSource(
-                f"{folder} has no tokenizer; copy the model's tokenizer.json there, or give token ids with "
-                f"{option('prompt_ids')}"
+            raise NoTokenizer(
+                f"{folder} has no tokenizer; copy the model's tokenizer.json there, or save the model and its "
+                "tokenizer in one folder"
             )
         if size > vocabulary:
             raise BadSource(

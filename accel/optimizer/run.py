@@ -171,13 +171,16 @@ def judge_for(
             f"{option('data')}"
         )
     measure, limit = measure_and_limit(metric, request.max_drop, request.max_kl)
-    return DecoderJudge(src, request.text, measure), replace(request, max_drop=limit)
+    return DecoderJudge(src, request.text, measure, request.source.folder), replace(request, max_drop=limit)
 
 
 def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
     """Returns the requests that the candidates are timed on. A decoder is timed on one token after each context."""
     if Cache.of(src.signature) is not None and not (request.judged_on or request.sizes or request.lengths):
-        return decode_steps(src.signature, request.contexts, request.batch or 1, request.objective, request.cores)
+        about = src.source.get("decoder") or {}
+        return decode_steps(
+            src.signature, request.contexts, request.batch or 1, request.objective, request.cores, about.get("context")
+        )
     return workload(
         src.signature,
         stream,

@@ -48,12 +48,12 @@ class Signature:
             if dim not in known:
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dynamic dims are: {has}")
-        terms = {name for spec in self.inputs for dim in spec.shape if is_sum(dim) for name in free_dims(dim)}
+        first = {spec.shape[0] for spec in self.inputs if spec.shape}
         for dim, bounds in self.dims.items():
-            if not bounds.min and dim not in terms:
+            if not bounds.min and dim in first:
                 raise BadInputSpec(
-                    f"the dim {dim!r} can't be empty, but has the range {bounds}; a dim range needs 1 <= min <= opt <= "
-                    "max, unless the dim is a term of another dim, as in [past+length]"
+                    f"the dim {dim!r} is the first of an input and can't be empty, but has the range {bounds}; such a "
+                    "range needs 1 <= min <= opt <= max"
                 )
         for spec in self.inputs:
             if unknown := sorted(spec.bound_dims.difference(known)):

@@ -218,6 +218,6 @@ def test_a_dim_may_be_a_sum_of_other_dims() -> None:
     assert fixed.shape == ("batch", 7)
 
 
-def test_only_a_term_of_a_sum_may_be_empty() -> None:
+def test_the_first_dim_is_never_empty() -> None:
     with pytest.raises(BadInputSpec, match="1 <= min <= opt <= max"):
         Signature((TensorSpec.parse("x:float32[batch,4]"),), (), {"batch": DimRange(0, 1, 2)})

@@ -8,9 +8,10 @@ from pathlib import Path
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.decoders.folder import check_folder, write_folder
-from accel.decoders.proof import DecoderGate
+from accel.decoders.proof import PADDED, DecoderGate
 from accel.errors import BadSource, StageFailed
 from accel.optimizer.publish import check_out
+from accel.signature.decoder import POSITIONS
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.tables.kinds import KINDS
@@ -49,9 +50,11 @@ def _check_own_cache(src: Artifact, gate: DecoderGate) -> None:
     """Raises ``BadSource`` if the PyTorch model itself computes other logits with its cache than without."""
     failed = next((result for result in gate.check(src, src) if result.passed is False), None)
     if failed is not None:
+        counted = failed.case != PADDED or any(spec.name == POSITIONS for spec in src.signature.inputs)
+        fix = "correct its forward" if counted else "let it take position_ids, because padding shifts the positions"
         raise BadSource(
             f"in PyTorch, {src.source['spec']} computes other logits with its own cache than without, at "
-            f"{failed.case} ({failed.finding}); correct its forward, or export one pass without a cache with "
+            f"{failed.case} ({failed.finding}); {fix}, or export one pass without a cache with "
             f"{option('decoder', False)}"
         )
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from accel.decoders.decoder import Decoder
-from accel.decoders.generation import Generation, Token, begin
+from accel.decoders.generation import Generation, Row, Token, begin
 from accel.decoders.sampling import Sampling
-from accel.decoders.tokenizer import Tokenizer
+from accel.decoders.tokenizer import NoTokenizer, Tokenizer
 from accel.errors import BadSource, UsageError
 from accel.runtimes.base import open_session
 from accel.sources.source import Model, Source, SourceOptions
@@ -20,8 +20,8 @@ Prompt = str | Sequence[int]
 
 
 class Answers:
-    """The answers to prompts. Iterating over it yields a ``Token`` as soon as it is chosen. ``texts`` and ``ids`` are
-    the answers so far, and ``finishes`` says why each answer ended."""
+    """The answers to prompts. Iterating over it yields a ``Token`` as soon as it is chosen. ``texts``, ``ids`` and
+    ``finishes`` generate the remaining tokens first."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer | None, stack: ExitStack) -> None:
         self._generation = generation
@@ -50,21 +50,25 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def finished(self) -> Answers:
-        """Generates the remaining tokens and returns this object."""
+    def __repr__(self) -> str:
+        count = sum(len(row.answer) for row in self._generation.rows)
+        return f"<accel answers: {len(self._generation.rows)} prompts, {count} tokens so far>"
+
+    def _finished(self) -> list[Row]:
+        """Generates the remaining tokens and returns the rows."""
         for _ in self:
             pass
-        return self
+        return self._generation.rows
 
     @property
     def texts(self) -> list[str | None]:
-        """Returns the text of each answer so far, or None without a tokenizer."""
-        return [row.stream.text if self.tokenizer else None for row in self._generation.rows]
+        """Returns the text of each answer, or None without a tokenizer."""
+        return [row.stream.text if self.tokenizer else None for row in self._finished()]
 
     @property
     def ids(self) -> list[list[int]]:
-        """Returns the generated token ids of each answer so far."""
-        return [row.answer for row in self._generation.rows]
+        """Returns the generated token ids of each answer."""
+        return [row.answer for row in self._finished()]
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -73,8 +77,8 @@ class Answers:
 
     @property
     def finishes(self) -> list[str]:
-        """Returns ``end``, ``stop`` or ``length`` for each answer, or "" for an answer that isn't complete."""
-        return [row.finish for row in self._generation.rows]
+        """Returns ``end``, ``stop`` or ``length`` for each answer."""
+        return [row.finish for row in self._finished()]
 
     @property
     def seconds_to_first_token(self) -> float:
@@ -115,12 +119,14 @@ def generate(
     chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``sequences`` is the number of answers
     to each prompt. With ``chat``, each prompt is a message of the user, in the form of the model's chat template.
 
+    The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
+
     Raises ``UsageError`` for a prompt that the model can't take, ``BadSource`` if the model is no decoder or lacks a
     tokenizer that the prompts need, and ``RunFailed`` if the logits aren't finite.
 
     >>> for token in accel.generate("dec/", "def ", max_new_tokens=64):    # doctest: +SKIP
     ...     print(token.text, end="")
-    >>> accel.generate("dec/", [[1, 2, 3]]).finished().ids                 # doctest: +SKIP
+    >>> accel.generate("dec/", [[1, 2, 3]]).ids                            # doctest: +SKIP
     """
     sampling = Sampling(
         temperature=temperature,
@@ -170,6 +176,10 @@ def _tokenizer(decoder: Decoder, needed: bool) -> Tokenizer | None:
     """Returns the tokenizer, or None if there is none and the prompts are token ids."""
     try:
         return decoder.tokenizer
+    except NoTokenizer as error:
+        if needed:
+            raise NoTokenizer(f"{error}, or give token ids with {option('prompt_ids')}") from error
+        return None
     except BadSource:
         if needed:
             raise

@@ -73,16 +73,17 @@ class Sums:
 
 class DecoderJudge(Judge):
     """Judges decoders on the text file ``text``, or on texts that the source samples. ``measure`` is one of
-    ``MEASURES``.
+    ``MEASURES``. ``folder`` has the tokenizer, by default the source's folder.
 
     Perplexity alone is blind: 4-bit weights may change every twentieth most likely token, and hardly the perplexity.
     """
 
-    def __init__(self, source: Artifact, text: Path | None, measure: str = KL) -> None:
+    def __init__(self, source: Artifact, text: Path | None, measure: str = KL, folder: Path | None = None) -> None:
         super().__init__(source, None, None)
         if measure not in MEASURES:
             raise UnknownName(f"unknown measure {measure!r} of a decoder; use one of {', '.join(MEASURES)}")
         self._text = text
+        self._folder = folder
         self._measure_name = measure
         self._windows: list[np.ndarray] | None = None
         self._logits: list[np.ndarray] | None = None
@@ -135,7 +136,7 @@ class DecoderJudge(Judge):
         """Returns the texts, and the source's logits for each text."""
         if self._windows is None or self._logits is None:
             with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
-                decoder = Decoder(self.source, session)
+                decoder = Decoder(self.source, session, self._folder)
                 self._windows = list(_windows(decoder, self._text))
                 self._logits = [Replay(session, 1).step(ids[None])[0] for ids in self._windows]
             import numpy as np

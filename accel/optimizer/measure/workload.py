@@ -157,10 +157,21 @@ def workload(
     return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)
 
 
-def decode_steps(signature: Signature, contexts: Sequence[int], batch: int, objective: str, cores: int) -> Workload:
-    """Returns the workload of a decoder: one new token for each number of tokens in the cache, which is 128 without
-    ``contexts``."""
-    found = sorted(set(contexts)) or [_CONTEXT]
+def decode_steps(
+    signature: Signature, contexts: Sequence[int], batch: int, objective: str, cores: int, most: int | None = None
+) -> Workload:
+    """Returns the workload of a decoder: one new token for each number of tokens in the cache. Without ``contexts``,
+    there are 128 tokens, or fewer if the decoder takes at most ``most`` tokens.
+
+    Raises ``BadInputSpec`` if a context leaves no room for a new token.
+    """
+    usual = _CONTEXT if most is None else min(_CONTEXT, most - 1)
+    found = sorted(set(contexts)) or [usual]
+    if most is not None and found[-1] >= most:
+        raise BadInputSpec(
+            f"the decoder takes {most} tokens, so {found[-1]} tokens leave no room for a new one; give smaller numbers "
+            f"with {option('contexts', usual)}"
+        )
     rows = _batch(signature, batch, {})
     mix = tuple(signature.example_inputs(**rows, **step_sizes(signature, 1, size)) for size in found)
     repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1

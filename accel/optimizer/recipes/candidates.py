@@ -10,6 +10,7 @@ from accel.artifact import Artifact
 from accel.converters.quantize.stage import FORMS, FP8_CALIBRATIONS
 from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.runtimes.base import get_runtime
+from accel.signature.decoder import Cache
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import TARGETS, Target
@@ -144,13 +145,15 @@ def _uncalibrated(
     if _lacking(target, precision) or _impossible(src, target, precision, calibrated):
         return []
     return [
-        NotTried(target=target.name, precision=precision, variant=recipe.variant, reason=_needs_data(precision))
+        NotTried(target=target.name, precision=precision, variant=recipe.variant, reason=_needs_data(src, precision))
         for recipe in _made(src, target, precision, calibrated)
         if recipe.name not in {one.name for one in made}
     ]
 
 
-def _needs_data(precision: str) -> str:
+def _needs_data(src: Artifact, precision: str) -> str:
+    if Cache.of(src.signature) is not None:
+        return "accel calibrates no decoders; dynamic int8, int8 weights and int4 need no calibration"
     return f"{precision} needs data to calibrate on; pass {option('data')}"
 
 
@@ -172,7 +175,7 @@ def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRe
         return f"the source is {own} already; start from its fp32 form"
     if precision == "fp8" and (reason := tensorrt.without_fp8(target, request)):
         return reason
-    if reason := _calibration_impossible(own, target, precision, request):
+    if reason := _calibration_impossible(src, target, precision, request):
         return reason
     if target.kind == "openvino" and (reason := openvino.obstacle(precision, request)):
         return reason
@@ -183,13 +186,14 @@ def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRe
     return None
 
 
-def _calibration_impossible(own: str, target: Target, precision: str, request: RecipeRequest) -> str | None:
+def _calibration_impossible(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> str | None:
     """Returns the reason if ``precision`` requires calibration that is impossible for ``target``, else None."""
+    own = precision_of(src)
     if not PRECISIONS[precision].needs_data:
         return None
     dynamic = precision == "int8" and target.name == "ort-cpu"  # dynamic quantization needs no samples
     if request.data is None and precision != "mixed" and own != precision and not dynamic:
-        return _needs_data(precision)
+        return _needs_data(src, precision)
     known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
     calibration = request.quantize.get("calibration", known[0])
     if own == "fp32" and calibration not in known:

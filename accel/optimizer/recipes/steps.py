@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import QuantizeConfig
+from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import Target
@@ -26,7 +27,10 @@ def precision_of(src: Artifact) -> str:
 
 
 def has_large_products(src: Artifact) -> bool:
-    """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights."""
+    """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights. A
+    decoder reads all weights for each token, so it may be faster at any size."""
+    if Cache.of(src.signature) is not None:
+        return True
     from accel.converters.quantize.products import product_weights
     from accel.sources.onnx.file import read_without_weights
 

@@ -60,7 +60,7 @@ class CachedDecoder(torch.nn.Module):
         ids = torch.zeros((1, 3), dtype=torch.int64)
         try:
             with torch.no_grad():
-                _, pairs = self._call(ids, torch.ones_like(ids), torch.arange(3)[None], None)
+                logits, pairs = self._call(ids, torch.ones_like(ids), torch.arange(3)[None], None)
         except UnsupportedHere:
             raise
         except Exception as error:  # a model may raise any type of error
@@ -68,6 +68,11 @@ class CachedDecoder(torch.nn.Module):
                 f"the decoder {name} fails in PyTorch on three tokens without a cache: {one_line(error, 200)}; correct "
                 f"its forward, or pass {option('decoder', False)}"
             ) from error
+        if logits.ndim != 3 or logits.shape[1] != 3:
+            raise BadSource(
+                f"the decoder {name} returns logits of the shape {list(logits.shape)} for three tokens; return the "
+                "logits of every token, [batch, sequence, vocabulary]"
+            )
         for pair in pairs:
             if any(part.ndim != 4 or part.shape[2] != 3 for part in pair):
                 raise UnsupportedHere(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.errors import AccelError, BadSource, CannotWrite, UnsupportedHere
+from accel.errors import AccelError, BadSource, CannotWrite, UnsupportedHere, UsageError
 from tests.support.small_decoder import save_decoder, small_decoder
 
 
@@ -124,6 +124,37 @@ class Forgetful(OwnDecoder):
         return logits, ((k, v.roll(1, 2)),)
 
 
+class WithoutMask(OwnDecoder):
+    def forward(self, input_ids, past_key_values=None):  # type: ignore[no-untyped-def]
+        start = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+        total = start + input_ids.shape[1]
+        mask = torch.ones(input_ids.shape[0], total, dtype=torch.int64)
+        positions = torch.arange(start, total).expand_as(input_ids)
+        return super().forward(input_ids, mask, positions, past_key_values)
+
+
+def test_a_module_without_a_mask(tmp_path: Path) -> None:
+    """Fails if a module without a mask and positions is refused, or unequal prompts are padded without a mask."""
+    accel.export(WithoutMask(), decoder=True, out=tmp_path / "out")
+    with_mask = accel.generate(OwnDecoder(), [[3, 4]], max_new_tokens=5).ids
+    assert accel.generate(tmp_path / "out", [[3, 4]], max_new_tokens=5).ids == with_mask
+    with pytest.raises(UsageError, match="give one prompt at a time"):
+        accel.generate(tmp_path / "out", [[3, 4], [5]])
+
+
+class WithoutPositions(OwnDecoder):
+    def forward(self, input_ids, attention_mask, past_key_values=None):  # type: ignore[no-untyped-def]
+        total = attention_mask.shape[1]
+        positions = torch.arange(total - input_ids.shape[1], total).expand_as(input_ids)
+        return super().forward(input_ids, attention_mask, positions, past_key_values)
+
+
+class LastToken(OwnDecoder):
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):  # type: ignore[no-untyped-def]
+        logits, presents = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return logits[:, -1:], presents
+
+
 class WithoutCache(nn.Module):
     def forward(self, input_ids):  # type: ignore[no-untyped-def]
         return input_ids
@@ -133,6 +164,8 @@ class WithoutCache(nn.Module):
     ("module", "said"),
     [
         (Forgetful, "in PyTorch, .* other logits with its own cache than without, at prefill in three parts"),
+        (WithoutPositions, "let it take position_ids, because padding shifts the positions"),
+        (LastToken, "return the logits of every token"),
         (WithoutCache, "has no parameters input_ids and past_key_values"),
     ],
 )

@@ -49,7 +49,7 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path, options: dict[str
     """Fails if padding, positions or the cache of a batch of unequal prompts change a token, or if a row that has ended
     changes the others."""
     wanted = [_of_transformers(prompt, 20, **options) for prompt in PROMPTS]
-    answers = accel.generate(folder, PROMPTS, max_new_tokens=20, **options).finished()
+    answers = accel.generate(folder, PROMPTS, max_new_tokens=20, **options)
     assert answers.ids == wanted
     assert answers.finishes == ["end" if ids[-1] == 2 else "length" for ids in wanted]
 
@@ -63,7 +63,7 @@ def test_a_row_that_ends_leaves_the_batch() -> None:
     assert at < 6
     module = small_decoder(vocab_size=BYTE_VOCABULARY)
     module.generation_config.eos_token_id = [end, 2]
-    answers = accel.generate(module, PROMPTS[:2], max_new_tokens=12).finished()
+    answers = accel.generate(module, PROMPTS[:2], max_new_tokens=12)
     assert answers.ids == [first, second[: at + 1]]
     assert answers.finishes == ["length", "end"]
 
@@ -72,10 +72,10 @@ def test_a_seed_gives_the_same_tokens_on_two_runtimes(folder: Path) -> None:
     """Fails if the random numbers depend on the runtime or on the other rows of the batch."""
     options = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 7, "max_new_tokens": 16}
     module = small_decoder(vocab_size=BYTE_VOCABULARY)
-    both = accel.generate(folder, PROMPTS, **options).finished().ids
-    assert accel.generate(module, PROMPTS, **options).finished().ids == both
-    assert accel.generate(folder, PROMPTS[:1], **options).finished().ids == both[:1]
-    assert accel.generate(folder, PROMPTS, **{**options, "seed": 8}).finished().ids != both
+    both = accel.generate(folder, PROMPTS, **options).ids
+    assert accel.generate(module, PROMPTS, **options).ids == both
+    assert accel.generate(folder, PROMPTS[:1], **options).ids == both[:1]
+    assert accel.generate(folder, PROMPTS, **{**options, "seed": 8}).ids != both
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def _tokenizer(found: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006 - kept f
 
 def test_a_text_and_a_chat(folder: Path) -> None:
     """Fails if a text isn't encoded by the folder's tokenizer, or the chat template is left out."""
-    answers = accel.generate(folder, "héllo", max_new_tokens=4).finished()
+    answers = accel.generate(folder, "héllo", max_new_tokens=4)
     assert answers.prompts == [_tokenizer().encode("héllo")]
     assert answers.texts == [_tokenizer().decode(answers.ids[0])]
-    chat = accel.generate(folder, "hi", chat=True, max_new_tokens=1).finished()
+    chat = accel.generate(folder, "hi", chat=True, max_new_tokens=1)
     assert chat.prompts == [[1, *_tokenizer().encode("[user] hi\n[assistant] ")]]
 
 
@@ -189,6 +189,7 @@ BAD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "an empty prompt": ({"prompts": [[5], []]}, UsageError, "prompt 2 has no tokens"),
     "an empty text": ({"prompts": ""}, UsageError, "prompt 1 has no tokens"),
     "an id beyond the vocabulary": ({"prompts": [[5, 259]]}, UsageError, "ids are 0 to 258"),
+    "no whole numbers": ({"prompts": [[1.5, 2]]}, UsageError, "no list of whole numbers"),
     "a negative id": ({"prompts": [[-1]]}, UsageError, "ids are 0 to 258"),
     "longer than the context": ({"prompts": [[5] * 160]}, UsageError, "has 160 tokens.*truncate=True"),
     "temperature 0": ({"prompts": [[5]], "temperature": 0.0}, UsageError, "leave out temperature"),
@@ -212,7 +213,7 @@ def test_bad_input(bad: str, folder: Path) -> None:
 def test_a_long_prompt_loses_its_beginning(folder: Path) -> None:
     """Fails if the advice of the error about long prompts doesn't help, or drops the end of the prompt."""
     prompt = [*range(10, 110), *range(20, 120)]
-    answers = accel.generate(folder, [prompt], truncate=True, max_new_tokens=10).finished()
+    answers = accel.generate(folder, [prompt], truncate=True, max_new_tokens=10)
     assert answers.prompts == [prompt[-150:]]
     assert len(answers.ids[0]) <= 10
 
@@ -223,7 +224,7 @@ def test_a_missing_and_a_foreign_tokenizer(folder: Path, tmp_path: Path) -> None
     (copy / "tokenizer.json").unlink()
     with pytest.raises(BadSource, match=r"has no tokenizer; .* prompts="):
         accel.generate(copy, "hi")
-    assert accel.generate(copy, [[5]], max_new_tokens=1).finished().texts == [None]
+    assert accel.generate(copy, [[5]], max_new_tokens=1).texts == [None]
     save_byte_tokenizer(copy)
     text = (copy / "tokenizer.json").read_text()
     (copy / "tokenizer.json").write_text(text[: len(text) // 2])
@@ -249,7 +250,7 @@ def test_nan_names_the_layer(folder: Path, tmp_path: Path) -> None:
     weights[names[0]].CopyFrom(numpy_helper.from_array(value, names[0]))
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(RunFailed, match=r"NaN or infinite .*layer 1 are the first"):
-        accel.generate(tmp_path / "model.onnx", [[5, 6]]).finished()
+        _ = accel.generate(tmp_path / "model.onnx", [[5, 6]]).ids
 
 
 def test_a_cache_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,7 @@ def test_a_model_without_a_cache(tmp_path: Path) -> None:
 
 def test_the_command(folder: Path, cli: Callable[..., object]) -> None:
     """Fails if the command's JSON, text or error differs from the Python function's."""
-    wanted = accel.generate(folder, [[104, 105]], max_new_tokens=6).finished()
+    wanted = accel.generate(folder, [[104, 105]], max_new_tokens=6)
     ran = cli("generate", str(folder), "--prompt-ids", "104,105", "--max-new-tokens", "6", "--json", "-q")
     body = json.loads(ran.stdout)  # type: ignore[attr-defined]
     assert (body["ids"], body["text"], body["finish"]) == (wanted.ids[0], wanted.texts[0], "length")

@@ -65,7 +65,7 @@ def test_the_command(cli: Callable[..., object], folder: Path, tmp_path: Path) -
     assert {"genai_config.json", "tokenizer.json", "generation_config.json"} <= {
         file.name for file in (tmp_path / "q").iterdir()
     }
-    assert accel.generate(tmp_path / "q", "The quick", max_new_tokens=4).finished().texts != [None]
+    assert accel.generate(tmp_path / "q", "The quick", max_new_tokens=4).texts != [None]
 
 
 def test_a_decoder_judges_itself_without_a_loss(folder: Path, tmp_path: Path) -> None:
@@ -86,6 +86,7 @@ def test_a_decoder_judges_itself_without_a_loss(folder: Path, tmp_path: Path) ->
         ({"metric": "top1", "max_kl": 0.1}, UsageError, "is a limit of kl"),
         ({"max_kl": -1.0}, UsageError, "give nats a token"),
         ({"contexts": (0,)}, UsageError, "at least one token"),
+        ({"contexts": (64, 160)}, UsageError, "takes 160 tokens.*contexts=128"),
         ({"text": "empty.txt"}, BadData, "fewer than two tokens"),
         ({"text": "bytes.txt"}, BadData, "no text in UTF-8"),
     ],
@@ -108,5 +109,19 @@ def test_options_of_decoders_are_for_decoders(tmp_path: Path) -> None:
         accel.optimize(module, example=(torch.ones(2, 4),), text=tmp_path / "x.txt", out=tmp_path / "q")
     (tmp_path / "x.txt").write_text("hello")
     bare = save_decoder(tmp_path / "bare")
+    save_byte_tokenizer(tmp_path / "other")
     with pytest.raises(BadSource, match="has no tokenizer"):
         accel.optimize(bare, text=tmp_path / "x.txt", out=tmp_path / "q", target="ort-cpu")
+
+
+def test_a_folder_of_transformers_brings_its_tokenizer(tmp_path: Path) -> None:
+    """Fails if the tokenizer is looked for in the cache, beside the exported file, or 4-bit weights aren't tried."""
+    source = save_byte_tokenizer(save_decoder(tmp_path / "llama", vocab_size=BYTE_VOCABULARY, hidden_size=256))
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question")
+    made = accel.optimize(
+        source, text=tmp_path / "text.txt", out=tmp_path / "q", target="ort-cpu", max_kl=0.9, rounds=5
+    )
+    names = {candidate.name for candidate in made.candidates}
+    assert {"ort-cpu int4", "ort-cpu int8 weights", "ort-cpu int8 dynamic"} <= names
+    assert not any("--data" in note or "data=" in note for note in made.notes)
+    assert accel.generate(tmp_path / "q", "to be", max_new_tokens=2).texts != [None]
