@@ -19,6 +19,8 @@ from .statistics import NOISY_FLOOR, Ratio, Verdict
 # If the outputs of two models have a cosine similarity below this value, the models have different weights. A badly
 # quantized model stays above this value when its outputs are compared with the outputs of its source model.
 _ANOTHER_MODEL = 0.5
+# A baseline this many times as slow as itself with fewer threads has threads that wait for one another.
+_WAITING = 2.0
 
 # The warning about speedups that compare the fastest runs.
 DISTURBED = (
@@ -111,12 +113,27 @@ class BenchReport:
         ]
         if self.statistic == "fast runs":
             found.append(DISTURBED)
+        found += self._waiting()
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
                 f"running, or give more {option('rounds')} and {option('budget_seconds')}"
             )
         return tuple(found)
+
+    def _waiting(self) -> list[str]:
+        """Returns a warning if the baseline is much slower than itself with fewer threads. Threads that wait for a core
+        that other work uses make a run up to a hundred times as long, so every speedup would be too large."""
+        medians = {row.name: row.median_ms for row in self.rows if row.median_ms}
+        base = medians.get(self.baseline)
+        fewer = {name: median for name, median in medians.items() if name.startswith(f"{self.baseline}, ")}
+        name = min(fewer, key=fewer.__getitem__, default="")
+        if not base or not name or base < _WAITING * fewer[name]:
+            return []
+        return [
+            f"{self.baseline} is {base / fewer[name]:.1f} times as slow as {name}, because its threads wait for one "
+            f"another: compare with {name}, or measure on a quiet machine"
+        ]
 
     def row(self, name: str) -> Row:
         """Returns the row of a candidate. Raises ``KeyError`` if no candidate has this name."""

@@ -252,6 +252,10 @@ def test_the_terminal_has_the_same_columns() -> None:
     assert report.warnings == ()
     other = replace(report, rows=(rows[0], replace(rows[1], cosine=-0.07)))
     assert [line for line in other.warnings if "[bold]x gives other outputs than base (cosine -0.07)" in line]
+    alone = replace(rows[0], name="base, 1 thread", median_ms=20.0)
+    waiting = replace(report, rows=(rows[0], alone)).warnings
+    assert [line for line in waiting if "base is 61.7 times as slow as base, 1 thread" in line]
+    assert replace(report, rows=(rows[0], replace(alone, median_ms=1000.0))).warnings == ()
     made = table(report)
     titles, *cells = page.cells(report.to_json())
     assert [column.header for column in made.columns] == titles
