@@ -179,7 +179,11 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is no valid ONNX model ({why}); export it again", why) from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         why = plain_reason(error)
-        raise InvalidModel(f"ONNX Runtime can't load {path} ({why}); export it again", why) from error
+        own = "the operator accel:" in why
+        fix = f"build accel's operators with accel kernels build, and name the library in {OPERATORS}"
+        raise InvalidModel(
+            f"ONNX Runtime can't load {path} ({why}); {fix if own else 'export it again'}", why
+        ) from error
 
 
 def _session(path: Path, settings: Any, provider: str) -> Any:
