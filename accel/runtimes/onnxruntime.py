@@ -179,11 +179,19 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is no valid ONNX model ({why}); export it again", why) from error
     except (native.Fail, native.NoSuchFile, native.RuntimeException, native.NoModel) as error:
         why = plain_reason(error)
-        own = "the operator accel:" in why
-        fix = f"build accel's operators with accel kernels build, and name the library in {OPERATORS}"
-        raise InvalidModel(
-            f"ONNX Runtime can't load {path} ({why}); {fix if own else 'export it again'}", why
-        ) from error
+        fix = "export it again"
+        if _needs_library(path):
+            fix = f"build accel's operators with accel kernels build, and name the library in {OPERATORS}"
+        raise InvalidModel(f"ONNX Runtime can't load {path} ({why}); {fix}", why) from error
+
+
+def _needs_library(path: Path) -> bool:
+    """Tells whether the model has an operator of accel without a function body, which only a library can run."""
+    from accel.sources.onnx.file import all_nodes, read_without_weights
+
+    model = read_without_weights(path)
+    bodies = {function.name for function in model.functions if function.domain == "accel"}
+    return any(node.domain == "accel" and node.op_type not in bodies for node in all_nodes(model.graph))
 
 
 def _session(path: Path, settings: Any, provider: str) -> Any:
