@@ -2,7 +2,7 @@
 Also parses the command line's notation for inputs, makes random inputs, and checks inputs.
 """
 
-from .bounds import Bound, is_sum, size_at
+from .bounds import Bound, free_dims, is_sum, size_at
 from .dim_range import BATCH, DimRange, merged_ranges
 from .integers import IntegerRanges, OutOfRange
 from .signature import Feeds, Signature, shapes_of
@@ -20,6 +20,7 @@ __all__ = [
     "Signature",
     "TensorSpec",
     "as_tuples",
+    "free_dims",
     "is_sum",
     "merged_ranges",
     "new_names",

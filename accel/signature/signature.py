@@ -80,7 +80,7 @@ class Signature:
             return BATCH
         first = {spec.shape[0] for spec in self.inputs if spec.shape}
         only = next(iter(first)) if len(first) == 1 else None
-        return only if isinstance(only, str) else None
+        return only if isinstance(only, str) and only in self.dims else None
 
     @property
     def fixed_batch(self) -> int | None:

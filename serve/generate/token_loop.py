@@ -21,14 +21,15 @@ response with ``token`` of shape (rows, 1).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel.errors import BadFeeds, BadRepository
-from accel.signature import Dim, Signature, TensorSpec, numpy_dtype
+from accel.signature import Dim, Signature, TensorSpec, free_dims, numpy_dtype, size_at
 
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
@@ -63,7 +64,9 @@ class TokenLoop:
         length: Dim = tokens.shape[1] if isinstance(tokens.shape[1], str) else "prompt"
         prompt = TensorSpec(tokens.name, tokens.dtype, (tokens.shape[0], length), tokens.values)
         inputs = [prompt if spec is tokens else spec for spec in signature.inputs if spec.name not in self.made]
-        known = {dim for spec in inputs for dim in spec.shape}
+        known = {name for spec in inputs for dim in spec.shape for name in free_dims(dim)}
+        # A range that depends on the size of a state means nothing to clients.
+        inputs = [spec if spec.bound_dims <= known else replace(spec, values=None) for spec in inputs]
         dims = {dim: sizes for dim, sizes in signature.dims.items() if dim in known}
         output = TensorSpec(TOKEN, tokens.dtype, (tokens.shape[0], 1))
         return Signature(tuple(inputs), (output,), dims)
@@ -196,13 +199,10 @@ class TokenLoopSession:
         A dynamic dim takes its size from the feeds. A dynamic dim that no tensor of the feeds has gets the size 0. For
         example, a KV cache has the length 0 before the first token.
         """
-        known = {
-            dim: size
-            for name, value in feeds.items()
-            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
-        }
-        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
-        return np.zeros(shape, numpy_dtype(spec.dtype))
+        known = defaultdict[str, int](int)
+        for name, value in feeds.items():
+            known |= {str(dim): size for dim, size in zip(self._specs[name].shape, value.shape, strict=False)}
+        return np.zeros([size_at(dim, known) for dim in spec.shape], numpy_dtype(spec.dtype))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

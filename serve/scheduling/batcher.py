@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from accel.errors import AccelError
+from accel.signature import is_sum
 
 from ..protocol.inference import InferenceRequest
 from ..protocol.tensors import invalid
@@ -97,12 +98,13 @@ class RowBatching:
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
         # The server pads the batch dim to an allowed size. A dim other than the batch dim needs a size that is a
-        # multiple of the dim's step.
+        # multiple of the dim's step. The session checks sums of dims.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs
             for axis, dim in enumerate(spec.shape)
-            if isinstance(dim, str) and signature.dims[dim].step != 1 and not (self.batched and axis == 0)
+            if isinstance(dim, str) and not is_sum(dim) and not (self.batched and axis == 0)
+            if signature.dims[dim].step != 1
         ]
 
     def admit(self, request: InferenceRequest) -> int:

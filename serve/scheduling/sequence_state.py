@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from accel.errors import BadConfig
-from accel.signature import numpy_dtype
+from accel.signature import numpy_dtype, size_at
 
 from ..protocol.inference import InferenceRequest, InferenceResponse
 from .options import Scheduling, SequenceBatching
@@ -76,13 +77,10 @@ class ServerInputs:
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
-        known = {
-            dim: size
-            for name, value in inputs.items()
-            if name in self._specs
-            for dim, size in zip(self._specs[name].shape, value.shape, strict=False)
-        }
-        shape = [size if isinstance(size, int) else known.get(size, 0) for size in spec.shape]
+        known = defaultdict[str, int](int)
+        for name in inputs.keys() & self._specs.keys():
+            known |= {str(dim): size for dim, size in zip(self._specs[name].shape, inputs[name].shape, strict=False)}
+        shape = [size_at(dim, known) for dim in spec.shape]
         if self._scheduling.max_batch_size:
             shape[0] = 1
         return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))

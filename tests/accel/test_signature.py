@@ -218,6 +218,14 @@ def test_a_dim_may_be_a_sum_of_other_dims() -> None:
     assert fixed.shape == ("batch", 7)
 
 
+def test_a_sum_is_no_batch() -> None:
+    """Fails if a sum of dims on axis 0 counts as the batch. A sum has no range."""
+    one = Signature((TensorSpec.parse("x:float32[a+b,2]"),))
+    assert one.batch_dim is None
+    assert one.batch_unit == 1
+    assert one.cases()[0] == {"a": 16, "b": 16}
+
+
 def test_the_first_dim_is_never_empty() -> None:
     with pytest.raises(BadInputSpec, match="1 <= min <= opt <= max"):
         Signature((TensorSpec.parse("x:float32[batch,4]"),), (), {"batch": DimRange(0, 1, 2)})
