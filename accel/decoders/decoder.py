@@ -45,7 +45,7 @@ class Decoder:
         # A model may have more logits than rows in its table of tokens, because of padding.
         sizes = [vocabulary, *([bounds[1] + 1] if bounds else [])]
         self.vocabulary = min(size for size in sizes if isinstance(size, int))
-        self.tokens = _special_tokens(artifact)
+        self.tokens = special_tokens(artifact)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -54,8 +54,11 @@ class Decoder:
         return Tokenizer.open(self._folder, self.vocabulary)
 
 
-def _special_tokens(artifact: Artifact) -> SpecialTokens:
-    """Reads the special tokens from the manifest, or else from genai_config.json, which other tools write."""
+def special_tokens(artifact: Artifact) -> SpecialTokens:
+    """Reads the special tokens from the manifest, or else from genai_config.json, which other tools write.
+
+    Raises ``BadSource`` if a recorded special token isn't a token id, or if the file isn't a decoder's config.
+    """
     about: Mapping[str, Any] | None = artifact.source.get("decoder")
     if about is None:
         path = artifact.path.parent / GENAI_CONFIG

@@ -11,8 +11,11 @@ Parameters of ``config.pbtxt`` declare the loop:
 - ``stream_mask`` names the input that gets the attention mask, which has the shape (rows, number of tokens so far). The
   mask is all ones.
 - ``stream_positions`` names the input that gets the positions of the tokens. The input has the shape (rows, length).
-- ``stream_end`` is the token that ends a row.
+- ``stream_end`` lists the tokens that end a row, separated by commas.
 - ``stream_steps`` is the maximum number of generated tokens, 256 by default.
+- ``stream_context`` is the maximum number of tokens of the prompt and the answer together.
+
+A decoder that accel exported needs no parameters (see ``own_loop.py``).
 
 The server creates the states, the mask and the positions, and clients send the remaining inputs. At each step, a model
 without states gets all tokens so far. The next token is the token with the largest logit. For each step, clients get a
@@ -36,22 +39,25 @@ if TYPE_CHECKING:
     from accel.signature import Feeds
 
 TOKEN = "token"
-_PREFIX, _STATE = "stream_", "stream_state."
-_KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "stream_end", "stream_steps")
+PREFIX, STATE = "stream_", "stream_state."
+_KEYS = (
+    "stream_tokens", "stream_logits", "stream_mask", "stream_positions", "stream_end", "stream_steps", "stream_context",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
     """Names the tensors of a token loop, as the module's docstring explains. ``states`` maps output names to input
-    names."""
+    names. ``ends`` are the tokens that end a row."""
 
     tokens: str
     logits: str
     states: Mapping[str, str]
     mask: str | None = None
     positions: str | None = None
-    end: int | None = None
+    ends: tuple[int, ...] = ()
     steps: int = 256
+    context: int | None = None
 
     @property
     def made(self) -> frozenset[str]:
@@ -76,7 +82,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     """Returns the token loop that a model's config declares, or None if the model isn't decoupled. Raises
     ``BadRepository`` if a decoupled model has no token loop, or if the loop doesn't fit the signature.
     """
-    options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
+    options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(PREFIX)}
     decoupled = config.model_transaction_policy.decoupled
 
     def refused(what: str) -> BadRepository:
@@ -86,8 +92,8 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         if options:
             raise refused(f"the parameter {min(options)} needs model_transaction_policy {{ decoupled: true }}; add it")
         return None
-    if unknown := [key for key in options if key not in _KEYS and not key.startswith(_STATE)]:
-        raise refused(f"unknown parameter {unknown[0]}; the known parameters are {', '.join(_KEYS)} and {_STATE}OUTPUT")
+    if unknown := [key for key in options if key not in _KEYS and not key.startswith(STATE)]:
+        raise refused(f"unknown parameter {unknown[0]}; the known parameters are {', '.join(_KEYS)} and {STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
             f"a decoupled model needs a token loop, and the parameter {missing[0]} is missing; name the loop's "
@@ -95,9 +101,9 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         )
     inputs = {spec.name: spec for spec in signature.inputs}
     outputs = {spec.name: spec for spec in signature.outputs}
-    states = {key.removeprefix(_STATE): to for key, to in options.items() if key.startswith(_STATE)}
+    states = {key.removeprefix(STATE): to for key, to in options.items() if key.startswith(STATE)}
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
-    for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
+    for key, to in [*named.items(), *((STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
             raise refused(
                 f"the parameter {key} names the input '{to}', but the model has the inputs: {', '.join(inputs)}"
@@ -123,7 +129,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
             f"the input {tokens} takes one token at a time, so the stream needs the model's state; add the parameter "
-            f"{_STATE}OUTPUT with the name of the state's input"
+            f"{STATE}OUTPUT with the name of the state's input"
         )
     return TokenLoop(
         tokens=tokens.name,
@@ -131,18 +137,26 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         states=states,
         mask=options.get("stream_mask"),
         positions=options.get("stream_positions"),
-        end=_number(options, "stream_end", refused),
-        steps=_number(options, "stream_steps", refused, least=1) or TokenLoop.steps,
+        ends=_numbers(options, "stream_end", refused),
+        steps=next(iter(_numbers(options, "stream_steps", refused, least=1, most=1)), TokenLoop.steps),
+        context=next(iter(_numbers(options, "stream_context", refused, least=2, most=1)), None),
     )
 
 
-def _number(options: Mapping[str, str], key: str, refused: Any, least: int = 0) -> int | None:
+def _numbers(
+    options: Mapping[str, str], key: str, refused: Any, least: int = 0, most: int | None = None
+) -> tuple[int, ...]:
+    """Returns the numbers of a parameter, at most ``most`` and each at least ``least``. Without the parameter, returns
+    ()."""
     text = options.get(key)
     if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-        raise refused(f"the parameter {key} is {text!r}; write a number of at least {least}")
-    return int(text)
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    right = all(word.isascii() and word.isdigit() and len(word) < 10 and int(word) >= least for word in words)
+    if not right or len(words) > (most or len(words)):
+        wanted = f"a number of at least {least}" + ("" if most == 1 else ", or several separated by commas")
+        raise refused(f"the parameter {key} is {text!r}; write {wanted}")
+    return tuple(map(int, words))
 
 
 class TokenLoopSession:
@@ -155,16 +169,23 @@ class TokenLoopSession:
         self._one_by_one = self._specs[loop.tokens].shape[1] == 1
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        """Yields one array ``token`` of shape (rows, 1) per step. Raises ``BadFeeds`` if the prompt is empty."""
+        """Yields one array ``token`` of shape (rows, 1) per step. A row that has ended repeats the first end token.
+        Raises ``BadFeeds`` if the prompt is empty, or if it leaves no room in the context."""
         loop = self._loop
         given = np.asarray(feeds[loop.tokens])
         if not given.size:
             raise BadFeeds(f"the prompt {loop.tokens!r} is empty; send at least one token")
+        room = loop.steps if loop.context is None else loop.context - given.shape[1]
+        if room < 1:
+            raise BadFeeds(
+                f"the prompt {loop.tokens!r} has {given.shape[1]} tokens, but the context holds {loop.context} with at "
+                "least one new token; shorten the prompt"
+            )
         others = {name: value for name, value in feeds.items() if name != loop.tokens}
         states = {name: self._zeros(self._specs[name], feeds) for name in loop.states.values()}
         ended = np.zeros(len(given), dtype=bool)
         before = 0  # number of earlier tokens that are already in the model's states
-        for _ in range(loop.steps):
+        for _ in range(min(loop.steps, room)):
             pieces = np.split(given, given.shape[1], axis=1) if self._one_by_one else [given]
             for piece in pieces:
                 outputs = self._session.run({**others, **states, **self._made(piece, before)})
@@ -173,9 +194,9 @@ class TokenLoopSession:
                     before += piece.shape[1]
             logits = outputs[loop.logits]
             token = (logits if logits.ndim == 2 else logits[:, -1]).argmax(axis=-1).astype(given.dtype)
-            if loop.end is not None:
-                token[ended] = loop.end
-                ended |= token == loop.end
+            if loop.ends:
+                token[ended] = loop.ends[0]
+                ended |= np.isin(token, loop.ends)
             yield {TOKEN: token[:, None]}
             if ended.all():
                 return

@@ -18,6 +18,7 @@ from accel.runtimes.base import BaseSession, Session, default_runtime, get_runti
 from accel.signature import IntegerRanges, Signature
 from accel.sources.onnx.file import ROWS_SHARE_SCALES
 
+from ..generate.own_loop import declare_own_loop
 from ..generate.token_loop import TokenLoopSession, token_loop
 from ..protocol.inference import Executor, ServeError
 from ..protocol.tensors import DATATYPES, decode_raw, to_strings
@@ -88,6 +89,7 @@ def load_version(
     artifact = with_batch_dim(config, folder.open(version, config, loading.trust))
     artifact = with_optional_inputs(config, folder.name, artifact)
     runtime = runtime_for(config, folder.name, artifact)
+    declare_own_loop(config, artifact)
     loop = token_loop(config, folder.name, artifact.signature)
     signature = loop.offered(artifact.signature) if loop else artifact.signature
     gpu = (get_runtime(runtime) if runtime else default_runtime(artifact)).needs_gpu

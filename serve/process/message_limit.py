@@ -10,6 +10,8 @@ from accel.errors import AccelError
 from accel.signature import Signature, numpy_dtype
 from accel.sources.onnx.file import describe
 
+from ..generate.own_loop import declare_own_loop
+from ..generate.token_loop import token_loop
 from ..models.config import ModelConfig
 from ..models.files import ModelFolder
 from ..models.repository import Repository
@@ -51,15 +53,24 @@ def _needed(folder: ModelFolder) -> int:
             if path is None or not path.is_file():
                 continue
             if manifest_path(path).is_file():
-                found = with_batch_dim(config, Artifact.open(path)).signature
+                found = with_batch_dim(config, Artifact.open(path))
             elif path.suffix == ".onnx":
-                found = with_batch_dim(config, Artifact(path=path, kind="onnx", signature=describe(path)[0])).signature
+                found = with_batch_dim(config, Artifact(path=path, kind="onnx", signature=describe(path)[0]))
             else:
                 continue
-            most = max(most, _size(found, config))
+            most = max(most, _size(_offered(found, config, folder.name), config))
     except (AccelError, OSError):
         return 0
     return most
+
+
+def _offered(artifact: Artifact, config: ModelConfig, name: str) -> Signature:
+    """Returns the signature that clients see. Clients don't send the states of a token loop, such as a KV cache."""
+    declared = type(config)()
+    declared.CopyFrom(config)
+    declare_own_loop(declared, artifact)
+    loop = token_loop(declared, name, artifact.signature)
+    return loop.offered(artifact.signature) if loop else artifact.signature
 
 
 def _size(signature: Signature, config: ModelConfig) -> int:
