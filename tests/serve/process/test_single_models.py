@@ -12,21 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx import TensorProto
 
+from accel.artifact import Manifest, manifest_path
 from accel.errors import AccelError, UsageError
 from accel.serve.models.places import NamedModels, read_words
 from accel.serve.process.serving import ServingProcess
+from accel.signature import Signature, TensorSpec
 from tests.support import onnx_builder as build
 from tests.support.certificates import certificate
-from tests.support.serving import INT64, STRING, Served, Start, linear, scale
+from tests.support.serving import FLOAT, INT64, STRING, Served, Start, linear, scale
 
 
 def _run(lines: list[str]) -> tuple[str, str]:
     """Runs the printed line for curl in a shell, and the three printed lines in Python. Returns the two outputs."""
     command, code = lines[2], "\n".join(lines[4:7])
-    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    # The answer may hold raw bytes.
+    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, errors="replace", check=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return said.stdout, done.stdout
 
@@ -65,6 +69,45 @@ def test_large_and_binary_inputs_are_asked_for_too(tmp_path: Path, start: Start)
     for answer in _run(_asked(process)):
         assert "same_image" in answer, answer
         assert "error" not in answer
+
+
+def _ranged(folder: Path, *inputs: str) -> None:
+    """Writes a model that gives each of ``inputs`` back. The manifest has their ranges."""
+    folder.mkdir()
+    specs = {spec.name: spec for spec in map(TensorSpec.parse, inputs)}
+    kinds = {"float32": FLOAT, "float16": TensorProto.FLOAT16, "int16": TensorProto.INT16, "int64": INT64}
+    shapes = {name: (kinds[spec.dtype], list(spec.shape)) for name, spec in specs.items()}
+    made = build.artifact(
+        folder / "model.onnx",
+        [build.node("Identity", name, f"same_{name}") for name in specs],
+        shapes,
+        {f"same_{name}": shape for name, shape in shapes.items()},
+    )
+    signature = Signature(tuple(specs.values()), made.signature.outputs)
+    Manifest(kind="onnx", signature=signature, files=made.hashes()).write(manifest_path(made.path))
+
+
+SHORT = ("lengths:int64[batch]{1..length}", "x:float32[batch,length]", "scale:float32[batch]{0.5..2}")
+LONG = (*SHORT, "ids:int64[batch,length]{37..500}", "half:float16[batch,3]{-2.5..-1}", "low:int16[batch]{-9..-3}")
+
+
+@pytest.mark.parametrize("inputs", [SHORT, LONG])
+def test_the_lines_send_numbers_in_their_ranges(inputs: tuple[str, ...], tmp_path: Path, start: Start) -> None:
+    """Fails if the printed lines send a number that the manifest excludes. The server would refuse an integer, and a
+    float might be no number for the model. The long request sends raw bytes, among them the byte of a percent sign."""
+    _ranged(tmp_path / "ranged", *inputs)
+    named = (f"ranged={tmp_path / 'ranged'}",)
+    lines = _asked(start("", named=named, http_port=0))
+    assert ("binary_data_size" in lines[2]) == (inputs is LONG)
+    for answer in _run(lines):
+        assert "same_lengths" in answer, answer
+        assert "error" not in answer
+    found: list[dict[str, np.ndarray]] = []
+    exec("\n".join(_asked(start("", named=named))[2:5]), {"print": found.append})
+    sent = {name.removeprefix("same_"): np.unique(value).tolist() for name, value in found[0].items()}
+    wanted = {"lengths": [1], "x": [0], "scale": [0.5], "ids": [37], "half": [-1], "low": [-3]}
+    assert sent == {name: wanted[name] for name in sent}
+    assert len(sent) == len(inputs)
 
 
 def test_without_http_the_lines_use_grpc(tmp_path: Path, start: Start) -> None:
