@@ -20,6 +20,8 @@ from accel.serve.client.grpc import InferenceClient
 from accel.serve.generate.own_loop import declare_own_loop
 from accel.serve.generate.token_loop import token_loop
 from accel.serve.models.config import parse
+from accel.serve.models.places import NamedModels
+from accel.serve.process import message_limit
 from accel.serve.protocol.inference import ServeError
 from accel.signature import Signature, TensorSpec
 from tests.support.serving import Start
@@ -109,6 +111,15 @@ def test_a_config_makes_a_decoder_a_plain_model(folder: Path, start: Start, tmp_
         np.testing.assert_allclose(
             step(prompt[-1:], len(prompt) - 1, cache)["logits"][:, -1], whole, rtol=1e-4, atol=1e-5
         )
+
+
+def test_the_cache_is_no_part_of_a_message(folder: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the server takes messages as large as the cache, which clients never send."""
+    monkeypatch.setattr(message_limit, "LEAST", 0)
+    monkeypatch.setattr(message_limit, "_BESIDES", 0)
+    dims = Artifact.open(folder / "model.onnx").signature.dims
+    limit = message_limit.message_limit(opened(NamedModels({"dec": folder / "model.onnx"})), 0)
+    assert limit == dims["batch"].max * dims["sequence"].max * 8
 
 
 DECODER = Signature(
