@@ -226,7 +226,9 @@ class InferenceServer:
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
-                    Code.UNIMPLEMENTED, "ModelInfer RPC doesn't support models with decoupled transaction policy"
+                    Code.UNIMPLEMENTED,
+                    "ModelInfer RPC doesn't support models with decoupled transaction policy; send the request over "
+                    "gRPC with ModelStreamInfer, e.g. with InferenceClient.stream",
                 )
             return read_request(model, call, self.memory.of(call.owner))
         except ServeError as error:
