@@ -185,7 +185,7 @@ def optimize(
             cast=cast if isinstance(cast, CastOptions) else tuple(cast),
             use_cache=use_cache,
         )
-        check_out(request.out, named.text)
+        check_out(request.out, named.text, decoder=_makes_decoder(named))
         check_writable(request.out / REPORT)
         chosen_metric = request.loaded_metric()
         budget = Budget(request.budget_seconds, thorough=thorough)
@@ -197,6 +197,13 @@ def optimize(
                 optimize_pipeline(request, opened.artifact, chosen_metric, cache, budget), opened.source
             )
         return Optimized.of(run(request, opened, chosen_metric, cache, budget), opened.source)
+
+
+def _makes_decoder(source: Source) -> bool:
+    """Tells whether the result has a KV cache, because ``source`` is opened with a cache or was exported with one."""
+    if source.decoder is not None or source.native:
+        return bool(source.decoder)
+    return not source.path.is_dir() and "decoder" in source.open().source
 
 
 def _as_files(data: Data | None, source: Source, folder: Path) -> Path | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
+from accel.decoders.folder import check_folder, write_folder
 from accel.optimizer.publish import check_out
 from accel.optimizer.report.page import PAGE
 from accel.optimizer.result import Optimization
@@ -91,13 +92,20 @@ class Optimized(Optimization):
         return as_text(table(self))
 
     def save(self, folder: str | Path) -> Artifact:
-        """Copies the model, its manifest and the report to ``folder``. Returns the copied artifact.
+        """Copies the model, its manifest and the report to ``folder``, and the configs and the tokenizer of a decoder.
+        Returns the copied artifact.
 
-        Raises ``CannotWrite`` if a file that accel did not make would be overwritten.
+        Raises ``CannotWrite`` if a file that accel did not make would be overwritten, or if ``folder`` holds a decoder
+        and this model is none.
         """
         folder = Path(folder)
-        check_out(folder, str(self.artifact.path))
+        decoder = "decoder" in self.artifact.source
+        check_out(folder, str(self.artifact.path), decoder=decoder)
+        if decoder:
+            check_folder(folder)
         saved = self.artifact.copy_to(folder / self.artifact.path.name)
+        if decoder:
+            write_folder(saved, self.artifact.path.parent)
         for name in (REPORT, PAGE):
             if (file := self.artifact.path.parent / name).is_file() and file.parent.resolve() != folder.resolve():
                 shutil.copyfile(file, folder / name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, manifest_path
-from accel.decoders.folder import write_folder
+from accel.decoders.folder import GENAI_CONFIG, write_folder
 from accel.errors import AccelError, CannotWrite
 from accel.sources.main_file import REPORT
 from accel.spelling import option
@@ -19,9 +19,10 @@ from accel.tables.kinds import KINDS, main_files
 from .report.page import PAGE
 
 
-def check_out(folder: Path, source: str) -> None:
+def check_out(folder: Path, source: str, *, decoder: bool = False) -> None:
     """Raises ``CannotWrite`` if the output would overwrite ``source``, or a file in ``folder`` that accel did not
-    make."""
+    make. Also raises it if ``folder`` holds a decoder and the new model is none (``decoder``), because the old
+    tokenizer and configs would stay beside the new model."""
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
     for name in main_files():
@@ -30,6 +31,10 @@ def check_out(folder: Path, source: str) -> None:
             raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another {option('out')}")
         if main.exists() and Path(source).exists() and main.samefile(source):
             raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another {option('out')}")
+    if not decoder and (folder / GENAI_CONFIG).is_file():
+        raise CannotWrite(
+            f"{folder} holds a decoder ({GENAI_CONFIG}), but the new model is none; give another {option('out')}"
+        )
     if (folder / PAGE).exists() and not (folder / REPORT).exists():
         raise CannotWrite(
             f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"
