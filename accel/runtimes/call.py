@@ -47,7 +47,7 @@ def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, 
     if len(args) == 1 and not kwargs and isinstance(feeds := args[0], Mapping) and _only_tensors(templates):
         args, kwargs = (), feeds
     given = arguments_of([name for name in templates if name != rest], args, kwargs, rest)
-    tensors = tensors_in(templates, given)
+    tensors = tensors_in(templates, given, recorded.get("defaults"))
     if not tensors:
         raise BadFeeds(f"no tensor is given; the model takes {artifact.signature.describe_inputs()}")
     return tensors

@@ -226,9 +226,7 @@ class Signature:
                     f"input {spec.name!r} has the type {type(value).__name__}; give a numpy array of {spec.dtype}"
                 )
             if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
-                raise BadFeeds(
-                    f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input"
-                )
+                raise _wrong_type(spec, value)
             if len(value.shape) != len(spec.shape):
                 raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
             for dim, size in zip(spec.shape, value.shape, strict=True):
@@ -315,6 +313,21 @@ class Signature:
 
         dims = {name: DimRange(*r) for name, r in body["dims"].items()}
         return cls(specs(body["inputs"]), specs(body["outputs"]), dims)
+
+
+def _wrong_type(spec: TensorSpec, value: Any) -> BadFeeds:
+    """Returns the error for a feed of another dtype, or for a tensor of a framework instead of a NumPy array."""
+    import numpy as np
+
+    if not isinstance(value, np.ndarray | np.generic) and hasattr(value, "numpy"):
+        # A tensor of PyTorch with a gradient, or on a GPU, has to be copied.
+        copied = getattr(value, "requires_grad", False) or getattr(value, "is_cuda", False)
+        return BadFeeds(
+            f"input {spec.name!r} is a tensor of {type(value).__module__.partition('.')[0]}, but run takes NumPy "
+            f"arrays; give {spec.name}.numpy({'force=True' if copied else ''}), or call the session itself with the "
+            "tensor"
+        )
+    return BadFeeds(f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input")
 
 
 def _not_empty(spec: TensorSpec, found: tuple[_Number, _Number], sizes: Mapping[str, int]) -> tuple[_Number, _Number]:

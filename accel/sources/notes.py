@@ -13,6 +13,7 @@ def source_notes(artifact: Artifact) -> list[str]:
     """Returns notes for the user about the inputs of an opened model."""
     notes = (
         _batch_note(artifact),
+        _not_finite_note(artifact),
         _bounds_note(artifact),
         _sizes_note(artifact),
         _samples_note(artifact),
@@ -44,6 +45,14 @@ def _batch_note(artifact: Artifact) -> str | None:
     """Returns the note about the batch dim of a live model, or None for any other model. accel finds the batch dim by
     running the live model with another batch size."""
     return (artifact.source.get("live") or {}).get("note") or None
+
+
+def _not_finite_note(artifact: Artifact) -> str | None:
+    """Returns a note about the arguments of the example of a live model that hold NaN or infinity, or else None."""
+    names = (artifact.source.get("live") or {}).get("not_finite")
+    return (
+        f"the example's {names} holds NaN or infinity; give finite numbers with {option('example')}" if names else None
+    )
 
 
 def _bounds_note(artifact: Artifact) -> str | None:

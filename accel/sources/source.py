@@ -181,7 +181,7 @@ class Source:
         facts = {} if isinstance(self.spec, Artifact) else facts_about(Path(self.text))
         if facts:
             call = {**artifact.source.get("call", {}), **facts["call"]}
-            live = {"class": facts["class"], "note": facts["note"]}
+            live = {name: facts[name] for name in ("class", "note", "not_finite") if name in facts}
             artifact = replace(artifact, source={**artifact.source, "live": live, "call": call})
         found = self.hub_model
         if found and artifact.manifest is None:

@@ -151,10 +151,14 @@ def arguments_of(
     return {**named, **kwargs}
 
 
-def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``.
+def tensors_in(
+    templates: Mapping[str, Template], given: Mapping[str, Any], defaults: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``. ``defaults``
+    holds the defaults of the model's function that differ from the constants in ``templates``, as texts.
 
-    Raises ``BadFeeds`` if an argument's structure or a constant in an argument differs from the template.
+    Raises ``BadFeeds`` if an argument's structure or a constant in an argument differs from the template, or if an
+    argument is left out whose default differs.
     """
     if unknown := [name for name in given if name not in templates]:
         takes = ", ".join(templates)
@@ -168,6 +172,12 @@ def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> d
             found |= _match(template, given[name], name)
         elif _has_tensor(template):
             raise BadFeeds(f"the argument {name!r} is missing; the model takes {', '.join(templates)}")
+        elif name in (defaults or {}):
+            value = fill(template, {})
+            raise BadFeeds(
+                f"the argument {name!r} is left out and has the default {(defaults or {})[name]}, but was {value!r} "
+                f"when the model was exported; give {name}={value!r}, or export the model again with the default"
+            )
     return found
 
 
@@ -192,7 +202,7 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
             return {}
         raise BadFeeds(
             f"the argument {where} was {body!r} when the model was exported, so the model always uses the value "
-            f"{body!r}; leave out the argument {where}, or export the model again with another value of {where}"
+            f"{body!r}; give {body!r}, or export the model again with another value of {where}"
         )
     items = _items(value)
     if items is None:

@@ -63,6 +63,9 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         ) from error
     if dynamic is not None:
         axes = {name: sorted(found) for name, found in dynamic.items()}
+        if axes and not any(0 in found for found in axes.values()):
+            firsts = _batch_axes(call, arrays)
+            axes = {name: [*firsts.get(name, []), *axes.get(name, [])] for name in {**axes, **firsts}}
     elif known and example is None:
         axes = {
             name: [i for i, size in enumerate(one.shape) if size is None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import BadFeeds, BadInputSpec
+from accel.errors import BadFeeds, BadInputSpec, shortened
 from accel.sources.structure import Template, arguments_of, describe, fill, is_array
 
 
@@ -130,6 +130,20 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
     if not tensors:
         raise BadInputSpec("the example holds no tensor; give the arguments of forward, such as example=(x,)")
     return templates, tensors
+
+
+def defaults_replaced(module: torch.nn.Module, templates: Mapping[str, Template]) -> dict[str, str]:
+    """Returns the defaults of ``forward`` that the example replaced with other constants, as texts by the parameter's
+    name. A call without such an argument means the default, which the exported model doesn't compute with."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
+    found = {}
+    for name, parameter in _signature(module).parameters.items():
+        if name not in templates or parameter.default is parameter.empty or names_in({name: templates[name]}):
+            continue
+        if describe(parameter.default, name)[0] != templates[name]:
+            found[name] = shortened(repr(parameter.default), 40)
+    return found
 
 
 def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -27,7 +27,14 @@ from accel.spelling import option
 from ..live import FACTS, facts_about
 from ..output_specs import same_output
 from ..python_object import is_installed, place_in_user_code
-from .arguments import arguments_of_example, callable_as, class_name, positional_parameters, unwrapped
+from .arguments import (
+    arguments_of_example,
+    callable_as,
+    class_name,
+    defaults_replaced,
+    positional_parameters,
+    unwrapped,
+)
 from .call import flatten, to_array, to_tensor
 from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256, tensor_sha256
 from .found import Found
@@ -51,9 +58,9 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     other source.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, or a single tensor. ``dynamic`` names
-    the dynamic axes of the inputs, as in ``{"x": {0: "batch", 2: "height"}}``. By default, the first axis is dynamic if
-    the model runs with another batch size. ``model`` isn't changed: a copy is set to evaluation mode and moved to the
-    CPU.
+    the dynamic axes of the inputs, as in ``{"x": {0: "batch", 2: "height"}}``. Unless ``dynamic`` is empty or names a
+    first axis, the first axis is dynamic if the model runs with another batch size. ``model`` isn't changed: a copy is
+    set to evaluation mode and moved to the CPU.
 
     Raises ``BadSource`` if the model can't be copied or fails on the example, and ``BadInputSpec`` if the example
     doesn't fit the model.
@@ -61,16 +68,22 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     module = unwrapped(model)
     arguments, inputs = arguments_of_example(module, example)
     tensors = {name: _on_cpu(value) for name, value in inputs.items()}
+    _check_rows(tensors)
     axes, ranges = _axes(dynamic, tensors)
+    tries_batch = _leaves_batch_open(dynamic)
+    defaults = defaults_replaced(module, arguments)
     facts: dict[str, Any] = {
         "note": "",
         "class": class_name(module),
         "state_sha256": state_sha256(module),
         "code_sha256": code_and_attributes_sha256(module),
         "call": {"arguments": arguments, "rest": positional_parameters(module)[1]} if arguments else {},
+        **({"not_finite": unfit} if (unfit := _not_finite(tensors)) else {}),
     }
+    if defaults:
+        facts["call"]["defaults"] = defaults
     values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
-    key = text_sha256(canonical_json([facts, values, axes, ranges]))
+    key = text_sha256(canonical_json([facts, values, axes, ranges, tries_batch]))
     cache = StageCache()
     path: Path = cache.entry(key) / (facts["class"].rpartition(".")[2] + SUFFIX)
     if not path.is_file():
@@ -80,7 +93,7 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
             outputs: Tensors = {}
             if tensors:
                 outputs = _run(copied, tensors, facts["class"])
-                facts |= _described(copied, tensors, axes, ranges)
+                facts |= _described(copied, tensors, axes, ranges, tries_batch)
             torch.save({"inputs": tensors, "outputs": outputs}, folder / _EXAMPLE)
             (folder / FACTS).write_text(json.dumps(facts))
             return cache.keep(key, folder) / path.name
@@ -159,14 +172,36 @@ def _on_cpu(value: Any) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[str, list[int]]]:
-    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the bounds of each dim that
-    ``dynamic`` gives as a ``torch.export.Dim``."""
-    if dynamic is None:
-        return None, {}
+def _check_rows(tensors: Tensors) -> None:
+    """Raises ``BadInputSpec`` if a tensor of the example has no row, because its first axis would stay empty."""
+    for name, tensor in tensors.items():
+        if tensor.ndim and not tensor.shape[0]:
+            raise BadInputSpec(
+                f"the example's {name} has the shape {list(tensor.shape)}, which holds no sample; give at least one "
+                f"row with {option('example')}, as in torch.zeros({[1, *tensor.shape[1:]]})"
+            )
+
+
+def _not_finite(tensors: Tensors) -> str:
+    """Returns the names of the tensors that hold NaN or infinity, joined by "and", or "" if none does."""
+    floats = {name: one for name, one in tensors.items() if one.is_floating_point() or one.is_complex()}
+    return " and ".join(name for name, one in floats.items() if not torch.isfinite(one).all())
+
+
+def _leaves_batch_open(dynamic: Dynamic | None) -> bool:
+    """Tells whether accel may make the first axes dynamic, because the user says nothing about them. An empty
+    ``dynamic`` says that no axis is dynamic."""
+    if not dynamic:
+        return dynamic is None
+    return all(isinstance(given, Mapping) and 0 not in given for given in dynamic.values() if given is not None)
+
+
+def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes, dict[str, list[int]]]:
+    """Returns the name of each axis that ``dynamic`` names, and the bounds of each dim that ``dynamic`` gives as a
+    ``torch.export.Dim``."""
     found: dict[str, dict[int, str]] = {}
     ranges: dict[str, list[int]] = {}
-    for name, given in dynamic.items():
+    for name, given in (dynamic or {}).items():
         if name not in tensors:
             raise BadInputSpec(
                 f"the argument dynamic names {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
@@ -189,13 +224,14 @@ def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[
 
 
 def _described(
-    module: torch.nn.Module, tensors: Tensors, axes: Axes | None, ranges: Mapping[str, Sequence[int]]
+    module: torch.nn.Module, tensors: Tensors, axes: Axes, ranges: Mapping[str, Sequence[int]], tries_batch: bool
 ) -> dict[str, Any]:
-    """Returns the signature of the inputs as JSON, and a note. If ``axes`` is None, the note says how the batch dim was
-    found. Otherwise, the note is empty."""
+    """Returns the signature of the inputs as JSON, and a note. With ``tries_batch``, also looks for the batch dim, and
+    the note says how it was found. Otherwise, the note is empty."""
     note = ""
-    if axes is None:
-        axes, note = _batch_axes(module, tensors)
+    if tries_batch and not any(BATCH in named.values() or 0 in named for named in axes.values()):
+        firsts, note = _batch_axes(module, tensors)
+        axes = {name: {**firsts.get(name, {}), **axes.get(name, {})} for name in tensors}
     sizes: dict[str, int] = {}
     specs = []
     for name, tensor in tensors.items():

@@ -23,8 +23,9 @@ from transformers import BatchEncoding
 
 import accel
 from accel.child import Child
-from accel.errors import BadInputSpec, BadSource, UsageError
+from accel.errors import BadFeeds, BadInputSpec, BadSource, UsageError
 from accel.signature import DimRange
+from accel.sources.notes import source_notes
 from accel.sources.torch.fingerprint import code_and_attributes_sha256
 
 
@@ -84,6 +85,11 @@ class Fixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias
+
+
+class Mixed(nn.Module):
+    def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return features.mean(1) + ids.mean(1)
 
 
 class Act(nn.Module):
@@ -155,6 +161,38 @@ def test_a_session_is_called_like_the_module(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_left_out_argument_means_its_default() -> None:
+    """Fails if a call without an argument computes with the example's value although ``forward`` has another
+    default."""
+    with accel.load(Options(), example={"x": X, "scale": 2.0, "halve": False}) as session:
+        with pytest.raises(BadFeeds, match=r"'scale' is left out and has the default 1.0, but was 2.0.*; give scale=2"):
+            session(X)
+        with pytest.raises(BadFeeds, match=r"scale was 2.0 .* always uses the value 2.0; give 2.0, or export"):
+            session(X, scale=3.0)
+        assert torch.equal(session(X, scale=2.0).logits, session(X, scale=2.0, halve=False).logits)
+
+
+def test_numbers_that_are_not_finite_are_noted() -> None:
+    """Fails if an example with NaN or infinity gives no note, or the name of a finite argument."""
+    holes = torch.ones(4, 12).index_fill(1, torch.tensor([3]), torch.nan)
+    found = accel.Source(Mixed(), example=(holes, torch.ones(4, 6))).open()
+    assert "the example's features holds NaN or infinity; give finite numbers with example=" in source_notes(found)
+    finite = accel.Source(Mixed(), example=(torch.ones(4, 12), torch.ones(4, 6))).open()
+    assert not any("NaN" in note for note in source_notes(finite))
+
+
+def test_a_tensor_is_no_array() -> None:
+    """Fails if the error for a tensor in place of an array gives advice that doesn't help."""
+    with accel.load(nn.Linear(4, 3), example=(X,)) as session:
+        with pytest.raises(BadFeeds, match=r"is a tensor of torch, .*; give input.numpy\(\), or call the session"):
+            session.run({"input": X})  # type: ignore[dict-item]
+        moving = X.clone().requires_grad_()
+        with pytest.raises(BadFeeds, match=r"give input.numpy\(force=True\), or call"):
+            session.run({"input": moving})  # type: ignore[dict-item]
+        array = session.run({"input": moving.numpy(force=True)})["output"]
+        np.testing.assert_array_equal(array, session(moving).numpy())
+
+
 def test_the_module_is_not_changed() -> None:
     """Fails if the capture of a module changes the module's mode, calls a hook, or changes a buffer or a gradient."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
@@ -174,10 +212,23 @@ def test_the_module_is_not_changed() -> None:
     [
         (nn.Linear(4, 3), (X,), None, [("batch", 4)]),
         (Fixed(), (torch.randn(4, 3),), None, [(4, 3)]),
-        (nn.Conv2d(3, 2, 3), (torch.randn(1, 3, 9, 8),), {"input": {2: "height"}}, [(1, 3, "height", 8)]),
+        (nn.Conv2d(3, 2, 3), (torch.randn(1, 3, 9, 8),), {"input": {2: "height"}}, [("batch", 3, "height", 8)]),
+        (nn.Conv2d(3, 2, 3), (torch.randn(1, 3, 9, 8),), {"input": {0: None, 2: "h"}}, [(1, 3, "h", 8)]),
+        (Mixed(), (torch.ones(4, 12), torch.ones(4, 6)), {"ids": {1: "length"}}, [("batch", 12), ("batch", "length")]),
+        (Mixed(), (torch.ones(4, 12), torch.ones(4, 6)), {"ids": {1: "batch"}}, [(4, 12), (4, "batch")]),
+        (nn.Linear(4, 3), (X,), {}, [(2, 4)]),
         (nn.Linear(4, 3), (X,), {"input": (torch.export.Dim("rows", min=2, max=6), None)}, [("rows", 4)]),
     ],
-    ids=["the batch is found", "a fixed batch is found", "named axes", "torch's Dim"],
+    ids=[
+        "the batch is found",
+        "a fixed batch is found",
+        "named axes",
+        "a first axis is fixed",
+        "the batch stays beside a named axis",
+        "another axis has the name of the batch",
+        "no dynamic axis",
+        "torch's Dim",
+    ],
 )
 def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: list[Any]) -> None:
     """Fails if accel treats a fixed axis as dynamic, or ignores the dynamic axes that the user declared."""
@@ -273,6 +324,11 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             "'y', which is not an input",
         ),
         (lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"input": {5: "n"}}), BadInputSpec, "the axis 5"),
+        (
+            lambda: accel.Source(nn.Linear(4, 3), example=(torch.ones(0, 4),)),
+            BadInputSpec,
+            r"the shape \[0, 4\], which holds no sample; .* as in torch.zeros\(\[1, 4\]\)",
+        ),
         (lambda: accel.Source(nn.Linear(4, 3)).open(), BadInputSpec, "pass example arguments with example="),
         (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is not a model in memory"),
         (lambda: accel.Source(3), BadSource, "int is not a model that accel reads"),  # type: ignore[arg-type]
