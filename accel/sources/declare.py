@@ -27,12 +27,21 @@ _USUAL = {
     "input_values": "float32[batch,samples]",
     "input_features": "float32[batch,80,3000]",
     "past_values": "float32[batch,64]",
+    "pixel_values": "float32[batch,3,224,224]",
 }
+# The declaration of an input that accel knows nothing about.
+_OPEN = "DTYPE[batch,...]"
 
 
 def input_example(name: str) -> str:
-    """Returns an example declaration of the input ``name``, for a message."""
-    return f"{name}:{_USUAL.get(name, 'float32[batch,3,224,224]')}"
+    """Returns an example declaration of the input ``name``, for a message. If the name says nothing, the declaration
+    has gaps (see ``gaps_words``)."""
+    return f"{name}:{_USUAL.get(name, _OPEN)}"
+
+
+def gaps_words(examples: Sequence[str]) -> str:
+    """Returns the words that tell the reader to fill the gaps of ``examples``, or "" if there are none."""
+    return ", with its dtype for DTYPE and its other dims for ..." if any(_OPEN in one for one in examples) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from accel.sources.structure import Template, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
+from .integer_bounds import smaller_tables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,7 +203,8 @@ def discover_outputs(
                 raise BadSource(
                     f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
                 ) from error
-            fix = step_advice(signature, partial(run_named, named, signature))
+            run = partial(run_named, named, signature)
+            fix = smaller_tables(signature, run) or step_advice(signature, run)
             raise BadSource(
                 f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,14 @@ from accel.signature import Signature, TensorSpec
 from ..declare import Declaration, input_example
 from ..pipeline import Pipeline
 from ..python_object import load_object, raised
-from .call import flatten, script_parameters, to_tensor
+from .call import NamedModule, flatten, run_named, script_parameters
 from .found import Found
+from .integer_bounds import with_table_ranges
 from .live import capture, open_captured
 from .weights import load_weights
+
+# The largest number of runs that look for a suggestion. Runs with unsuitable inputs mostly fail at the first layer.
+_TRIES = 64
 
 
 class MadeByTensorFlow(BadSource):
@@ -150,23 +156,29 @@ def required_parameters(module: torch.nn.Module) -> list[str]:
 def suggested_inputs(module: torch.nn.Module) -> tuple[str, ...]:
     """Returns example declarations of the inputs of ``forward``, for a message.
 
-    If ``forward`` has one input, returns the first declaration that fits the first layer and lets the model run.
+    Returns the first declarations that fit the layers and let the model run, or declarations with gaps for several
+    inputs (see ``input_example``). Tries the first layer for a single input, and all layers for several inputs.
     """
     names = required_parameters(module) or ["x"]
-    first = next(filter(None, map(_kinds_of_input, module.modules())), ())
+    layers = dict.fromkeys(filter(None, map(_kinds_of_input, module.modules())))
+    kinds = next(iter(layers), ()) if len(names) == 1 else tuple(dict.fromkeys(kind for one in layers for kind in one))
     module.eval()
-    for spec in (TensorSpec.parse(f"{names[0]}:{kind}") for kind in first if len(names) == 1):
+    for given in itertools.islice(itertools.product(kinds, repeat=len(names)), _TRIES):
+        specs = (TensorSpec.parse(f"{name}:{kind}") for name, kind in zip(names, given, strict=True))
+        signature = Signature(tuple(specs))
         with contextlib.suppress(Exception), torch.inference_mode():  # a model may raise any type of error
-            module(to_tensor(Signature((spec,)).example_inputs()[spec.name]))
-            return (str(spec),)
+            run = partial(run_named, NamedModule(module, names), signature)
+            run(signature.example_inputs())
+            return tuple(map(str, with_table_ranges(signature, run).inputs))
+    if len(names) == 1:
+        return (f"{names[0]}:float32[batch,3,224,224]",)
     return tuple(map(input_example, names))
 
 
 def _kinds_of_input(layer: torch.nn.Module) -> tuple[str, ...]:
     """Returns the usual input dtypes and shapes of a model that begins with the layer ``layer``."""
     if isinstance(layer, torch.nn.Embedding):
-        rows = f"{{0..{layer.num_embeddings - 1}}}"
-        return (f"int64[batch,length]{rows}", f"int64[batch]{rows}")
+        return ("int64[batch,length]", "int64[batch]")
     if isinstance(layer, torch.nn.Conv1d):
         return (f"float32[batch,{layer.in_channels},16000]", "float32[batch,16000]")
     if isinstance(layer, torch.nn.Conv2d):

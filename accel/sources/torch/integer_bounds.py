@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.signature import Bound, Feeds, Signature, TensorSpec, as_tuples
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +80,24 @@ def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> S
     inputs = tuple(_ranged(spec, lookups.tables.get(spec.name, [])) for spec in signature.inputs)
     ranged = replace(signature, inputs=inputs)
     return ranged if _takes(ranged, case, run) or not _takes(signature, case, run) else signature
+
+
+def smaller_tables(signature: Signature, run: Callable[[Feeds], object]) -> str:
+    """Returns the advice for declared ``values`` beyond the rows of an embedding, or "" if no table is too small."""
+    undeclared = (replace(spec, values=None, seen=None) if _is_integer(spec) else spec for spec in signature.inputs)
+    found = with_table_ranges(replace(signature, inputs=tuple(undeclared)), run)
+    sizes = signature.sizes()
+    fitting, largest = [], []
+    for spec, own in zip(signature.inputs, found.inputs, strict=True):
+        declared, rows = spec.range_at(sizes), own.values or own.seen
+        if declared is None or rows is None or declared[1] <= int(rows[1]):
+            fitting.append(spec)
+            continue
+        fitting.append(replace(spec, values=(min(max(declared[0], 0), int(rows[1])), rows[1])))
+        largest.append(f"{spec.name} takes at most {rows[1]}")
+    if not largest:
+        return ""
+    return f"; {' and '.join(largest)}: declare {option('inputs', list(map(str, fitting)))}"
 
 
 def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:

@@ -20,7 +20,7 @@ from accel.sources.structure import Template
 from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
-from ..declare import Dims, Inputs, parse_dims, parse_inputs
+from ..declare import Dims, Inputs, gaps_words, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
@@ -91,7 +91,7 @@ def open_torch(
         examples = found.example or suggested_inputs(found.module)
         raise BadInputSpec(
             f"the model {found.name or spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
-            f"{option('inputs', list(examples))}"
+            f"{option('inputs', list(examples))}{gaps_words(examples)}"
         )
     declared = dict(found.dims or {})
     bare = Signature(specs)

@@ -48,6 +48,15 @@ for name, (model, example, args) in cases.items():
     assert tf.is_tensor(found) == tf.is_tensor(args[0]), (name, type(found))
     for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+class Two(tf.Module):
+    def __call__(self, x, y):
+        return tf.reduce_mean(x, 1) + tf.reduce_mean(y, 1)
+
+example = (np.ones((4, 12), np.float32), np.ones((4, 6), np.float32))
+for dynamic, named in (({"y": {1: "n"}}, [0, 0, 1]), ({"y": {0: "rows"}, "x": {0: "rows"}}, [0, 0])):
+    shapes = [spec.shape for spec in accel.Source(Two(), example=example, dynamic=dynamic).open().signature.inputs]
+    found = [axis for shape in shapes for axis, dim in enumerate(shape) if isinstance(dim, str)]
+    assert found == named, shapes
 try:
     accel.load(Subclassed())
 except accel.AccelError as error:
