@@ -59,7 +59,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     # Data isn't checked against ranges that accel only guessed from a TensorFlow or ONNX graph.
     if src.source.get("kind") == "torch" or source.inputs:
         for path in data:
-            check_values(path, src.signature)
+            check_values(path, src.signature, declared=bool(source.inputs))
     if "pipeline" in src.source and src.kind == "torch":
         from .pipeline.export import export_pipeline
 

@@ -13,6 +13,8 @@ from accel.progress import report
 from accel.sources.structure import describe, is_array
 from accel.spelling import option
 
+from .data import IN_MEMORY
+
 # The number of samples after which no more batches are written. A data loader may be endless, and calibration and
 # comparison need only a few hundred samples.
 MOST_SAMPLES = 1024
@@ -32,7 +34,7 @@ def write_batches(data: Any, names: Sequence[str], folder: Path) -> Path:
     count = 0
     for number, batch in enumerate(_batches(data, len(names))):
         arrays = _named(batch, names)
-        np.savez(folder / f"{number:06d}.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(folder / IN_MEMORY.format(number), **arrays)  # type: ignore[arg-type]
         count += len(next(iter(arrays.values())))
         if count >= MOST_SAMPLES:
             report(f"data: the first {count} samples")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +13,24 @@ from weakref import WeakValueDictionary
 
 from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData, one_line
-from accel.signature import DimRange, IntegerRanges, Signature, numpy_dtype
+from accel.signature import DimRange, IntegerRanges, Signature, numpy_dtype, other_sizes
 from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# The name of the file that accel writes for a batch in memory.
+IN_MEMORY = "{:06d}.in-memory.npz"
+_IN_MEMORY = re.compile(r"(\d{6,})\.in-memory\.npz")
+
+
+def place(path: Path) -> str:
+    """Returns the words for a file or a folder of samples in a message. These are the path, or the number of the batch
+    for samples that the user gave in memory."""
+    if found := _IN_MEMORY.fullmatch(path.name):
+        return f"batch {int(found[1])} of the data"
+    return "the data" if (path / IN_MEMORY.format(0)).is_file() else str(path)
 
 
 def batch_plan(
@@ -199,10 +213,10 @@ def rounding_note(data: Path | None, signature: Signature) -> str:
     return f"the data holds {names} as float64; the numbers are rounded to {found[min(found)]}, which the model takes"
 
 
-def check_values(data: Path, signature: Signature) -> None:
-    """Raises ``BadData`` for the first integer in ``data`` that is outside the range of its input. Reads only the
-    inputs with a range. Skips missing arrays, and arrays whose values aren't integers, because ``Dataset.load`` reports
-    both."""
+def check_values(data: Path, signature: Signature, *, declared: bool = False) -> None:
+    """Raises ``BadData`` for the first integer in ``data`` that is outside the range of its input. ``declared`` tells
+    whether the user declared the ranges. Reads only the inputs with a range. Skips missing arrays, and arrays whose
+    values aren't integers, because ``Dataset.load`` reports both."""
     ranges = IntegerRanges(signature.inputs)
     for file in data_files(data) if ranges.names else ():
         with open_npz(file) as archive:
@@ -211,11 +225,12 @@ def check_values(data: Path, signature: Signature) -> None:
             }
             found = ranges.first_outside({name: archive[name] for name in ranges.names if name in shapes}, shapes)
         if found is not None:
-            declared = str(signature.input(found.input))
+            fix = "correct the sample or leave it out"
+            if declared:
+                fix += f", or declare a range that holds {found.value} with {option('inputs')} if the model takes it"
             raise BadData(
-                f"{file}: input {found.input!r} holds the number {found.value} in sample {found.sample}, but the model "
-                f"takes numbers in the range {found.low}..{found.high}; correct the sample, or declare the range with "
-                f"{option('inputs', [declared])}"
+                f"{place(file)}: input {found.input!r} holds the number {found.value} in sample {found.sample}, but "
+                f"the model takes numbers in the range {found.low}..{found.high}; {fix}"
             )
 
 
@@ -242,12 +257,13 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = one_line(error, 120)
-        raise BadData(f"can't read {file} as .npz ({reason}); write the file with numpy.savez") from error
+        raise BadData(f"can't read {place(file)} as .npz ({reason}); write the file with numpy.savez") from error
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
+    where = place(file)
     with open_npz(file) as archive:
         # For an archive member without an array header, numpy returns bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}
@@ -256,16 +272,16 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
         if spec.name not in arrays:
             has = ", ".join(arrays) or "none"
             raise BadData(
-                f"{file} has no array {spec.name!r} (its arrays: {has}); name the arrays like the model's inputs"
+                f"{where} has no array {spec.name!r} (its arrays: {has}); name the arrays like the model's inputs"
             )
         arrays[spec.name] = fitting(file, arrays[spec.name], spec.name, signature)
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
-                f"{file}: input {spec.name!r} has {len(arrays[spec.name])} samples, but input {first!r} has "
+                f"{where}: input {spec.name!r} has {len(arrays[spec.name])} samples, but input {first!r} has "
                 f"{len(arrays[first])} samples; give every input the same number of samples"
             )
     if len(arrays[first]) == 0:
-        raise BadData(f"{file} holds no samples; save at least one")
+        raise BadData(f"{where} holds no samples; save at least one")
     return arrays
 
 
@@ -277,32 +293,33 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     """
     import numpy as np
 
-    spec = signature.input(name)
+    spec, where = signature.input(name), place(file)
     if value.ndim != len(spec.shape) or value.ndim == 0:
         shape = list(value.shape)
-        raise BadData(f"{file}: input {name!r} has shape {shape}, but the model takes {spec}; change the shape")
+        raise BadData(f"{where}: input {name!r} has shape {shape}, but the model takes {spec}; change the shape")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
             raise BadData(
-                f"{file}: input {name!r} has shape {list(value.shape)}, but the model takes {spec}; change the shape"
+                f"{where}: input {name!r} has shape {list(value.shape)}, but the model takes {spec}; change the shape "
+                f"({other_sizes(spec, (spec.shape[0], *value.shape[1:]), signature.inputs, signature.dims)})"
             )
         if axis and isinstance(dim, str):
             bounds = signature.dims[dim]
             if size % bounds.step:
                 raise BadData(
-                    f"{file}: input {name!r} has the dim {dim} of size {size}, but the model takes multiples of "
+                    f"{where}: input {name!r} has the dim {dim} of size {size}, but the model takes multiples of "
                     f"{bounds.step}; pad or cut the dim to {bounds.beside(size)}"
                 )
             if not bounds.min <= size <= bounds.max:
                 raise BadData(
-                    f"{file}: input {name!r} has the dim {dim} of size {size}, outside the range "
+                    f"{where}: input {name!r} has the dim {dim} of size {size}, outside the range "
                     f"{bounds.min}..{bounds.max}; widen the range with {option('dims', {dim: bounds.to_hold(size)})}"
                 )
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():
         rows = sorted({int(i) for i in np.argwhere(~np.isfinite(value))[:, 0]})
         raise BadData(
-            f"{file}: input {name!r} holds NaN or infinity in sample {start + rows[0]} ({len(rows)} such samples in "
+            f"{where}: input {name!r} holds NaN or infinity in sample {start + rows[0]} ({len(rows)} such samples in "
             "all); remove these samples"
         )
     if value.dtype == wanted:
@@ -312,26 +329,26 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
         raise BadData(
-            f"{file}: input {name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; save the array as "
+            f"{where}: input {name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; save the array as "
             f"{spec.dtype}"
         )
     with np.errstate(over="ignore"):
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():
         raise BadData(
-            f"{file}: input {name!r} in sample {start + int(np.argwhere(lost)[0, 0])} holds {value.dtype} "
+            f"{where}: input {name!r} in sample {start + int(np.argwhere(lost)[0, 0])} holds {value.dtype} "
             f"numbers that are too large for the dtype {spec.dtype}; scale the numbers"
         )
     if value.dtype == np.float64 and (lost := _changed_integers(value, converted)).any():
         row, number = int(np.argwhere(lost)[0, 0]), value[lost][0]
         raise BadData(
-            f"{file}: input {name!r} in sample {start + row} holds the whole number {number:.0f} as float64, which "
+            f"{where}: input {name!r} in sample {start + row} holds the whole number {number:.0f} as float64, which "
             f"{spec.dtype} would change to {float(converted[lost][0]):.0f}; subtract an offset from the numbers or "
             f"scale them, or save them as {spec.dtype} if the change is harmless"
         )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
         raise BadData(
-            f"{file}: input {name!r} holds numbers that don't fit the dtype {spec.dtype}; correct the numbers"
+            f"{where}: input {name!r} holds numbers that don't fit the dtype {spec.dtype}; correct the numbers"
         )
     return converted
 

@@ -30,7 +30,7 @@ from accel.stage import path_sha256
 from accel.tables.limits import ROUNDING
 
 from .compare import compare, holds_floats
-from .data import data_files, open_npz
+from .data import data_files, open_npz, place
 from .gates import PATIENT, case_name, cast_feeds, gate_runtime
 from .stream import SampleStream
 
@@ -129,7 +129,7 @@ def check_samples(
                 compared += count
                 nan, samples = nan + nan_samples(found), samples + count
                 for one in compare(wanted, found):
-                    apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {file}")
+                    apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {place(file)}")
                     if holds_floats(wanted[one.output]) and not one.rel_l2 <= tolerance:
                         raise _not_the_source(src, apart, one.problem)
                     furthest = max(furthest, apart, key=lambda f: f.rel_l2)
@@ -205,11 +205,11 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Sig
                 continue  # the integer is perhaps not the reason for the crash
             why = ""  # Leaves out the library's error text, because the text names internal nodes of the library.
         return BadData(
-            f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "
+            f"{place(_file_with(data, found.input, found.value))}: {found.input!r} holds {found.value}, outside "
             f"{found.low}..{found.high}, and the model fails on it{why}; correct it or leave it out"
         )
     if isinstance(error, FailsOnInputs):
-        return BadData(f"{error.reason}; correct the samples in {data}")
+        return BadData(f"{error.reason}; correct the samples in {place(data)}")
     return error
 
 
@@ -247,7 +247,7 @@ def _bad_sample(
     outside = IntegerRanges(session.signature.inputs).first_outside(feeds)
     if outside is not None and f"input {outside.input!r}" not in reason:
         reason += f" ({outside})"
-    return BadData(f"{file}: the model can't run on {where}: {reason}; correct it or leave it out")
+    return BadData(f"{place(file)}: the model can't run on {where}: {reason}; correct it or leave it out")
 
 
 def _reason(error: AccelError) -> str:

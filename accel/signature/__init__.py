@@ -5,6 +5,7 @@ Also parses the command line's notation for inputs, makes random inputs, and che
 from .bounds import Bound, free_dims, is_sum, size_at
 from .dim_range import BATCH, DimRange, merged_ranges
 from .integers import IntegerRanges, OutOfRange
+from .other_sizes import other_sizes
 from .signature import Feeds, Signature, shapes_of
 from .spec import DTYPES, Dim, TensorSpec, as_tuples, new_names, numpy_dtype, with_values_of
 
@@ -25,6 +26,7 @@ __all__ = [
     "merged_ranges",
     "new_names",
     "numpy_dtype",
+    "other_sizes",
     "shapes_of",
     "size_at",
     "with_values_of",

@@ -13,6 +13,7 @@ from accel.spelling import option
 
 from .bounds import free_dims, is_sum, size_at
 from .dim_range import BATCH, DimRange, merged_ranges
+from .other_sizes import other_sizes
 from .spec import TensorSpec, as_tuples, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
@@ -232,8 +233,8 @@ class Signature:
             for dim, size in zip(spec.shape, value.shape, strict=True):
                 if isinstance(dim, int) and dim != size:
                     raise BadFeeds(
-                        f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}; a model with "
-                        "a dynamic dim in its place takes other sizes"
+                        f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}; "
+                        f"{other_sizes(spec, value.shape, self.inputs, self.dims)}"
                     )
                 if isinstance(dim, str) and not is_sum(dim) and sizes.setdefault(dim, size) != size:
                     raise BadFeeds(

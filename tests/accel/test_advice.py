@@ -24,8 +24,8 @@ from tests.support import ROOT
 PARTS = ("accel", "converters", "kernels", "serve")
 # FOREIGN holds options of pip, Megatron and curl that accel's messages mention.
 FOREIGN = {"--force-reinstall", "--no-deps", "--ckpt-format", "--cacert", "--data-binary"}
-# The arguments in PYTHON_ONLY have no command-line option, because their values are tensors and functions.
-PYTHON_ONLY = {"call", "example"}
+# The arguments in PYTHON_ONLY have no command-line option, because they describe models in memory.
+PYTHON_ONLY = {"call", "dynamic", "example"}
 # Matches an option of a command. The pattern doesn't match config keys, which `accel train` takes as --table.key=value.
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w.=-])")
 

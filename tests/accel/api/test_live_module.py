@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.errors import BadData
+from accel.errors import BadData, BadFeeds
+from accel.spelling import on_command_line
 
 
 class Classifier(nn.Module):
@@ -163,3 +164,33 @@ def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch
         BadData, match=r"'ids' holds the number 50 in sample 257, but the model takes numbers in the range 0\.\.49"
     ):
         accel.optimize(Words(), example=(torch.zeros(2, 3, dtype=torch.int64),), data=tmp_path / "ids.npz")
+
+
+@pytest.mark.parametrize(
+    ("value", "length", "message"),
+    [
+        (50, 3, r"^batch 1 of the data: .* 50 in sample 7, .*0\.\.49; correct the sample or leave it out$"),
+        (0, 4, r"^batch 0 of the data: .* export it again with dynamic=\{'ids': \{1: 'length'\}\} for a model"),
+    ],
+)
+def test_data_in_memory_is_named_by_its_sample(value: int, length: int, message: str) -> None:
+    """Fails if the error about data in memory names a temporary file, or advises the range that is in force."""
+    ids = torch.zeros(20, length, dtype=torch.int64)
+    ids[17, 1] = value
+    batches = [ids[:10], ids[10:]]
+    with pytest.raises(BadData, match=message):
+        accel.optimize(Words(), example=(torch.zeros(2, 3, dtype=torch.int64),), data=batches, target="ort-cpu")
+
+
+def test_other_lengths_follow_the_advice() -> None:
+    """Fails if the error about another length doesn't name the option with the input's name, or the option doesn't
+    help."""
+    long = {"ids": np.zeros((2, 5), np.int64)}
+    example = (torch.zeros(2, 3, dtype=torch.int64),)
+    with accel.load(Words(), example=example) as session:
+        with pytest.raises(BadFeeds, match=r"dynamic=\{'ids': \{1: 'length'\}\} for .*, or with inputs=\['ids:int64"):
+            session.run(long)
+        with on_command_line(), pytest.raises(BadFeeds, match=r"with --input ids:int64\[batch,length\]\{0..49\}$"):
+            session.run(long)
+    with accel.load(Words(), example=example, dynamic={"ids": {1: "length"}}) as session:
+        assert session.run(long)["output"].shape == (2, 4)
