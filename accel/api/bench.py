@@ -18,7 +18,7 @@ from accel.proof.runs import failed_on_data
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
 from accel.sources.main_file import main_file
-from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, shared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, known_keywords, shared
 from accel.sources.tensorflow.source import saved_model_file
 from accel.spelling import option
 from accel.tables.kinds import KINDS, kind_of
@@ -41,8 +41,9 @@ _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
 
 @shows_progress
+@known_keywords
 def bench(
-    candidates: Sequence[Model],
+    candidates: Model | Sequence[Model],
     *,
     against: Model | None = None,
     also: Sequence[str] = (),
@@ -61,10 +62,10 @@ def bench(
     """Times ``candidates`` side by side with the baseline ``against`` (default: the first candidate). Each model runs
     in its own process.
 
-    A candidate is an artifact, an artifact's folder, an ONNX file or a source. An artifact runs on the runtime it was
-    optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as ``torch-compile``.
-    ``sizes`` gives sizes of the dynamic dims (default: the usual sizes of ``against``). ``data`` is an .npz file whose
-    first batches are the inputs. By default the inputs are random.
+    ``candidates`` is one model or several. A candidate is an artifact, an artifact's folder, an ONNX file or a source.
+    An artifact runs on the runtime it was optimized for. PyTorch sources are timed in eager mode and on the runtimes in
+    ``also``, such as ``torch-compile``. ``sizes`` gives sizes of the dynamic dims (default: the usual sizes of
+    ``against``). ``data`` is an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
     candidate uses the threads and streams that its manifest records. If the manifest doesn't record them, the candidate
@@ -85,6 +86,7 @@ def bench(
     >>> report = accel.bench(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
     """
+    candidates = _several(candidates)
     ready = _candidates(candidates, against, also, cuda_graph, about)
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread)
     samples = Path(data) if data else None
@@ -112,8 +114,9 @@ def bench(
     return _noted(found, note, rounds)
 
 
+@known_keywords
 def sweep(
-    candidates: Sequence[Model],
+    candidates: Model | Sequence[Model],
     *,
     batches: Sequence[int] = (),
     lengths: Sequence[int] = (),
@@ -139,6 +142,7 @@ def sweep(
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
     """
+    candidates = _several(candidates)
     ready = _candidates(candidates, against, also, cuda_graph, about)
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
@@ -171,6 +175,13 @@ def sweep(
             )
         )
     return Sweep(reports=tuple(_noted(one, note, rounds) for one in reports))
+
+
+def _several(candidates: Model | Sequence[Model]) -> Sequence[Model]:
+    """Returns the models to time. A path, a name or any other single model is one model."""
+    if isinstance(candidates, Sequence) and not isinstance(candidates, str):
+        return candidates
+    return [candidates]
 
 
 def _noted(found: BenchReport, note: str, rounds: int) -> BenchReport:

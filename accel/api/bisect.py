@@ -10,7 +10,7 @@ from accel.artifact import Artifact
 from accel.errors import BadData, UnsupportedHere, UsageError
 from accel.progress import shows_progress
 from accel.proof.compare import Difference
-from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, known_keywords, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
 
@@ -69,6 +69,7 @@ class BisectReport:
 
 
 @shows_progress
+@known_keywords
 def bisect(
     reference: Model,
     candidate: Model,

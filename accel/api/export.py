@@ -14,7 +14,7 @@ from accel.cache import StageCache, users_cache
 from accel.child import resolve
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
 from accel.progress import shows_progress
-from accel.sources.source import Model, Source, SourceOptions, check_name
+from accel.sources.source import Model, Source, SourceOptions, check_name, known_keywords
 from accel.spelling import option, options
 from accel.stage import Gate, StageConfig, run_stage
 from accel.tables.kinds import Kind, export_formats
@@ -33,6 +33,7 @@ TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tf
 
 
 @shows_progress
+@known_keywords
 def export(
     source: Model,
     *,

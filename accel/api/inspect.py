@@ -12,7 +12,7 @@ from accel.child import run_in_child
 from accel.errors import RandomOps, UnsupportedHere, UsageError
 from accel.proof.chain import Link, check_chain
 from accel.runtimes.base import recorded_options
-from accel.sources.source import Model, Source, SourceOptions
+from accel.sources.source import Model, Source, SourceOptions, known_keywords
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Inspection:
         }
 
 
+@known_keywords
 def inspect(
     model: Model,
     *,

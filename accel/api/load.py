@@ -7,10 +7,11 @@ from typing import Any, Unpack
 
 from accel.errors import UsageError
 from accel.runtimes.base import BaseSession, open_session
-from accel.sources.source import Model, Source, SourceOptions
+from accel.sources.source import Model, Source, SourceOptions, known_keywords
 from accel.spelling import option
 
 
+@known_keywords
 def load(
     model: Model,
     *,

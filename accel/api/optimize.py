@@ -21,7 +21,7 @@ from accel.progress import shows_progress
 from accel.proof.batches import write_batches
 from accel.proof.data import widened
 from accel.sources.main_file import REPORT
-from accel.sources.source import Model, Source, SourceOptions
+from accel.sources.source import Model, Source, SourceOptions, known_keywords
 
 from .as_onnx import Exported, as_onnx
 from .decoder.export import is_decoder
@@ -36,6 +36,7 @@ __all__ = ["CastOptions", "Optimized", "QuantizeOptions", "optimize"]
 
 
 @shows_progress
+@known_keywords
 def optimize(
     model: Model,
     *,

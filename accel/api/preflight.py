@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
 from accel.errors import BadInputSpec, GateFailed, UnsupportedHere, UsageError
-from accel.sources.source import Model, Source, SourceOptions
+from accel.sources.source import Model, Source, SourceOptions, known_keywords
 from accel.spelling import option
 from accel.stage import run_stage
 from accel.tables.limits import STAGE_LIMITS
@@ -57,6 +57,7 @@ class PreflightReport:
         }
 
 
+@known_keywords
 def preflight(
     model: Model,
     *,

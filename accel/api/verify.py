@@ -19,7 +19,7 @@ from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
 from accel.signature.decoder import Cache, step_sizes
 from accel.sources.notes import integers_note
-from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, known_keywords, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import VERIFY_LIMITS
 from accel.tables.precision import PRECISIONS
@@ -88,6 +88,7 @@ class Verification:
 
 
 @shows_progress
+@known_keywords
 def verify(
     reference: Model,
     candidate: Model,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack
 
 from accel.artifact import Artifact, manifest_path
 from accel.errors import BadSource, UsageError
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 # A live model is a callable (such as an nn.Module), an exported program or an ONNX ModelProto.
 Model: TypeAlias = "str | Path | Artifact | Source | Callable[..., Any] | ExportedProgram | ModelProto"
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_training_ops", "placeholders")
 
@@ -255,6 +261,26 @@ def is_live(model: Model) -> bool:
     """Tells whether ``model`` is a model in memory, rather than a source, an artifact, a session, a path or a name."""
     named = isinstance(model, str | Path | Artifact | Source | PathLike)
     return not named and not isinstance(getattr(model, "artifact", None), Artifact)
+
+
+def known_keywords(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Decorates a public function with the keywords of ``SourceOptions``. A call with an unknown keyword raises
+    ``TypeError`` with the name of the function and the nearest keyword. Python itself lets any keyword pass into
+    ``**about``."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    known = [*own, *SourceOptions.__annotations__]
+
+    @functools.wraps(function)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                fix = f"write {close[0]}=" if close else f"the keywords are {', '.join(known)}"
+                raise TypeError(f"{function.__name__}() has no keyword {name!r}; {fix}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def declared_dims(model: Model, about: SourceOptions) -> Dims:

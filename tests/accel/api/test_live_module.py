@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.errors import BadData, BadFeeds
+from accel.errors import BadData, BadFeeds, BadSource
 from accel.spelling import on_command_line
 
 
@@ -194,3 +194,21 @@ def test_other_lengths_follow_the_advice() -> None:
             session.run(long)
     with accel.load(Words(), example=example, dynamic={"ids": {1: "length"}}) as session:
         assert session.run(long)["output"].shape == (2, 4)
+
+
+def test_unknown_keywords_name_the_nearest() -> None:
+    """Fails if the error about a misspelled keyword names an inner class, or not the keyword that was meant."""
+    with pytest.raises(TypeError, match=r"^optimize\(\) has no keyword 'maxdrop'; write max_drop=$"):
+        accel.optimize("x.onnx", maxdrop=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^load\(\) has no keyword 'zzz'; the keywords are model, runtime, .*dims"):
+        accel.load("x.onnx", zzz=1)  # type: ignore[call-arg]
+
+
+def test_bench_takes_one_model(tmp_path: Path) -> None:
+    """Fails if the letters of a path are taken for models."""
+    with pytest.raises(BadSource, match=r"^'missing' is no file"):
+        accel.bench("missing")
+    made = accel.export(nn.Linear(4, 2), example=(torch.ones(2, 4),), out=tmp_path / "m.onnx")
+    for one in (str(made.path), made.path, made):
+        report = accel.bench(one, budget_seconds=0.2, block_seconds=0.005, rounds=5)
+        assert [row.error for row in report.rows][:1] == [None]
