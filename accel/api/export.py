@@ -13,6 +13,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache, users_cache
 from accel.child import resolve
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
+from accel.optimizer.publish import check_no_decoder
 from accel.progress import shows_progress
 from accel.sources.source import Model, Source, SourceOptions, check_name, known_keywords
 from accel.spelling import option, options
@@ -100,6 +101,10 @@ def export(
                 cache=open_cache(stack, use_cache),
                 folder=_folder_of(out, "a decoder with a KV cache", preprocess),
             )
+    if out is not None and "decoder" not in src.source:
+        given = Path(out)
+        if given.name == formats["onnx"].main_file or not given.suffix:  # another file doesn't replace the decoder
+            check_no_decoder(given.parent if given.suffix else given)
     if "pipeline" in src.source and src.kind == "torch":
         from .pipeline.export import export_pipeline
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, Unpack
 from accel.cache import StageCache
 from accel.optimizer.budget import Budget
 from accel.optimizer.judge.comparison import Metric
-from accel.optimizer.publish import check_out
+from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.run import run
 from accel.optimizer.stage_options import CastOptions, QuantizeOptions
@@ -186,7 +186,9 @@ def optimize(
             cast=cast if isinstance(cast, CastOptions) else tuple(cast),
             use_cache=use_cache,
         )
-        check_out(request.out, named.text, decoder=_makes_decoder(named))
+        check_out(request.out, named.text)
+        if not _makes_decoder(named):
+            check_no_decoder(request.out)
         check_writable(request.out / REPORT)
         chosen_metric = request.loaded_metric()
         budget = Budget(request.budget_seconds, thorough=thorough)

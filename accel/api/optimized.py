@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.decoders.folder import check_folder, write_folder
-from accel.optimizer.publish import check_out
+from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.report.page import PAGE
 from accel.optimizer.result import Optimization
 from accel.runtimes.base import BaseSession, open_session
@@ -100,9 +100,8 @@ class Optimized(Optimization):
         """
         folder = Path(folder)
         decoder = "decoder" in self.artifact.source
-        check_out(folder, str(self.artifact.path), decoder=decoder)
-        if decoder:
-            check_folder(folder)
+        check_out(folder, str(self.artifact.path))
+        (check_folder if decoder else check_no_decoder)(folder)
         saved = self.artifact.copy_to(folder / self.artifact.path.name)
         if decoder:
             write_folder(saved, self.artifact.path.parent)

@@ -19,10 +19,18 @@ from accel.tables.kinds import KINDS, main_files
 from .report.page import PAGE
 
 
-def check_out(folder: Path, source: str, *, decoder: bool = False) -> None:
+def check_no_decoder(folder: Path) -> None:
+    """Raises ``CannotWrite`` if ``folder`` holds a decoder, whose tokenizer and configs would stay beside a new model
+    that is no decoder."""
+    if (folder / GENAI_CONFIG).is_file():
+        raise CannotWrite(
+            f"{folder} holds a decoder ({GENAI_CONFIG}), but the new model is none; give another {option('out')}"
+        )
+
+
+def check_out(folder: Path, source: str) -> None:
     """Raises ``CannotWrite`` if the output would overwrite ``source``, or a file in ``folder`` that accel did not
-    make. Also raises it if ``folder`` holds a decoder and the new model is none (``decoder``), because the old
-    tokenizer and configs would stay beside the new model."""
+    make."""
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
     for name in main_files():
@@ -31,10 +39,6 @@ def check_out(folder: Path, source: str, *, decoder: bool = False) -> None:
             raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another {option('out')}")
         if main.exists() and Path(source).exists() and main.samefile(source):
             raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another {option('out')}")
-    if not decoder and (folder / GENAI_CONFIG).is_file():
-        raise CannotWrite(
-            f"{folder} holds a decoder ({GENAI_CONFIG}), but the new model is none; give another {option('out')}"
-        )
     if (folder / PAGE).exists() and not (folder / REPORT).exists():
         raise CannotWrite(
             f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"

@@ -11,7 +11,7 @@ from accel import kept_outputs
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import AccelError, BadSource, StageFailed
-from accel.optimizer.publish import check_out
+from accel.optimizer.publish import check_no_decoder, check_out
 from accel.proof.gates import OutputGate
 from accel.proof.recorded_gate import RecordedGate, write_recorded
 from accel.sources.source import Source
@@ -86,6 +86,7 @@ def check_folders(folder: Path, parts: Iterable[str]) -> None:
     part."""
     for each in (folder, *(folder / name for name in parts)):
         check_out(each, "")
+        check_no_decoder(each)
 
 
 def joined(

@@ -15,10 +15,16 @@ from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of an exported decoder with a tokenizer."""
-    source = save_decoder(tmp_path_factory.mktemp("source") / "llama")
-    save_byte_tokenizer(source)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a decoder that transformers saved, with a tokenizer."""
+    folder = save_decoder(tmp_path_factory.mktemp("source") / "llama")
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of the exported decoder."""
     out = tmp_path_factory.mktemp("exported") / "qdec"
     accel.export(source, out=out, simplify=False)
     return out
@@ -39,11 +45,15 @@ def test_another_model_does_not_replace_a_decoder(decoder: Path, tmp_path: Path)
             accel.optimize(model, out=decoder, target="ort-cpu", **live)  # type: ignore[arg-type]
     with pytest.raises(CannotWrite, match=said):
         result(tabular).save(decoder)
+    with pytest.raises(CannotWrite, match=said):
+        accel.export(torch.nn.Linear(4, 2), example=(torch.ones(2, 4),), out=decoder / "model.onnx")
     assert {file.name: file.read_bytes() for file in decoder.iterdir()} == before
 
 
-def test_a_decoder_replaces_a_decoder(decoder: Path, tmp_path: Path) -> None:
-    """Fails if ``save`` refuses a decoder's folder for a decoder, or leaves the other decoder's tokenizer there."""
+def test_a_decoder_replaces_a_decoder(source: Path, decoder: Path, tmp_path: Path) -> None:
+    """Fails if export or ``save`` refuses a decoder's folder for a decoder, or if the other decoder's tokenizer stays
+    there."""
+    accel.export(source, out=decoder, simplify=False)
     (tmp_path / "old").mkdir()
     for name in ("genai_config.json", "tokenizer.json"):
         (tmp_path / "old" / name).write_text("{}")
