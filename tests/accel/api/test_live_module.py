@@ -122,7 +122,9 @@ def test_the_other_functions_take_it(
     assert accel.verify(model, exported, example=example).passed
     assert accel.verify(model, exported).passed  # ``accel verify`` draws the inputs from the artifact's signature
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
-    assert [row.error for row in report.rows] == [None] * 3
+    # The result may use one thread, and the baseline is then timed with one thread too.
+    assert len(report.rows) in (3, 4)
+    assert [row.error for row in report.rows] == [None] * len(report.rows)
     from accel.api.bisect import bisect
 
     assert bisect(model, exported, example=example) is not None
