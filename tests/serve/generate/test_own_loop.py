@@ -57,7 +57,7 @@ def test_a_decoder_streams_without_a_config(folder: Path, start: Start) -> None:
     """Fails if a decoder folder is not served, or if a token of the stream is not the token of ``accel generate``.
     Also fails if the stream goes on after an end token or beyond the context, or if a long prompt ends the server."""
     process = start("", named=(f"dec={folder}",))
-    wanted = [accel.generate(folder, [prompt], max_new_tokens=99).finished().ids[0] for prompt in PROMPTS]
+    wanted = [accel.generate(folder, [prompt], max_new_tokens=99).ids[0] for prompt in PROMPTS]
     assert 2 < len(wanted[0]) < len(wanted[1]) == CONTEXT - len(PROMPTS[1])
     with InferenceClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         assert [_streamed(client, [prompt])[0] for prompt in PROMPTS] == wanted
@@ -85,7 +85,7 @@ def test_the_printed_lines_ask_for_a_stream(folder: Path, start: Start, http_por
     assert lines[0] == "Ask the model dec, in Python:"
     done = subprocess.run([sys.executable, "-c", "\n".join(lines[2:])], capture_output=True, text=True, check=True)
     tokens = [int(token) for token in re.findall(r"array\(\[\[(\d+)\]\]\)", done.stdout)]
-    assert tokens == accel.generate(folder, [[0] * 8], max_new_tokens=99).finished().ids[0]
+    assert tokens == accel.generate(folder, [[0] * 8], max_new_tokens=99).ids[0]
 
 
 def test_a_config_makes_a_decoder_a_plain_model(folder: Path, start: Start, tmp_path: Path) -> None:
