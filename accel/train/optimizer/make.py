@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel.errors import BadConfig, BadSource, one_line
+from accel.errors import BadConfig, one_line
 
 from ..config.schema import OPTIMIZERS, OptimizerConfig
+from .named import load_named
 
 _BUILT_IN = dict(zip(OPTIMIZERS, ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), strict=True))
 # Optimizers that update each element of a parameter from this element's gradients alone. Shards are updated as the
@@ -71,16 +72,9 @@ def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
 
 
 def _kind(name: str) -> type[torch.optim.Optimizer]:
-    from accel.sources.python_object import load_object
-
-    module, _, attribute = _BUILT_IN.get(name, name).rpartition(".")
-    try:
-        kind = load_object(f"{module}:{attribute}", "optimizer")[1]
-    except BadSource as error:
-        raise BadConfig(
-            f"optimizer.name is {name!r}, which is no optimizer ({error}); use {', '.join(OPTIMIZERS)}, or a class "
-            "such as torch.optim.RMSprop"
-        ) from error
+    kind = load_named(
+        _BUILT_IN.get(name, name), what="optimizer", name=name, known=OPTIMIZERS, example="torch.optim.RMSprop"
+    )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
         raise BadConfig(f"optimizer.name is {name!r}, which is no optimizer; use a class such as torch.optim.RMSprop")
     closure = inspect.signature(kind.step).parameters.get("closure")

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from accel.errors import BadConfig, BadSource, one_line
+from accel.errors import BadConfig, one_line
 
 from ..config.schedule import learning_rate
 from ..config.schema import SCHEDULES, TrainConfig
+from .named import load_named
 
 # Schedules that a config can't describe, with the reason.
 _REFUSED = {
@@ -73,16 +74,8 @@ class Rates:
 
 
 def _kind(name: str) -> Any:
-    from accel.sources.python_object import load_object
-
-    module, _, attribute = name.rpartition(".")
-    try:
-        kind = load_object(f"{module}:{attribute}", "schedule")[1]
-    except BadSource as error:
-        raise BadConfig(
-            f"schedule.name is {name!r}, which is no schedule ({error}); use {', '.join(SCHEDULES)}, or a class such "
-            "as torch.optim.lr_scheduler.StepLR"
-        ) from error
+    example = "torch.optim.lr_scheduler.StepLR"
+    kind = load_named(name, what="schedule", name=name, known=SCHEDULES, example=example)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
         raise BadConfig(f"schedule.name is {name!r}, which is no schedule; use e.g. torch.optim.lr_scheduler.StepLR")
     if kind.__name__ in _REFUSED:
