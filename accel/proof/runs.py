@@ -68,7 +68,7 @@ def check_runs(src: Artifact, cache: StageCache) -> None:
 
 
 def _ranged(signature: Signature) -> str:
-    """Returns the first input that may need a range, an integer input if there is one, as ``--input`` spells it."""
+    """Returns the first integer input, or the first input if none holds integers, in the notation of ``--input``."""
     inputs = [replace(spec, values=None) for spec in signature.inputs]
     return str(next((spec for spec in inputs if "int" in spec.dtype), inputs[0]))
 

@@ -152,7 +152,7 @@ class ServingProcess:
         return self.ports
 
     def _load(self) -> None:
-        """Loads the models. Raises ``BadRepository`` if a model can't be loaded that the command line names. A broken
+        """Loads the models. Raises ``BadRepository`` if a model that the command line names can't be loaded. A broken
         model of a repository leaves the other models serving."""
         self.server.repository.start()
         if self.options.named:
