@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
+from accel.decoders.decoder import special_tokens
 from accel.decoders.proof import DecoderGate
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
@@ -192,8 +193,8 @@ def verify(
 def _context(first: Artifact, second: Artifact) -> int:
     """Returns the largest number of tokens of two decoders, as recorded, or else as many as their ranges allow."""
     for artifact in (first, second):
-        if about := artifact.source.get("decoder"):
-            return int(about["context"])
+        if context := special_tokens(artifact).context:
+            return context
     return sum(second.signature.dims[dim].max for dim in step_sizes(second.signature, 1, 1))
 
 

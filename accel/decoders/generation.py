@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from accel.cancel import check_cancelled
@@ -15,7 +15,7 @@ from accel.signature.decoder import MASK
 from accel.spelling import option
 
 from .decoder import Decoder
-from .replay import Replay
+from .replay import Replay, padded
 from .sampling import Sampler, Sampling
 from .tokenizer import TextStream, Tokenizer
 
@@ -68,7 +68,7 @@ class Generation:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     first_seconds: float = 0.0
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
     def __iter__(self) -> Iterator[Token]:
         import numpy as np
@@ -76,11 +76,8 @@ class Generation:
         sampler = Sampler(self.sampling, len(self.rows))
         running = Replay(self.decoder.session, len(self.rows))
         active = list(self.rows)
-        longest = max(len(row.tokens) for row in active)
-        ids = np.stack([np.pad(row.tokens, (longest - len(row.tokens), 0)) for row in active])
-        mask = np.stack([np.arange(longest) >= longest - len(row.tokens) for row in active]).astype(np.int64)
         started = time.perf_counter()
-        logits = running.step(ids.astype(np.int64), mask)[:, -1]
+        logits = running.step(*padded([row.tokens for row in active]))[:, -1]
         while active:
             check_cancelled()
             self._check_finite(logits, running, len(active[0].tokens))

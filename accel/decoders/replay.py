@@ -69,6 +69,17 @@ def cache_of(signature: Signature) -> Cache:
     return cache
 
 
+def padded(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids [rows, longest] of texts that are padded on the left, and a mask of the same shape with a 0
+    for each token that is padding."""
+    import numpy as np
+
+    longest = max(map(len, texts))
+    ids = np.stack([np.pad(np.asarray(text, np.int64), (longest - len(text), 0)) for text in texts])
+    mask = np.stack([np.arange(longest) >= longest - len(text) for text in texts]).astype(np.int64)
+    return ids, mask
+
+
 def replay(
     session: Session,
     texts: Sequence[np.ndarray],
@@ -82,10 +93,8 @@ def replay(
     """
     import numpy as np
 
-    longest = max(map(len, texts))
-    ids = np.stack([np.pad(text, (longest - len(text), 0)) for text in texts])
-    mask = np.stack([np.arange(longest) >= longest - len(text) for text in texts]).astype(np.int64)
-    assert sum(steps) == longest, "the steps cover the longest text"
+    ids, mask = padded(texts)
+    assert sum(steps) == ids.shape[1], "the steps cover the longest text"
     found: list[np.ndarray] = []
     start = 0
     running = Replay(session, len(texts))

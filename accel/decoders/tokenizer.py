@@ -67,12 +67,12 @@ class Tokenizer:
             )
         return found
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``, with the special tokens that the tokenizer adds."""
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """Returns the token ids of ``text``. With ``specials``, the tokenizer adds its special tokens."""
         if self._fast:
-            ids: list[int] = self._encoder.encode(text).ids
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=specials).ids
             return ids
-        return list(self._encoder(text)["input_ids"])
+        return list(self._encoder(text, add_special_tokens=specials)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ``ids``, without special tokens."""
@@ -91,14 +91,8 @@ class Tokenizer:
             )
         from .chat import rendered
 
-        return self._without_specials(rendered(template, messages, self._folder, _LONGEST_CHAT))
-
-    def _without_specials(self, text: str) -> list[int]:
-        """Returns the token ids of a text that already has its special tokens."""
-        if self._fast:
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-            return ids
-        return list(self._encoder(text, add_special_tokens=False)["input_ids"])
+        # The template writes the special tokens itself.
+        return self.encode(rendered(template, messages, self._folder, _LONGEST_CHAT), specials=False)
 
 
 class TextStream:

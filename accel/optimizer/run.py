@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
+from accel.decoders.decoder import special_tokens
 from accel.errors import MissingExtra, UsageError
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import ROUNDED, default_runtime
@@ -177,10 +178,8 @@ def judge_for(
 def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
     """Returns the requests that the candidates are timed on. A decoder is timed on one token after each context."""
     if Cache.of(src.signature) is not None and not (request.judged_on or request.sizes or request.lengths):
-        about = src.source.get("decoder") or {}
-        return decode_steps(
-            src.signature, request.contexts, request.batch or 1, request.objective, request.cores, about.get("context")
-        )
+        most = special_tokens(src).context
+        return decode_steps(src.signature, request.contexts, request.batch or 1, request.objective, request.cores, most)
     return workload(
         src.signature,
         stream,

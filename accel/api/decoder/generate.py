@@ -176,14 +176,12 @@ def _tokenizer(decoder: Decoder, needed: bool) -> Tokenizer | None:
     """Returns the tokenizer, or None if there is none and the prompts are token ids."""
     try:
         return decoder.tokenizer
-    except NoTokenizer as error:
-        if needed:
+    except BadSource as error:
+        if not needed:
+            return None
+        if isinstance(error, NoTokenizer):
             raise NoTokenizer(f"{error}, or give token ids with {option('prompt_ids')}") from error
-        return None
-    except BadSource:
-        if needed:
-            raise
-        return None
+        raise
 
 
 def _encoded(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool) -> Sequence[int]:

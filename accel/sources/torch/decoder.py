@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ class CachedDecoder(torch.nn.Module):
         self.takes = tuple(name for name in (MASK, POSITIONS) if name in takes)
         self.layers = self._probed()
         self.names = cache_names(len(self.layers))
-        self.context = self._context()
 
     def _probed(self) -> Pairs:
         """Runs the model on three tokens without a cache, and returns the keys and values of each layer."""
@@ -81,7 +81,8 @@ class CachedDecoder(torch.nn.Module):
                 )
         return [(key.detach(), value.detach()) for key, value in pairs]
 
-    def _context(self) -> int:
+    @cached_property
+    def context(self) -> int:
         """Returns the largest number of tokens that the model takes. Runs the model on as many tokens as the gates will
         run, because a table of positions may have fewer rows than the config says, and a module without a config tells
         nothing."""

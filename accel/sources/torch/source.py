@@ -66,7 +66,8 @@ def open_torch(
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
-    found = _find(spec, weights, weights_dtype, decoder)
+    found = _find(spec, weights, weights_dtype)
+    found = as_decoder(found) if decoder else found
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
     found.module.eval()
@@ -172,9 +173,10 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     sha256 = artifact.source["sha256"]
     if sha256 not in _opened:
         weights = artifact.source.get("weights")
-        rounded, decoder = artifact.source.get("weights_dtype", ""), "decoder" in artifact.source
-        found = _find(artifact.source["spec"], Path(weights) if weights else None, rounded, decoder)
-        _opened[sha256] = found.module.eval()
+        rounded = artifact.source.get("weights_dtype", "")
+        module = _find(artifact.source["spec"], Path(weights) if weights else None, rounded).module.eval()
+        # The signature is known, so the dims of a decoder needn't be found again.
+        _opened[sha256] = CachedDecoder(module).eval() if "decoder" in artifact.source else module
     return _opened[sha256]
 
 
@@ -229,12 +231,7 @@ def _precision(module: torch.nn.Module) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
 
 
-def _find(spec: str, weights: Path | None, weights_dtype: str, decoder: bool) -> Found:
-    found = _find_module(spec, weights, weights_dtype)
-    return as_decoder(found) if decoder else found
-
-
-def _find_module(spec: str, weights: Path | None, weights_dtype: str) -> Found:
+def _find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
     if weights_dtype and weights_dtype not in DTYPES:
         raise UsageError(f"{option('weights_dtype', weights_dtype)} is no dtype of weights; use {', '.join(DTYPES)}")
     if weights_dtype and weights is None and final_folder(Path(spec)) is None:
