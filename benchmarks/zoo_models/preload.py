@@ -19,30 +19,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("USE_TF", "0")  # older versions of transformers import TensorFlow otherwise
 warnings.simplefilter("ignore")
 
-_TORCHVISION = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "int sampling_ratio, bool aligned) -> Tensor",
-    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
-    "-> (Tensor, Tensor)",
-    "ps_roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "int sampling_ratio) -> (Tensor, Tensor)",
-    "ps_roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
-    "-> (Tensor, Tensor)",
-    "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, "
-    "SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, "
-    "SymInt offset_groups, bool use_mask) -> Tensor",
-)
-
-
-def _declare_torchvision() -> None:
-    library = torch.library.Library("torchvision", "DEF")
-    for schema in _TORCHVISION:
-        library.define(schema)
-    globals()["_library"] = library  # torch removes the declared operators when ``library`` is deleted
-
-
 import onnxscript  # noqa: E402, F401
 import onnxsim  # noqa: E402, F401
 import torch  # noqa: E402
@@ -52,6 +28,8 @@ import accel.api.load  # noqa: E402
 import accel.converters.from_torch.onnx_from_torch  # noqa: E402
 import accel.runtimes.onnxruntime  # noqa: E402
 import accel.sources.torch.live  # noqa: E402, F401
+
+from .torchvision_operators import declare  # noqa: E402
 
 
 def _warm_up() -> None:
@@ -68,7 +46,7 @@ def _warm_up() -> None:
 
 if folder := os.environ.get("ACCEL_ZOO_PACKAGES"):
     sys.path.insert(0, folder)
-    _declare_torchvision()
+    declare()
 for name in filter(None, os.environ.get("ACCEL_ZOO_PRELOAD", "").split(",")):
     with contextlib.suppress(Exception):  # if a package is missing, each model of the family reports the import error
         importlib.import_module(name)
