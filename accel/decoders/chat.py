@@ -33,9 +33,9 @@ def rendered(template: str, messages: Sequence[Mapping[str, str]], folder: Path,
     except MissingExtra:
         raise
     except (AccelError, TimeoutError) as error:
+        why = f"took longer than {_SECONDS:g} s" if isinstance(error, TimeoutError) else one_line(error, 160)
         raise BadSource(
-            f"the chat template of {folder} fails ({one_line(error, 160)}); correct the template, or give the whole "
-            "prompt without it"
+            f"the chat template of {folder} fails ({why}); correct the template, or give the whole prompt without it"
         ) from error
     if len(text) > longest:
         raise BadSource(f"the chat template of {folder} writes {len(text)} characters; correct the template")

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# The bytes of all texts are tokens, after three special tokens.
+BYTE_VOCABULARY = 259
+
 
 def small_config(kind: str, **fields: Any) -> Any:
     """Returns a config of transformers for a decoder of two layers, with 4 heads of attention and 2 of keys and values
@@ -14,9 +17,9 @@ def small_config(kind: str, **fields: Any) -> Any:
     from transformers import AutoConfig
 
     usual = {
-        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 160, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.2,
+        "vocab_size": BYTE_VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
     }  # fmt: skip
     bare = AutoConfig.for_model(kind)
     known = {name: value for name, value in usual.items() if hasattr(bare, name) and not _is_read_only(bare, name)}
@@ -42,8 +45,6 @@ def save_decoder(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     return folder
 
 
-# The bytes of all texts are tokens, after three special tokens.
-BYTE_VOCABULARY = 259
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 
 

@@ -13,7 +13,7 @@ import torch
 import accel
 from accel.errors import BadData, BadSource, UnknownName, UsageError
 from accel.optimizer.judge.decoder import KL, PERPLEXITY, TOP1, DecoderJudge, Sums, sums
-from tests.support.small_decoder import BYTE_VOCABULARY, save_byte_tokenizer, save_decoder
+from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
 
 def test_the_measures_are_those_of_torch() -> None:
@@ -39,11 +39,15 @@ def test_perplexity_alone_is_blind() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns an exported decoder that is large enough for weights of 8 and 4 bits."""
-    shape = {"vocab_size": BYTE_VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
-    source = save_decoder(tmp_path_factory.mktemp("decoder") / "llama", **shape)
-    save_byte_tokenizer(source)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a decoder that is large enough for weights of 8 and 4 bits, and its tokenizer."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
+    return save_byte_tokenizer(save_decoder(tmp_path_factory.mktemp("decoder") / "llama", **shape))
+
+
+@pytest.fixture(scope="module")
+def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the exported decoder."""
     out = tmp_path_factory.mktemp("exported") / "dec"
     accel.export(source, out=out, simplify=False)
     return out
@@ -114,9 +118,8 @@ def test_options_of_decoders_are_for_decoders(tmp_path: Path) -> None:
         accel.optimize(bare, text=tmp_path / "x.txt", out=tmp_path / "q", target="ort-cpu")
 
 
-def test_a_folder_of_transformers_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_of_transformers_brings_its_tokenizer(source: Path, tmp_path: Path) -> None:
     """Fails if the tokenizer is looked for in the cache, beside the exported file, or 4-bit weights aren't tried."""
-    source = save_byte_tokenizer(save_decoder(tmp_path / "llama", vocab_size=BYTE_VOCABULARY, hidden_size=256))
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question")
     made = accel.optimize(
         source, text=tmp_path / "text.txt", out=tmp_path / "q", target="ort-cpu", max_kl=0.9, rounds=5
