@@ -1,4 +1,4 @@
-"""Runs the whole toolchain on two real models. ``make demo`` runs ``python -m accel.examples.demo FOLDER``.
+"""Runs the whole toolchain on three real models. ``make demo`` runs ``python -m accel.examples.demo FOLDER``.
 
 Prepares the data, then prints and runs the commands that a user would type.
 """
@@ -16,10 +16,11 @@ import numpy as np
 
 from accel.optimizer.report.page import PAGE
 
-from . import digits, minilm
+from . import digits, minilm, writer
 
 _LAST_WORDS = """
-In {seconds:.0f} s, a trained model and all-MiniLM-L6-v2 were exported, optimized for this CPU and built for an RTX GPU.
+In {seconds:.0f} s, a trained model and all-MiniLM-L6-v2 were exported, optimized for this CPU and built for an RTX GPU,
+and a small Llama was trained, exported with its KV cache, quantized and asked for text.
 The files are in {folder}; {folder}/minilm/{page} shows the speed and the accuracy of every candidate.
 Next, try your own model: accel.optimize(model, example=(x,)) in Python, or the commands in docs/quickstart.md."""
 
@@ -50,8 +51,8 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Trains one model and loads packaged weights for another. Exports, optimizes, builds and benchmarks both
-    models."""
+    """Trains two models and loads packaged weights for another. Exports, optimizes and benchmarks all models, builds
+    engines of two, and lets the third write text."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
@@ -88,6 +89,14 @@ def main(folder: Path) -> None:
     shape = ("--sizes", "batch=1,sequence=128", "--budget-seconds", "15")
     run("bench", "minilm/", "minilm.onnx", "--against", "accel.examples.minilm:model", *shape)
     run("inspect", "minilm-rtx/", "--check")
+
+    run("train", "examples/writer.toml", "--nproc", "2", "--steps", "300", "--out", "writer-run/")
+    run("export", "writer-run/", "--decoder", "-o", "writer/")
+    writer.write_texts(folder / "writer")
+    held_out = ("--text", "writer/held_out.txt", "--max-kl", "0.01", "--contexts", "64")
+    cheap = ("--target", "ort-cpu", "--precision", "int8", "--precision", "int4", "--fixed-session", "--rounds", "5")
+    run("optimize", "writer/", *held_out, *cheap, "-o", "writer-small/")
+    run("generate", "writer-small/", "--prompt", "The statement", "--max-new-tokens", "60", "--temperature", "0.7")
     print(_LAST_WORDS.format(seconds=time.monotonic() - started, folder=folder, page=PAGE))
 
 

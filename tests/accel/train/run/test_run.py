@@ -73,6 +73,25 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.proof
+def test_the_writer_learns_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the run folder of a model of transformers isn't exported with its KV cache, or its decoder doesn't write
+    text. Before training, the held-out loss is log(1024) = 6.93."""
+    from accel.examples import writer
+
+    out, decoder = tmp_path / "run", tmp_path / "writer"
+    assert run(group, f"train examples/writer.toml --steps 40 --out {out} --json -q".split()) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["loss"] < 6.2
+    assert run(group, ["export", str(out), "--decoder", "-o", str(decoder), "-q"]) == 0
+    writer.write_texts(decoder)
+    capsys.readouterr()
+    asked = "--max-new-tokens 9 --temperature 1 --seed 1 --json"
+    assert run(group, ["generate", str(decoder), "--prompt", "The statement", *asked.split()]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert writer.tokenizer().decode(answer["ids"]) == answer["text"]
+    assert len(set(answer["ids"])) > 1
+
+
+@pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks that the run folder of a model trained with FSDP and tensor parallel can be exported and benchmarked. Also
     checks that the exported model gives the same outputs as the trained model."""
