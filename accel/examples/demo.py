@@ -94,8 +94,8 @@ def main(folder: Path) -> None:
     run("export", "writer-run/", "--decoder", "-o", "writer/")
     writer.write_texts(folder / "writer")
     held_out = ("--text", "writer/held_out.txt", "--max-kl", "0.01", "--contexts", "64")
-    cheap = ("--target", "ort-cpu", "--precision", "int8", "--precision", "int4", "--fixed-session", "--rounds", "5")
-    run("optimize", "writer/", *held_out, *cheap, "-o", "writer-small/")
+    quick = ("--target", "ort-cpu", "--precision", "int4", "--fixed-session", "--rounds", "5")
+    run("optimize", "writer/", *held_out, *quick, "-o", "writer-small/")
     run("generate", "writer-small/", "--prompt", "The statement", "--max-new-tokens", "60", "--temperature", "0.7")
     print(_LAST_WORDS.format(seconds=time.monotonic() - started, folder=folder, page=PAGE))
 
