@@ -29,6 +29,9 @@ from accel.timing.columns import as_text
 if TYPE_CHECKING:
     import numpy as np
 
+# The ``repr`` of a result shows the errors of at most this many outputs.
+_SHOWN = 4
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Verification:
@@ -50,8 +53,12 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Returns the verdict in words."""
-        return "same within the limit" if self.passed else "; ".join(self.problems)
+        """Returns the verdict in words, with the largest error and its limit."""
+        if not self.passed:
+            return "; ".join(self.problems)
+        largest = max(self.outputs.values(), key=lambda d: d.rel_l2, default=None)
+        error = f", with a relative error of {largest.rel_l2:.2g} at most" if largest else ""
+        return f"same within the limit {self.limit:g}{error}"
 
     def rich_table(self, title: str = "") -> Any:
         """Returns the differences as a table of rich, a row for each output."""
@@ -70,7 +77,11 @@ class Verification:
         return as_text(self.rich_table())
 
     def __repr__(self) -> str:
-        return f"<accel verification: {self.verdict}, {len(self.outputs)} outputs at {len(self.cases)} shapes>"
+        errors = [f"{name} {d.rel_l2:.2g}" for name, d in self.outputs.items()]
+        more = f" and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+        each = f"; rel l2: {', '.join(errors[:_SHOWN])}{more}" if len(errors) > 1 else ""
+        shapes = f"{len(self.cases)} shape{'s' * (len(self.cases) != 1)}"
+        return f"<accel verification: {self.verdict}{each}; {shapes}>"
 
     def _repr_html_(self) -> str:
         """Returns the table for a notebook."""

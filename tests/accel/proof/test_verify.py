@@ -158,6 +158,19 @@ def scaled(path: Path, factor: float) -> Artifact:
     return build.artifact(path, [build.node("Mul", "x k", "y")], {"x": shape}, {"y": shape}, {"k": np.float32(factor)})
 
 
+def test_the_result_shows_its_numbers(cli: Any, tmp_path: Path) -> None:
+    """Fails if a result doesn't show the largest error and its limit without ``table()``, if it leaves out an output
+    of several, or if the command hides the numbers."""
+    one, near = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "near.onnx", 1.0001)
+    found = accel.verify(one, near)
+    error = f"{found.outputs['y'].rel_l2:.2g}"
+    said = f"same within the limit 0.001, with a relative error of {error} at most"
+    assert repr(found) == f"<accel verification: {said}; {len(found.cases)} shapes>"
+    assert said in " ".join(cli("verify", one.path, near.path).stdout.split())
+    more = replace(found, outputs={name: replace(found.outputs["y"], output=name) for name in "abcdef"})
+    assert f"; rel l2: a {error}, b {error}, c {error}, d {error} and 2 more; " in repr(more)
+
+
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
     """Checks that verify advises the user to pass data when a quantized model differs on random inputs. Also fails if
     verify asks for data when a float model differs, or when the comparison already used data. The command's table must
