@@ -94,7 +94,7 @@ def bench(
     first = widened(ready[0].artifact, samples, declared)
     _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
-    note = rounding_note(samples, first.signature)
+    notes = (rounding_note(samples, first.signature), _unchecked(ready, [sizes or {}]))
     try:
         found = measure(
             ready,
@@ -111,7 +111,7 @@ def bench(
         if samples is None:
             raise
         raise failed_on_data(error, samples, _in_one(feeds), first.signature) from error
-    return _noted(found, note, rounds)
+    return _noted(found, notes, rounds)
 
 
 @known_keywords
@@ -148,9 +148,9 @@ def sweep(
     declared = declared_dims(candidates[0] if against is None else against, about)
     first = widened(ready[0].artifact, samples, declared)
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread=False)
-    note = rounding_note(samples, first.signature)
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
+    notes = (rounding_note(samples, first.signature), _unchecked(ready, shapes))
     for shape in shapes:
         _check_declared(ready, shape)
     for shape in shapes:
@@ -174,7 +174,7 @@ def sweep(
                 seed=seed,
             )
         )
-    return Sweep(reports=tuple(_noted(one, note, rounds) for one in reports))
+    return Sweep(reports=tuple(_noted(one, notes, rounds) for one in reports))
 
 
 def _several(candidates: Model | Sequence[Model]) -> Sequence[Model]:
@@ -184,11 +184,11 @@ def _several(candidates: Model | Sequence[Model]) -> Sequence[Model]:
     return [candidates]
 
 
-def _noted(found: BenchReport, note: str, rounds: int) -> BenchReport:
-    """Returns the report with ``note`` about the data, and with a note if the budget allowed fewer than ``rounds``."""
+def _noted(found: BenchReport, notes: Sequence[str], rounds: int) -> BenchReport:
+    """Returns the report with ``notes``, and with a note if the budget allowed fewer than ``rounds``."""
     done = len(found.order)
     fewer = f"{done} rounds instead of {rounds}, because a round takes long; {option('budget_seconds')} allows more"
-    return replace(found, notes=tuple(filter(None, (note, fewer if done < rounds else ""))))
+    return replace(found, notes=tuple(filter(None, (*notes, fewer if done < rounds else ""))))
 
 
 def _with_fewer_threads(
@@ -235,22 +235,23 @@ def _shapes(
 
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:
-    """Raises ``BadInputSpec`` if a size is outside the range that the user declared for a dim, or outside the range
-    that an engine was built for. A dim without a declared range takes any size, unless the model is an engine.
+    """Raises ``BadInputSpec`` if a size is outside the range that the user declared for a dim of any candidate, or
+    outside the range that an engine was built for. A dim without a declared range takes any size, unless the model is
+    an engine.
 
     A source may get its range from an artifact among the candidates. In this case, the error names the artifact,
     because the user has to export the artifact again with a wider range.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
-    for dim, size in sizes.items():
-        artifact = ready[0].artifact
+    for (dim, size), artifact in product(sizes.items(), [one.artifact for one in ready]):
         known = artifact.signature.dims.get(dim)
         if known is None or known.min <= size <= known.max:  # later code raises an error for an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue
-        made = [one.artifact for one in ready if one.artifact.kind not in sources]
-        artifact = next((one for one in made if one.signature.dims.get(dim) == known), artifact)
+        if artifact is ready[0].artifact:
+            made = [one.artifact for one in ready if one.artifact.kind not in sources]
+            artifact = next((one for one in made if one.signature.dims.get(dim) == known), artifact)
         name = artifact.path.name if artifact is ready[0].artifact else str(artifact.path)
         wider = option("dims", {dim: str(known.to_hold(size))})
         how = {
@@ -262,6 +263,23 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
             f"size {size} of dim {dim} is outside the range {known.min}..{known.max} of the model {name}; "
             f"give a size within the range, or {how.get(artifact.kind, again)}"
         )
+
+
+def _unchecked(ready: Sequence[Candidate], sizes: Sequence[Mapping[str, int]]) -> str:
+    """Returns a note if a size is outside the default range of a made file's dim. No gate compared the file with its
+    source at this size, and a benchmark only compares the candidates with one another."""
+    for one in ready:
+        if one.artifact.manifest is None or not one.artifact.history:
+            continue
+        for dim, known in one.artifact.signature.dims.items():
+            beyond = [given[dim] for given in sizes if dim in given and not known.min <= given[dim] <= known.max]
+            if beyond:
+                wider = option("dims", {dim: str(known.to_hold(max(beyond)))})
+                return (
+                    f"{one.name} was compared with its source at {dim} {known.min}..{known.max}, not at {beyond[0]}; "
+                    f"export or optimize it again with {wider} to have that checked"
+                )
+    return ""
 
 
 def _candidates(

@@ -120,8 +120,10 @@ def command(
         found.write(out)
     reports = found.reports if isinstance(found, Sweep) else (found,)
 
-    if not say.quiet:  # the table and the JSON show the warnings too
-        for warning in dict.fromkeys(warning for report in reports for warning in report.warnings):
+    if not say.quiet:
+        # The table contains the warnings.
+        warnings = [warning for report in reports for warning in report.warnings] if say.as_json else []
+        for warning in dict.fromkeys(warnings):
             click.echo(f"accel: warning: {warning}", err=True)
         for note in dict.fromkeys(note for report in reports for note in report.notes):
             click.echo(f"accel: note: {note}", err=True)

@@ -158,6 +158,6 @@ def command(
         lambda: table(result, wide=wide),
         columns=ANY_WIDTH if wide else TABLE_WIDTH,
     )
-    if not say.quiet:  # the table and the JSON also contain the warnings
+    if say.as_json and not say.quiet:  # the notes below the table contain the warnings
         for warning in result.warnings:
             click.echo(f"accel: warning: {warning}", err=True)

@@ -288,3 +288,14 @@ def is_steady(times: Sequence[int]) -> bool:
         return False
     before, last = times[-2 * _WINDOW : -_WINDOW], times[-_WINDOW:]
     return statistics.median(last) >= _STILL_FALLING * statistics.median(before)
+
+
+def throughput(blocks: Sequence[Block], batch: int) -> float:
+    """Returns the throughput in samples per second."""
+    return batch * sum(len(block.times) for block in blocks) / sum(block.seconds for block in blocks)
+
+
+def joules_a_run(blocks: Sequence[Block]) -> float | None:
+    """Returns the energy of a run in joules, or None if a block has no reading."""
+    used = [block.joules for block in blocks if block.joules is not None]
+    return sum(used) / sum(len(block.times) for block in blocks) if len(used) == len(blocks) else None

@@ -17,6 +17,10 @@ ENDINGS = (".json", ".md", ".html")
 
 Body = Mapping[str, Any]
 
+# The sentence below a table whose speedups differ from the ratios of its medians by more than ``_ROUNDING`` (1%).
+PAIRED = "Speedups compare runs of the same round, the medians are of all runs."
+_ROUNDING = 0.01
+
 
 def check_ending(path: Path) -> None:
     """Raises ``UsageError`` if the suffix of ``path`` is not in ``ENDINGS``."""
@@ -82,12 +86,22 @@ def shape_of(point: Body) -> str:
 
 
 def noise_of(point: Body) -> str:
-    """Returns the sentences about the noise floor, the warnings and the streams."""
+    """Returns the sentences about the noise floor, the warnings, and what the speedups compare."""
     text = f"Measured noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
     text = " ".join(
         [text, *(f"Warning: {line}{'' if line.endswith('?') else '.'}" for line in point.get("warnings", ()))]
     )
-    return f"{text} With several streams, speedups compare throughputs." if point["streams"] > 1 else text
+    if point["streams"] > 1:
+        return f"{text} With several streams, speedups compare throughputs."
+    paired = point.get("statistic", "median") == "median" and differ_from_medians(point["results"])
+    return f"{text} {PAIRED}" if paired else text
+
+
+def differ_from_medians(rows: Sequence[Body]) -> bool:
+    """Tells whether a speedup isn't the ratio of the baseline's median and the row's median that a table shows."""
+    base = next((row["median_ms"] for row in rows if row.get("verdict") == "baseline"), None)
+    shown = [row for row in rows if base and row.get("median_ms") and row.get("speedup")]
+    return any(abs(math.log(row["speedup"] * row["median_ms"] / base)) > _ROUNDING for row in shown)
 
 
 def machine_lines(point: Body) -> list[str]:

@@ -25,14 +25,17 @@ from accel.proof.compare import compare, worst
 from accel.runtimes.base import recorded_options
 from accel.signature import Feeds
 
-from .blocks import Block, Candidate, FirstRun, Opened, passes_for
+from .blocks import Block, Candidate, FirstRun, Opened, joules_a_run, passes_for, throughput
 from .environment import environment, peak_rss_mb
 from .fast_runs import FastRuns
 from .report import BenchReport, Row
+from .same_model import is_same_model
 from .statistics import (
     MIN_FLOOR,
     MIN_ROUNDS,
     NOISY_FLOOR,
+    Ratio,
+    floor_of,
     is_narrow,
     judge,
     round_medians,
@@ -391,6 +394,18 @@ def _report(
             fast, floor, itself = found, found.floor, found.itself
     rows = []
     batch = reference.batch
+
+    def ratio_of(lane: Lane) -> Ratio:
+        if fast is not None and lane is not base:
+            return fast.speedup(lane.times)
+        medians = lane.values()
+        return speedup(both.medians[: len(medians)], both.medians if lane is base else medians, seed=seed)
+
+    timed = [lane for lane in lanes if lane.error is None]
+    ratios = {lane.name: ratio_of(lane) for lane in timed}
+    same = [lane.name for lane in timed if lane is not base and is_same_model(lane.candidate, base.candidate)]
+    # A candidate that is the baseline under another name shows noise, as the second process of the baseline does.
+    floor = max(floor, *(floor_of(ratios[name]) for name in same), 0.0)
     for lane in lanes:
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
@@ -399,10 +414,7 @@ def _report(
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])
-        if fast is None or lane is base:
-            ratio = speedup(both.medians[: len(medians)], medians, seed=seed)
-        else:
-            ratio = fast.speedup(lane.times)
+        ratio = ratios[lane.name]
         rows.append(
             Row(
                 name=lane.name,
@@ -415,9 +427,9 @@ def _report(
                 round_medians_ms=tuple(medians.tolist()),
                 speedup=ratio.value,
                 ci95=(ratio.low, ratio.high),
-                verdict="baseline" if lane is base else judge(ratio, floor),
-                samples_per_second=_throughput(blocks, batch),
-                joules_per_run=_joules_a_run(blocks),
+                verdict="baseline" if lane is base else "identical" if lane.name in same else judge(ratio, floor),
+                samples_per_second=throughput(blocks, batch),
+                joules_per_run=joules_a_run(blocks),
                 **lane.found,
             )
         )
@@ -435,13 +447,3 @@ def _report(
         streams=streams,
         samples={lane.name: tuple(lane.times) for lane in (*lanes, twin)},
     )
-
-
-def _throughput(blocks: Sequence[Block], batch: int) -> float:
-    """Returns the throughput in samples per second."""
-    return batch * sum(len(block.times) for block in blocks) / sum(block.seconds for block in blocks)
-
-
-def _joules_a_run(blocks: Sequence[Block]) -> float | None:
-    used = [block.joules for block in blocks if block.joules is not None]
-    return sum(used) / sum(len(block.times) for block in blocks) if len(used) == len(blocks) else None

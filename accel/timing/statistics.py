@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline"]
+Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline", "identical"]
 
 # With fewer rounds, even the interval from the smallest to the largest median contains the true value in less than 95%
 # of cases.

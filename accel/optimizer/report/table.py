@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from accel.timing.columns import named, with_values
+from accel.timing.page import PAIRED, differ_from_medians
 
 from ..candidate import CandidateResult, Status
 from ..result import Optimization
@@ -43,8 +44,17 @@ def table(result: Optimization, *, wide: bool = False) -> Any:
             verdict = next(i for i, column in enumerate(columns) if column.title == "verdict")
             texts[verdict].stylize("bold", 0, len(one.status))
         shown.add_row(*texts)
-    below = () if wide else (*_reasons(candidates), *_not_tried(result.candidates))
+    below = [] if wide else [*_reasons(candidates), *_not_tried(result.candidates)]
+    below += [PAIRED] if _speedups_of_rounds(result) else []
     return Group(shown, *map(Text, (*below, *result.notes)))
+
+
+def _speedups_of_rounds(result: Optimization) -> bool:
+    """Tells whether a speedup in the table needs the sentence ``PAIRED``. Two measurements of one run, before and with
+    other session options, have medians of different times."""
+    rows = [one.bench_row() | {"verdict": (one.measured or {}).get("verdict")} for one in result.candidates]
+    statistics = {(one.measured or {}).get("statistic") for one in result.candidates} - {None}
+    return result.objective == "latency" and statistics == {"median"} and differ_from_medians(rows)
 
 
 def _reasons(candidates: Sequence[CandidateResult]) -> Iterator[str]:

@@ -117,6 +117,10 @@ def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any]
         # Beside other work, a further warning says that the fastest runs are compared.
         assert any("can't be seen" in warning for warning in body["warnings"]) is noisy
         assert ("accel: warning: the machine is noisy" in ran.stderr) is noisy
+        # Without --json, the table alone has the warning.
+        shown = cli("bench", *two, *QUICK)
+        text = " ".join(f"{shown.stdout} {shown.stderr}".split())
+        assert text.count("the machine is noisy") == noisy
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from accel.timing import paired
 from accel.timing.blocks import Shared, is_steady, passes_for, passes_until, warm_up
 from accel.timing.paired import BenchReport, Candidate, measure
 from accel.timing.report import table
+from accel.timing.same_model import is_same_model
 
 SIGNATURE = Signature(
     (TensorSpec("x", "float32", ("batch", 4)),),
@@ -112,6 +115,32 @@ def test_json_and_table_hold_the_report() -> None:
     assert max(map(len, report.table().splitlines())) <= 100
     assert report._repr_html_().startswith("<pre>")
     assert repr(report).startswith("<accel benchmark against base: base 1x, [odd] name ")
+
+
+def test_a_copy_of_the_baseline_is_called_identical(mlp: Artifact, tmp_path: Path) -> None:
+    """Fails if a copy of the baseline's file is called faster or slower, if the noise floor is below the difference of
+    the two files, or if a changed file, other options or a source count as identical."""
+    for source in (*mlp.files, mlp.path):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    copied = open_onnx(tmp_path / mlp.path.name, probe=False)
+    report = quick(
+        [
+            Candidate("base", mlp),
+            Candidate("copy", copied),
+            Candidate("one thread", copied, options={"threads": 1}),
+        ],
+        feeds={"x": np.ones((1, 256), np.float32)},
+        threads=2,
+    )
+    base, copy, one_thread = report.rows
+    assert (base.verdict, copy.verdict) == ("baseline", "identical")
+    assert one_thread.verdict != "identical"
+    assert report.noise_floor >= abs(math.log(copy.speedup))
+    assert is_same_model(Candidate("base", mlp), Candidate("copy", copied))
+    sources = [Candidate(name, replace(mlp, kind="torch")) for name in ("base", "copy")]
+    assert not is_same_model(*sources)
+    copied.path.write_bytes(copied.path.read_bytes().replace(b"mlp", b"mlq"))
+    assert not is_same_model(Candidate("base", mlp), Candidate("copy", copied))
 
 
 def test_slow_runs_are_measured_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

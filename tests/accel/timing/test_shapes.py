@@ -131,6 +131,51 @@ def test_a_range_that_a_source_has_from_an_artifact(
     assert said.endswith("or pass --dim length=8:16:33\n")
 
 
+def test_a_size_beyond_the_range_of_another_candidate(
+    cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if bench looks at the baseline's ranges alone, or if a file that was made at the default sizes is timed at
+    a larger size without a note that says so. A range that the user declared is refused instead."""
+    other = save(tmp_path / "other.onnx", "batch", "length")
+    made = Source(other).open()
+    stages = ({"name": "simplify", "gates": []},)
+
+    def declare(length: DimRange) -> None:
+        signature = made.signature.with_dims({"length": length})
+        manifest = Manifest(
+            kind="onnx", signature=signature, files=made.hashes(), properties=made.properties, stages=stages
+        )
+        manifest.write(manifest_path(other))
+
+    declare(DimRange(8, 16, 32))
+    for words in (("--sizes", "length=33"), ("--length", "16,33")):
+        ran = cli("bench", model, other, *words, *QUICK)
+        assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
+        assert f"size 33 of dim length is outside the range 8..32 of the model {other}; " in ran.stderr
+    declare(DimRange.default("length"))
+    words = ("--sizes", "length=65", "--rounds", "5", "--block-seconds", "0.01", "--json")
+    ran = cli("bench", model, other, *words)
+    note = "was compared with its source at length 2..64, not at 65; export or optimize it again with --dim"
+    assert note in ran.stderr
+    assert note in "".join(json.loads(ran.stdout)["notes"])
+    assert "not at" not in cli("bench", model, other, *words[2:], "--sizes", "length=64").stderr
+
+
+def test_the_foot_says_what_speedups_compare() -> None:
+    """Fails if a table with a speedup beside medians of another ratio doesn't say why, or if other tables do."""
+    rows = [
+        {"verdict": "baseline", "median_ms": 2.0, "speedup": 1.0},
+        {"verdict": "faster", "median_ms": 1.0, "speedup": 1.7},
+    ]
+    point = {"noise_floor": 0.02, "baseline": "base", "streams": 1, "results": rows}
+    assert page.noise_of(point).endswith(page.PAIRED)
+    rows[1]["speedup"] = 2.005
+    assert page.PAIRED not in page.noise_of(point)
+    rows[1]["speedup"] = 1.7
+    assert page.PAIRED not in page.noise_of(point | {"statistic": "fast runs"})  # the warning says it
+    assert page.PAIRED not in page.noise_of(point | {"streams": 2})
+
+
 @pytest.mark.parametrize(
     ("shape", "words", "says"),
     [
