@@ -118,7 +118,9 @@ class BaseSession(ABC):
                     raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Returns the outputs by name. Raises ``BadFeeds`` if ``feeds`` don't fit the signature."""
+        """Returns the outputs by name. Arrays of a narrower dtype are converted (see ``Signature.widened``). Raises
+        ``BadFeeds`` if ``feeds`` don't fit the signature."""
+        feeds = self.signature.widened(feeds)
         self.check_feeds(feeds)
         return self._run(feeds)
 

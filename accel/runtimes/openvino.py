@@ -140,6 +140,7 @@ class OpenVinoSession(BaseSession):
         """
         if self.streams == 1:
             return super().run_many(requests)
+        requests = [self.signature.widened(feeds) for feeds in requests]
         for feeds in requests:
             self.check_feeds(feeds)
             self._check_integers(feeds)

@@ -208,6 +208,17 @@ class Signature:
             if not spec.optional and not (spec.name.endswith("mask") and spec.shape)
         )
 
+    def widened(self, feeds: Feeds) -> Feeds:
+        """Returns the feeds with arrays of a narrower dtype converted to the input's dtype, such as int32 ids for an
+        int64 input. PyTorch takes such tensors too. Only integers (and bools) become integers, and floats floats, so
+        no number changes."""
+        wider: dict[str, Any] = {}
+        for spec in self.inputs:
+            value = feeds.get(spec.name)
+            if value is not None and _is_narrower(value, spec):
+                wider[spec.name] = value.astype(numpy_dtype(spec.dtype))
+        return {**feeds, **wider} if wider else feeds
+
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
         """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if the feeds don't match the model's
         inputs."""
@@ -316,6 +327,19 @@ class Signature:
         return cls(specs(body["inputs"]), specs(body["outputs"]), dims)
 
 
+def _is_narrower(value: Any, spec: TensorSpec) -> bool:
+    """Tells whether ``value`` is an array of a narrower dtype than that of ``spec``, and of the same kind."""
+    import numpy as np
+
+    if not isinstance(value, np.ndarray | np.generic) or dtype_name(value.dtype) == spec.dtype:
+        return False
+    if spec.dtype == "string" or value.dtype.kind in "OUS":
+        return False
+    wanted = numpy_dtype(spec.dtype)
+    whole = [kind in "iub" for kind in (value.dtype.kind, wanted.kind)]
+    return whole[0] == whole[1] and np.can_cast(value.dtype, wanted, "safe")
+
+
 def _wrong_type(spec: TensorSpec, value: Any) -> BadFeeds:
     """Returns the error for a feed of another dtype, or for a tensor of a framework instead of a NumPy array."""
     import numpy as np
@@ -328,7 +352,10 @@ def _wrong_type(spec: TensorSpec, value: Any) -> BadFeeds:
             f"arrays; give {spec.name}.numpy({'force=True' if copied else ''}), or call the session itself with the "
             "tensor"
         )
-    return BadFeeds(f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input")
+    return BadFeeds(
+        f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input to "
+        f"{spec.dtype} if that loses no number"
+    )
 
 
 def _not_empty(spec: TensorSpec, found: tuple[_Number, _Number], sizes: Mapping[str, int]) -> tuple[_Number, _Number]:

@@ -201,6 +201,41 @@ def test_an_input_with_a_default_may_be_left_out() -> None:
             signature.check_feeds(wrong)
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted", "fits"),
+    [
+        ("int32", "int64", True),
+        ("uint8", "int32", True),
+        ("bool", "int64", True),
+        ("float16", "float32", True),
+        ("bfloat16", "float32", True),
+        ("int64", "int32", False),
+        ("uint64", "int64", False),
+        ("int64", "bool", False),
+        ("float64", "float32", False),
+        ("float16", "bfloat16", False),
+        ("int32", "float64", False),
+        ("float32", "int64", False),
+        ("bool", "float32", False),
+    ],
+)
+def test_narrower_arrays_become_wider(given: str, wanted: str, fits: bool) -> None:
+    """Fails if an array isn't widened although no number changes, or if a cast that may lose numbers, or that turns
+    integers into floats, goes unnoticed."""
+    signature = Signature((TensorSpec("x", wanted, ("batch", 2)),))
+    feeds = {"x": np.array([[0, 1]]).astype(numpy_dtype(given))}
+    found = signature.widened(feeds)
+    if fits:
+        assert found["x"].dtype == numpy_dtype(wanted)
+        assert signature.check_feeds(found) == {"batch": 1}
+    else:
+        assert found is feeds
+        with pytest.raises(BadFeeds, match=f"has dtype {given}, but the model takes {wanted}; cast the input to"):
+            signature.check_feeds(found)
+    exact = {"x": np.zeros((1, 2), numpy_dtype(wanted))}
+    assert signature.widened(exact) is exact
+
+
 def test_a_dim_may_be_a_sum_of_other_dims() -> None:
     """Fails if a sum counts as a dim of its own, its size isn't the sum, or wrong feeds are accepted."""
     texts = ("ids:int64[batch,new]{0..9}", "mask:int64[batch,past+new]", "cache:float32[batch,past,4]")

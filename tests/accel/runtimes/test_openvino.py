@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
@@ -321,3 +322,24 @@ def test_overhead_of_a_run(make: Make) -> None:
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
     assert overhead < 100  # on an idle machine, ``run`` adds about 30 µs to OpenVINO's own call
+
+
+def test_narrower_integers(make: Make) -> None:
+    """Fails if a session of either runtime refuses int32 ids for an int64 input, alone or among several requests, or
+    if it takes int64 for int32."""
+    row = [("ids", TensorProto.INT64, ["batch", 3]), ("small", TensorProto.INT32, ["batch", 3])]
+    nodes = [
+        helper.make_node("Cast", ["small"], ["wide"], to=TensorProto.INT64),
+        helper.make_node("Add", ["ids", "wide"], ["y"]),
+    ]
+    made = make(nodes, row, [("y", TensorProto.INT64, ["batch", 3])])
+    ids, small = np.array([[1, 2, 3]]), np.array([[10, 20, 30]], np.int32)
+    wanted = ids + small
+    for artifact in (made, open_onnx(made.path.with_suffix(".onnx"), probe=False)):
+        with open_session(artifact, options={"streams": 2, "threads": 2}) as session:
+            feeds = {"ids": ids.astype(np.int32), "small": small.astype(np.uint8)}
+            assert np.array_equal(session.run(feeds)["y"], wanted)
+            assert all(np.array_equal(found["y"], wanted) for found in session.run_many([feeds] * 3))
+            assert np.array_equal(session(torch.tensor(ids, dtype=torch.int32), torch.tensor(small)), wanted)
+            with pytest.raises(BadFeeds, match="'small' has dtype int64, but the model takes int32; cast the input to"):
+                session.run({"ids": ids, "small": ids})
