@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, manifest_path
-from accel.errors import BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, UnknownName, UsageError
+from accel.errors import BadData, BadInputSpec, ChildCrashed, RunFailed, UnknownName, UsageError
 from accel.machine import available_cores
 from accel.progress import report, shows_progress
 from accel.proof.data import rounding_note, widened
@@ -19,7 +19,6 @@ from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
 from accel.sources.main_file import main_file
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, known_keywords, shared
-from accel.sources.tensorflow.source import saved_model_file
 from accel.spelling import option
 from accel.tables.kinds import KINDS, kind_of
 from accel.timing.blocks import Candidate
@@ -330,10 +329,6 @@ def _expand(model: Model) -> list[Model]:
     return [replace(source, spec=file) for file in files] or [source]
 
 
-# A folder with one of these files is a source from transformers, sentence-transformers or accel train.
-_SOURCES = ("config.json", "modules.json", "final/config.json")
-
-
 def _signature(source: Source) -> Signature:
     return source.open().signature
 
@@ -341,12 +336,6 @@ def _signature(source: Source) -> Signature:
 def _open(source: Source, like: Callable[[], Signature] | None) -> Artifact:
     if isinstance(source.spec, Artifact) or not source.text:
         return source.open()
-    path = Path(source.text)
-    known = any((path / name).is_file() for name in _SOURCES) or saved_model_file(path) is not None
-    if path.is_dir() and main_file(path) is None and not known:
-        raise BadSource(
-            f"the folder {path} holds no artifact; make an artifact with accel optimize and {option('out', path)}"
-        )
     return source.open(like=like)
 
 

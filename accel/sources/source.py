@@ -202,6 +202,11 @@ class Source:
         check_name(Path(self.text))
         form = self.form
         if form is None:
+            if self.graph_inputs:
+                raise UsageError(
+                    f"{self.text} is no TensorFlow model; declare the inputs with {option('inputs')} instead of "
+                    f"{option('graph_inputs')}"
+                )
             self._refuse(TENSORFLOW_OPTIONS, "is no TensorFlow model")
         found = self.hub_model
         if form is not None or found or not self.native:

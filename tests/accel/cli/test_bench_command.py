@@ -227,7 +227,7 @@ def _few(folder: Path) -> Path:
     ("words", "message"),
     [
         (("{d}/gone.onnx",), "does not exist"),
-        (("{d}/empty",), "holds no artifact"),
+        (("{d}/empty",), "holds no model"),
         (("{d}/a.onnx", "--sizes", "batch"), "can't read --sizes 'batch'"),
         (("{d}/a.onnx", "--sizes", "batch=0"), "sizes start at 1"),
         (("{d}/a.onnx", "--sizes", "length=3"), "no input has a dim called 'length'"),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from accel.errors import AccelError
+import accel
+from accel.errors import AccelError, BadSource
 from accel.sources.source import Source
 from tests.support import onnx_builder as build
 
@@ -75,3 +76,31 @@ def test_a_hub_id_without_its_organization(folder: Path, spec: str, advice: str)
         Source(spec).open()
     said = str(failed.value)
     assert (f"for a model of the Hugging Face Hub {advice}" in said) == bool(advice)
+
+
+def test_a_folder_that_is_no_model(folder: Path) -> None:
+    """Fails if the error for a folder without a model of its own doesn't name the models in it, if a model that the
+    error names doesn't open, or if the error for a folder without models doesn't say what to give."""
+    (folder / "code").mkdir()
+    for empty, what in ((folder / "code", "FILE.py"), (folder / "code", str(folder / "code" / "net.py"))):
+        with pytest.raises(BadSource, match="holds no model; give a model's file, ") as failed:
+            accel.load(empty)
+        assert f"{what}:FUNCTION for a function" in str(failed.value)
+        (empty / "net.py").write_text("import torch\nmake = torch.nn.Identity\n")
+    for place in (".", str(folder)):
+        with pytest.raises(BadSource, match="is no model itself; give a model in it, such as ") as failed:
+            accel.load(place)
+        with accel.load(str(failed.value).rpartition(" such as ")[2]) as session:
+            assert session.signature.inputs[0].name == "x"
+    with pytest.raises(BadSource, match=r"such as .*img_out$"):
+        accel.bench([folder / "img_out" / ".."])
+    (folder / "own.onnx").write_bytes((folder / "img_out" / "model.onnx").read_bytes())
+    with pytest.raises(BadSource, match=r"such as own\.onnx$"):
+        accel.load(".")
+
+
+def test_the_option_of_another_framework(folder: Path, cli: Any) -> None:
+    """Fails if --inputs, which is for TensorFlow's graphs, isn't answered with the option for a PyTorch model."""
+    ran = cli("export", "net.py:make", "--inputs", "x:float32[batch,2]", "-o", "x.onnx")
+    assert "declare the inputs with --input instead of --inputs" in ran.stderr
+    assert cli("export", "net.py:make", "--input", "x:float32[batch,2]", "-o", "x.onnx").code == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.errors import BadSource, InvalidModel
 
+from ...nearby import no_model
 from ..found import Found
 
 MODULES = "modules.json"
@@ -21,6 +22,8 @@ def open_folder(folder: Path, name: str = "") -> Found:
     Raises ``BadSource`` if a file is missing or the model needs its own code. Raises ``InvalidModel`` if the library
     can't load the model. Raises ``MissingExtra`` if the library is not installed.
     """
+    if not name and not any((folder / known).is_file() for known in (MODULES, _CONFIG)):
+        raise BadSource(f"the folder {folder} {no_model(folder)}")
     name = name or str(folder)
     if (folder / MODULES).is_file():
         from .sentence_folder import open_sentence_encoder
