@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,30 +42,65 @@ _Result = TypeVar("_Result")
 _Given = ParamSpec("_Given")
 # The width of a progress line in characters. The width fits every notebook and terminal.
 _LINE = 78
+# If this environment variable is set, Python functions show no progress and print no warnings.
+QUIET = "ACCEL_QUIET"
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
+class PlainLines:
+    """Prints progress to stderr for a log. Prints one line for each new step, and no lines for percentages, batches or
+    rounds."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - part of the interface
+        kind = message.translate(_NO_DIGITS)
+        if kind != self._last:
+            self._last = kind
+            print(f"accel: {message}", file=sys.stderr, flush=True)
+
+
+class VanishingLine:
+    """Shows progress as one line on stderr, for a notebook and an interactive Python."""
+
+    def __call__(self, message: str, fraction: float | None) -> None:
+        done = "" if fraction is None else f" {fraction:.0%}"
+        sys.stderr.write("\r" + f"accel: {message}{done}"[:_LINE].ljust(_LINE))
+        sys.stderr.flush()
+
+    def erase(self) -> None:
+        """Removes the line."""
+        sys.stderr.write("\r" + " " * _LINE + "\r")
+        sys.stderr.flush()
+
+
+def silent(message: str, fraction: float | None) -> None:
+    """Shows no progress."""
 
 
 def shows_progress(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorates a public function so that a notebook or an interactive Python shows the function's progress. The
-    progress is a line on stderr that vanishes at the end. The function shows no progress in a script, or if the caller
-    already watches the progress.
+    """Decorates a public function so that Python users see its progress and the ``warnings`` of its result on stderr.
+
+    A notebook and an interactive Python show a line that vanishes at the end. A script prints a line for each step. The
+    function prints nothing if the caller already watches the progress, or if the environment variable ``ACCEL_QUIET``
+    is set.
     """
 
     @functools.wraps(function)
     def shown(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if _sink.get() is not None or not _is_interactive():
+        if _sink.get() is not None or os.environ.get(QUIET):
             return function(*args, **kwargs)
-
-        def show(message: str, fraction: float | None) -> None:
-            done = "" if fraction is None else f" {fraction:.0%}"
-            sys.stderr.write("\r" + f"accel: {message}{done}"[:_LINE].ljust(_LINE))
-            sys.stderr.flush()
-
-        with watched_by(show):
-            try:
-                return function(*args, **kwargs)
-            finally:
-                sys.stderr.write("\r" + " " * _LINE + "\r")
-                sys.stderr.flush()
+        line = VanishingLine() if _is_interactive() else None
+        try:
+            with watched_by(line or PlainLines()):
+                result = function(*args, **kwargs)
+        finally:
+            if line is not None:
+                line.erase()
+        for warning in getattr(result, "warnings", ()):
+            print(f"accel: warning: {warning}", file=sys.stderr, flush=True)
+        return result
 
     return shown
 

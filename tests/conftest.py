@@ -20,6 +20,8 @@ from accel.artifact import Artifact
 pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Python functions would show their progress on stderr, which many tests read.
+os.environ.setdefault("ACCEL_QUIET", "1")
 
 # Hypothesis examples have no deadline, because the machine may be busy. Each run of the suite uses the same examples.
 # With --hypothesis-profile=default, a run uses new examples.

@@ -113,6 +113,7 @@ def bench(
     return _noted(found, notes, rounds)
 
 
+@shows_progress
 @known_keywords
 def sweep(
     candidates: Model | Sequence[Model],

@@ -23,6 +23,7 @@ import click
 from accel.cancel import on_interrupt
 from accel.errors import NO_SPACE, AccelError, one_line
 from accel.machine import share_cores
+from accel.progress import PlainLines, silent, watched_by
 from accel.spelling import on_command_line
 from accel.version import __version__
 
@@ -181,10 +182,9 @@ class Output:
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         """Shows progress as a bar on a terminal, or as plain lines in a pipe. With ``--quiet``, shows no progress."""
-        from accel.progress import watched_by
-
         if self.quiet:
-            yield
+            with watched_by(silent):
+                yield
             return
         if not sys.stderr.isatty():
             with watched_by(PlainLines()):
@@ -211,19 +211,3 @@ class Output:
     def _stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-_NO_DIGITS = str.maketrans("", "", "0123456789")
-
-
-class PlainLines:
-    """Prints progress for a log. Prints one line for each new step, and no lines for percentages, batches or rounds."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - part of the interface
-        kind = message.translate(_NO_DIGITS)
-        if kind != self._last:
-            self._last = kind
-            click.echo(f"accel: {message}", err=True)

@@ -168,7 +168,7 @@ def judged(
         row.reject(row.judgement.problem)
         row.over_budget = True
     elif row.judgement.drop > max_drop:
-        row.reject(f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}")
+        row.reject(f"drop {row.judgement.drop:.2g} is over the budget {max_drop:g}")
         row.over_budget = True
 
 

@@ -157,8 +157,9 @@ class Budget:
             return f"{ended}; {option('thorough', True)} tries all candidates"
         quantized = any(what in self._quantizing for what, _ in longest)
         fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
+        left = f" in the {self.left:.0f} s left" if self.left >= 1 else ""
         return (
-            f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
+            f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}{left}: "
             f"{steps}; give more {option('budget_seconds')}, or try fewer precisions with "
             f"{option('precision')}{fewer}"
         )

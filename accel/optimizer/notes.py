@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from accel.artifact import Artifact
@@ -11,12 +12,14 @@ from accel.proof.data import rounding_note
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 
-from .candidate import CandidateResult
+from .candidate import CandidateResult, Status
 from .judge.comparison import Judge
 from .request import OptimizeRequest
 
 # A note is written for an int8 candidate with less than this share of its FLOPs in int8.
 _MOSTLY = 0.5
+# A warning that the source was taken names at most this many ways to get another result.
+_HELPS = 2
 
 
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
@@ -61,14 +64,62 @@ def partly_quantized(artifact: Artifact) -> str:
     return f"{cost.quantized_share:.0%} of the FLOPs of its products and {share:.0%} of its weights' bytes are in int8"
 
 
-def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequence[str] | None) -> str:
-    """Returns a warning if the source was chosen although the user requested other precisions."""
-    if chosen is not source or not asked or source.precision in asked:
+def not_as_asked(
+    source: CandidateResult, chosen: CandidateResult, rows: Sequence[CandidateResult], asked: Sequence[str] | None
+) -> str:
+    """Returns a warning with advice if the source was chosen, perhaps with other session options, although the user
+    requested other precisions. ``rows`` are all candidates, with those that were left out."""
+    if source.name not in (chosen.name, chosen.base) or not asked or source.precision in asked:
+        return ""
+    precision = f", in {source.precision}" if source.precision else ""
+    own = [row for row in rows if row.precision in asked and row.base != source.name]
+    helps = [_larger_drop(own), *_left_out(own)[:1], _more_time(own), _not_faster(own)]
+    return "; ".join(
+        [
+            f"no candidate in {' or '.join(asked)} is right and measurably faster: the source itself was taken"
+            + precision,
+            *list(filter(None, helps))[:_HELPS],
+        ]
+    )
+
+
+def _larger_drop(rows: Sequence[CandidateResult]) -> str:
+    """Returns the limit that the most exact of the rejected ``rows`` would pass, or "" if no limit would help."""
+    judged = [
+        (row.judgement.drop, row.name)
+        for row in rows
+        if row.over_budget and row.judgement is not None and not row.judgement.problem
+    ]
+    if not judged or not math.isfinite(min(judged)[0]) or min(judged)[0] >= 1:
+        return ""
+    drop, name = min(judged)
+    # Two digits, rounded up, so that the candidate passes.
+    scale = 10.0 ** (math.floor(math.log10(drop)) - 1)
+    return f"{name} passes with {option('max_drop', float(f'{math.ceil(drop / scale + 1e-6) * scale:.3g}'))}"
+
+
+def _not_faster(rows: Sequence[CandidateResult]) -> str:
+    """Returns how fast the fastest of the right ``rows`` is, which may be faster at other sizes."""
+    right = [row for row in rows if row.status == Status.PASSED and row.measured and row.measured.get("speedup")]
+    best = max(right, key=lambda row: float((row.measured or {})["speedup"]), default=None)
+    if best is None or best.measured is None:
         return ""
     return (
-        f"no candidate in {' or '.join(asked)} is right and measurably faster: the source itself was taken"
-        f"{f', in {source.precision}' if source.precision else ''}; the table says why"
+        f"{best.name} is right but not faster ({best.measured['speedup']:.2f}x) at the measured sizes, and may be at "
+        f"larger ones ({option('batch')} or {option('sizes')})"
     )
+
+
+def _more_time(rows: Sequence[CandidateResult]) -> str:
+    """Returns the advice to give more time if time ran out for one of ``rows``."""
+    late = next((row.name for row in rows if row.out_of_time), "")
+    return f"more {option('budget_seconds')} leave time for {late}" if late else ""
+
+
+def _left_out(rows: Sequence[CandidateResult]) -> list[str]:
+    """Returns the reasons why ``rows`` were left out before anything was tried."""
+    left_out = [row.reason for row in rows if row.status == Status.NOT_TRIED and not row.out_of_time]
+    return list(dict.fromkeys(filter(None, left_out)))
 
 
 def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:

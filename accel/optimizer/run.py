@@ -109,19 +109,19 @@ def run(
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
     costs.remember(rows)
     rows += outcome.varied
+    candidates = [source, *rows, *(not_tried(item) for item in left_out)]
     late = budget.note([row.name for row in rows if row.out_of_time])
     warnings += [
         seen_note(rows, judge),
         "" if budget.chosen_by_accel else late,
         without_effect(src, for_recipes.quantize),
-        not_as_asked(source, outcome.chosen, for_recipes.precisions),
+        not_as_asked(source, outcome.chosen, candidates, for_recipes.precisions),
     ]
     said = [text for text in warnings if text]
     chosen = outcome.chosen.judgement
     notes += [f"{outcome.chosen.name}: {chosen.details}"] if chosen is not None and chosen.details else []
     notes += [*outcome.notes, *said, *data_notes(request, src), *source_notes(src), *filter(None, [training_note(src)])]
     notes += [late] if late and budget.chosen_by_accel else []
-    candidates = [source, *rows, *(not_tried(item) for item in left_out)]
     return published_choice(request, src, outcome.chosen, candidates, outcome.environment, notes, said)
 
 

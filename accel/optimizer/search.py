@@ -96,11 +96,12 @@ class Search:
         ]
         if not made:
             return best, []
-        if self.budget.left < self._seconds(len(made) + len(bases)):
-            for row in made:
-                row.skip(self.budget.reason("its session options were tried"), out_of_time=True)
+        tried = made[: self._fitting_beside(bases)]
+        for row in made[len(tried) :]:
+            row.skip(self.budget.reason("its session options were tried"), out_of_time=True)
+        if not tried:
             return best, made
-        for row in made:
+        for row in tried:
             assert row.artifact is not None
             try:
                 judged(row, judge_of, row.artifact, row.options, max_drop, self.cache)
@@ -109,21 +110,21 @@ class Search:
         measurable = [base for base in bases if base is not self.source]
         for base in measurable:
             base.reason = ""
-        passed = [row for row in made if row.passed]
+        passed = [row for row in tried if row.passed]
         beside = [[base, *(row for row in passed if row.base == base.name)] for base in bases]
         ready, *late = self._groups([row for rows in beside for row in rows if row is not self.source])
         for row in (row for group in late for row in group if row.base):
             row.skip("it doesn't fit into memory beside the others; free some")
         self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
         by_name = {base.name: base for base in (self.source, *bases)}
-        for row in made:
+        for row in tried:
             base = by_name[row.base]
             # ``row`` is a copy of the candidate ``base`` with other session options. If ``base`` is faster than the
             # source, or is the source itself, ``row`` has to be faster than ``base``. In any case, ``fastest`` compares
             # ``row`` with the source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
-        contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
+        contenders = [row for row in (*measurable, *tried) if row.passed and not row.reason]
         return fastest(self.source, contenders), made
 
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
@@ -197,6 +198,13 @@ class Search:
         options."""
         lane = _SECONDS_TO_LOAD + self.rounds * 2 * _BLOCK_SECONDS
         return 2 * (count + SOURCES) * lane + _SECONDS_OF_CANDIDATES + _SECONDS_OF_OPTIONS
+
+    def _fitting_beside(self, bases: Sequence[CandidateResult]) -> int | None:
+        """Returns how many rows there is time to measure beside ``bases``, or None for any number."""
+        if not self.budget.limited:
+            return None
+        others = sum(base is not self.source for base in bases)
+        return max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES - others)
 
     @staticmethod
     def _seconds(count: int) -> float:

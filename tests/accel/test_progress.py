@@ -1,16 +1,19 @@
-"""Proves that public functions show their progress in a notebook and an interactive Python, and are silent in a
-script."""
+"""Proves that public functions show their progress and their warnings in a notebook, an interactive Python and a
+script, and that ``ACCEL_QUIET`` silences them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import accel
 from accel.errors import BadSource
-from accel.progress import report, shows_progress, watched_by
+from accel.progress import report, shows_progress, silent, watched_by
+from tests.support import onnx_builder as build
 
 
 @shows_progress
@@ -19,6 +22,17 @@ def work(steps: int) -> int:
     for step in range(steps):
         report("a step with a long name " * 5, step / steps)
     return steps
+
+
+@shows_progress
+def doubtful() -> SimpleNamespace:
+    """Returns a result with a warning."""
+    return SimpleNamespace(warnings=("it is noisy",))
+
+
+@pytest.fixture(autouse=True)
+def not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_QUIET", raising=False)
 
 
 @pytest.fixture
@@ -38,10 +52,39 @@ def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[s
     assert not lines[-2].strip()
 
 
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a script gets unrequested output."""
+def test_a_script_shows_each_step_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a script shows nothing, or a line for each percentage of a step."""
+    work(3)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"accel: {'a step with a long name ' * 5}\n"
+
+
+@pytest.mark.parametrize("mode", ["script", "interactive"])
+def test_warnings_are_shown(mode: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
+    """Fails if the warnings of a result are hidden from a caller that doesn't print the result."""
+    if mode == "interactive":
+        request.getfixturevalue("interactive")
+    doubtful()
+    assert capsys.readouterr().err.rpartition("\r")[2] == "accel: warning: it is noisy\n"
+
+
+def test_silence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cli: Any, tmp_path: Path) -> None:
+    """Fails if ACCEL_QUIET doesn't silence a function, or if --quiet doesn't silence a command whose function would
+    show its progress."""
+    with watched_by(silent):
+        work(2)
+        doubtful()
+    monkeypatch.setenv("ACCEL_QUIET", "1")
     work(2)
+    doubtful()
     assert capsys.readouterr().err == ""
+    monkeypatch.delenv("ACCEL_QUIET")
+    shape = (build.FLOAT, ["batch", 2])
+    build.artifact(tmp_path / "m.onnx", [build.node("Tanh", "x", "y")], {"x": shape}, {"y": shape})
+    words = ("verify", tmp_path / "m.onnx", tmp_path / "m.onnx")
+    assert cli(*words).stderr == "accel: verify\n"
+    assert cli(*words, "--quiet").stderr == ""
 
 
 def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:

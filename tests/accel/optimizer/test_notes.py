@@ -1,73 +1,66 @@
-"""Proves that accel adds a note about an int8 candidate that computes in float, and about a slow baseline."""
+"""Proves that the warning about a source that was taken instead of another precision says what would help."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
-from onnx import TensorProto
 
-import accel
-from accel.optimizer.notes import partly_quantized
-from tests.support import onnx_builder as build
+from accel.optimizer.candidate import CandidateResult, Status
+from accel.optimizer.judge.comparison import Judgement
+from accel.optimizer.notes import not_as_asked
 
-FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-TABLE = {"table": np.ones((400, 32), np.int8), "scale": np.array(0.1, np.float32)}
-EMBEDDING = [build.node("DequantizeLinear", "table scale", "rows"), build.node("Gather", "rows ids", "found")]
+SOURCE = CandidateResult(name="source", precision="fp32")
+
+
+def rejected(drop: float, problem: str = "") -> CandidateResult:
+    row = CandidateResult(name=f"int8 at {drop}", precision="int8", over_budget=True)
+    row.judgement = Judgement(
+        drop=drop, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x", problem=problem
+    )
+    row.reject("drop")
+    return row
+
+
+def not_faster(**measured: Any) -> CandidateResult:
+    return CandidateResult(name="int8", precision="int8", measured={"speedup": 0.98, **measured})
+
+
+def left_out(reason: str, *, late: bool = False) -> CandidateResult:
+    return CandidateResult(
+        name="int8 static", precision="int8", status=Status.NOT_TRIED, reason=reason, out_of_time=late
+    )
 
 
 @pytest.mark.parametrize(
-    ("nodes", "weights", "said"),
+    ("rows", "advice"),
     [
-        (
-            [*EMBEDDING, build.node("MatMul", "found layer", "y")],
-            {**TABLE, "layer": np.ones((32, 100), np.float32)},
-            "0% of the FLOPs of its products and 50% of its weights' bytes are in int8",
-        ),
-        (
-            [
-                *EMBEDDING,
-                build.node("QuantizeLinear", "found scale zero", "small"),
-                build.node("DequantizeLinear", "small scale", "back"),
-                build.node("DequantizeLinear", "layer scale", "weight"),
-                build.node("MatMul", "back weight", "y"),
-            ],
-            {**TABLE, "zero": np.array(0, np.int8), "layer": np.ones((32, 100), np.int8)},
-            "",
-        ),
-        ([*EMBEDDING[:1], build.node("Gather", "rows ids", "y")], TABLE, ""),
+        ([rejected(0.0321), rejected(0.5)], "; int8 at 0.0321 passes with max_drop=0.033"),
+        ([rejected(0.02)], "; int8 at 0.02 passes with max_drop=0.021"),
+        ([rejected(float("inf"))], ""),
+        ([rejected(0.02, problem="an output has NaN")], ""),
+        ([not_faster()], "; int8 is right but not faster (0.98x) at the measured sizes, and may be at larger ones ("),
+        ([left_out("int8 needs data; pass data=")], "; int8 needs data; pass data="),
+        ([left_out("no time", late=True)], "; more budget_seconds= leave time for int8 static"),
+        ([rejected(0.0321), left_out("no data"), not_faster()], "; int8 at 0.0321 passes with max_drop=0.033; no data"),
+        ([CandidateResult(name="fp16", precision="fp16", measured={"speedup": 0.5})], ""),
     ],
-    ids=["only an embedding", "products too", "no products"],
 )
-def test_an_int8_model_that_is_mostly_float(
-    tmp_path: Path, nodes: list[object], weights: dict[str, np.ndarray], said: str
-) -> None:
-    """Checks that an int8 candidate gets a note if its products are in float, and only then."""
-    made = build.artifact(
-        tmp_path / "m.onnx", nodes, {"ids": (INT64, ["batch", 8])}, {"y": (FLOAT, ["batch", 8, None])}, weights
-    )
-    found = partly_quantized(made)
-    assert found.partition(" and")[0] == said.partition(" and")[0]
-    assert bool(found) == bool(said)
-    if said:  # the int8 table takes 400 x 32 bytes, and the float32 layer takes 4 x 32 x 100 bytes
-        assert "50% of its weights' bytes" in found
+def test_what_would_help(rows: list[CandidateResult], advice: str) -> None:
+    """Fails if a limit in the advice is one that the candidate doesn't pass, if advice is given that can't help, or if
+    a precision that nobody asked for is named."""
+    said = not_as_asked(SOURCE, SOURCE, rows, ["int8"])
+    start = "no candidate in int8 is right and measurably faster: the source itself was taken, in fp32"
+    assert said.startswith(start + advice)
+    if not advice:
+        assert said == start
 
 
-def test_a_source_in_bfloat16(tmp_path: Path) -> None:
-    """Fails if ``accel optimize`` can't time a bfloat16 source on a CPU, rejects its OpenVINO form for roundings at
-    other nodes, or doesn't say that the source's time is the time of a slow runtime."""
-    w = np.random.default_rng(0).standard_normal((8, 8)).astype(ml_dtypes.bfloat16)
-    nodes = [
-        build.node("Cast", "x", "b", to=TensorProto.BFLOAT16),
-        build.node("MatMul", "b w", "p"),
-        build.node("Tanh", "p", "t"),
-        build.node("Cast", "t", "y", to=FLOAT),
-    ]
-    build.artifact(tmp_path / "m.onnx", nodes, {"x": (FLOAT, [8, 8])}, {"y": (FLOAT, [8, 8])}, {"w": w})
-    found = accel.optimize(tmp_path / "m.onnx", out=tmp_path / "out", vary_session=False, budget_seconds=30)
-    source, *others = found.candidates
-    assert source.runtime == "onnx-rounded"
-    assert any("timed in the runtime onnx-rounded, which is slow" in note for note in found.notes)
-    assert not any("changed the output" in row.reason for row in others)
+def test_when_it_is_said() -> None:
+    """Fails if the source with other session options counts as another precision, or if the warning comes although
+    nothing was asked for or the precision was found."""
+    variant = CandidateResult(name="source, 1 thread", precision="fp32", base="source")
+    assert not_as_asked(SOURCE, variant, [variant], ["int8"])
+    assert not_as_asked(SOURCE, not_faster(), [], ["int8"]) == ""
+    assert not_as_asked(SOURCE, SOURCE, [], None) == ""
+    assert not_as_asked(SOURCE, SOURCE, [], ["fp32", "int8"]) == ""

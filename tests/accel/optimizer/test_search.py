@@ -266,6 +266,21 @@ def test_no_time_for_options(searching: Any) -> None:
     assert [(r.status, "before its session options" in r.reason) for r in made] == [("not tried", True)]
 
 
+def test_options_that_fit_the_time_left_are_tried(searching: Any) -> None:
+    """Fails if all session options are skipped because there is no time for all of them. Also fails if the note about
+    the others hides that seconds are left, or names options that were tried."""
+    clock = FakeClock()
+    timed = Timed({"source": 10, **{f"source, {words}": 9 for words in ("1 thread", "extended graph level")}})
+    search = searching(timed, seconds=30, clock=clock)
+    clock.now = 13.0  # 17 s are left: two processes of the source and two more
+    chosen, made = search.vary_sessions(search.source, [], Judging(), 0.01, vary_threads=True)
+    assert chosen.name == "source, 1 thread"
+    assert timed.calls[0][0] == ["source, 1 thread", "source, extended graph level"]
+    assert [(row.name, row.out_of_time) for row in made][2:] == [("source, no spinning", True)]
+    note = search.budget.note([row.name for row in made if row.out_of_time])
+    assert "was too short to try or measure source, no spinning in the 5 s left: measuring took 12 s;" in note
+
+
 def test_faster_than_needs_the_same_rounds() -> None:
     """Checks that the search only compares times of candidates that were measured in the same rounds."""
     one, other = row("a"), row("b")

@@ -11,8 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from accel.cli import PlainLines
-from accel.progress import watched_by
+from accel.progress import PlainLines, watched_by
 from accel.serve.client.grpc import Inference, InferenceClient
 from accel.serve.protocol import messages as proto
 from accel.serve.protocol.inference import ServeError
