@@ -15,6 +15,7 @@ from accel.spelling import option
 from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
 
 from .export import TO_ONNX, to_onnx_unjudged
+from .verify import effective_precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +152,7 @@ def bisect(
 def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str, np.ndarray]]) -> Difference | None:
     from accel.proof.compare import compare, worst
     from accel.proof.gates import cast_feeds, gate_runtime
-    from accel.runtimes.base import open_session, recorded_options
+    from accel.runtimes.base import open_session
 
     runtime = gate_runtime(given)
     if given is looked_into or runtime is None:
@@ -159,9 +160,9 @@ def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str,
     with open_session(looked_into, gate_runtime(looked_into)) as one, open_session(given, runtime) as two:
         found = worst([compare(one.run(cast_feeds(one, f)), two.run(cast_feeds(two, f))) for f in feeds])
     furthest = max(found.values(), key=lambda difference: difference.rel_l2)
-    precision = recorded_options(given).get("precision") or given.properties.get("precision")
     as_run = BISECT_LIMITS["as-run"]
-    return furthest if not furthest.rel_l2 <= min(as_run, VERIFY_LIMITS.get(str(precision), as_run)) else None
+    limit = min(as_run, VERIFY_LIMITS.get(effective_precision(given), as_run))
+    return furthest if not furthest.rel_l2 <= limit else None
 
 
 def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:

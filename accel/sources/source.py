@@ -168,6 +168,11 @@ class Source:
         return kind_of(path) is None and not made
 
     @property
+    def is_factory(self) -> bool:
+        """Tells whether the model is named as ``file.py:factory`` or ``package.module:factory``."""
+        return isinstance(self.spec, str) and ":" in self.spec and not Path(self.spec).exists()
+
+    @property
     def form(self) -> str | None:
         """Returns the file format of a TensorFlow model (see ``TensorFlowSpec``), or None for any other model."""
         from .tensorflow.source import form_of
@@ -300,9 +305,10 @@ def with_declared(source: Source, about: SourceOptions) -> Source:
 
 
 def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
-    """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options. A
-    TensorFlow model gets the options of its file format, and a live model gets ``example`` and ``dynamic``. Raises
-    ``UsageError`` if an option for TensorFlow or live models applies to none of the models.
+    """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options. Beside a
+    factory, only factories get ``weights``. A TensorFlow model gets the options of its file format, and a live model
+    gets ``example`` and ``dynamic``. Raises ``UsageError`` if an option for TensorFlow or live models applies to none
+    of the models.
     """
     from .tensorflow.source import OPTIONS
 
@@ -312,8 +318,16 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
     if not any(map(is_live, models)) and any(value is not None for value in called.values()):
         raise UsageError(f"none of the models is in memory; leave out {option('example')}")
     sources = [Source.of(model, **(called if is_live(model) else {})) for model in models]
-    own = [(*_BASIC, *OPTIONS.get(source.form or "", ())) if source.native else () for source in sources]
+    own: list[tuple[str, ...]] = [
+        (*_BASIC, *OPTIONS.get(source.form or "", ())) if source.native else () for source in sources
+    ]
     given: Mapping[str, Any] = {n: value for n, value in options.items() if n not in called and value}
+    if any(source.native and source.is_factory for source in sources):
+        # Weights are for the factories among the models. Without a factory, ``open`` refuses them.
+        own = [
+            names if source.is_factory else tuple(name for name in names if name != "weights")
+            for source, names in zip(sources, own, strict=True)
+        ]
     for name in TENSORFLOW_OPTIONS:
         if name in given and not any(name in names for names in own):
             raise UsageError(

@@ -231,6 +231,11 @@ def _precision(module: torch.nn.Module) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
 
 
+# The suffixes of files that may be TorchScript. A file of weights alone gets an error that says so.
+_TORCHSCRIPT = (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt")
+_WITH_WEIGHTS = (SUFFIX, ".pt2", *_TORCHSCRIPT)
+
+
 def _find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
     if weights_dtype and weights_dtype not in DTYPES:
         raise UsageError(f"{option('weights_dtype', weights_dtype)} is no dtype of weights; use {', '.join(DTYPES)}")
@@ -244,6 +249,11 @@ def _find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)
+    if weights is not None and (path.is_dir() or path.suffix in _WITH_WEIGHTS):
+        raise UsageError(
+            f"{spec} has its own weights; leave out {option('weights')}, or load {weights} into the module of a "
+            "factory (FILE.py:FUNCTION)"
+        )
     if path.is_dir():
         if (trained := final_folder(path)) is not None:
             return open_train_folder(trained, weights_dtype)
@@ -254,6 +264,6 @@ def _find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
         return open_captured(path)
     if path.suffix == ".pt2":
         return open_exported_program(path)
-    if path.suffix in (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt"):
+    if path.suffix in _TORCHSCRIPT:
         return open_torchscript(path)
     return open_factory(spec, weights, weights_dtype)

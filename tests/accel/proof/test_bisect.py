@@ -305,6 +305,26 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
     assert ran.code == 2, ran.stdout
 
 
+def test_an_int8_file_has_the_limit_of_int8(tmp_path: Path) -> None:
+    """Fails if an int8 IR that differs a little from its ONNX file is blamed by the limit of the fp32 session that its
+    manifest records. A runtime may round an int8 model otherwise."""
+    pytest.importorskip("openvino")
+    weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+    shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}
+    graph = artifact(tmp_path / "m.onnx", [node("MatMul", "x w", "y")], *shapes, {"w": weight})
+    config = OpenVinoFromOnnxConfig()
+    ir = run_stage("openvino_from_onnx", graph, config, out=tmp_path / "m.xml", cache=StageCache(tmp_path / "cache"))
+    weights = ir.path.with_suffix(".bin")
+    weights.write_bytes(weights.read_bytes().replace(weight.tobytes(), (1.05 * weight).astype(np.float32).tobytes()))
+    assert ir.manifest is not None
+    session = {"runtime": "openvino", "options": {"precision": "fp32"}}
+    for precision, blamed in (("fp32", True), ("int8", False)):
+        properties = {**ir.properties, "precision": precision}
+        manifest = replace(ir.manifest, properties=properties, session=session)
+        found = bisect(graph, ir.with_manifest(manifest))
+        assert (found.as_run is not None) is blamed
+
+
 def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
     """An IR with changed weights no longer matches the ONNX file that it was converted from. Checks that bisect also
     runs the IR itself, and reports that the outputs differ."""

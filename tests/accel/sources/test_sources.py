@@ -90,6 +90,26 @@ def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
     assert str(path) in [f["path"] for f in found.source["files"]]
 
 
+def test_weights_for_a_model_that_has_its_own(factory: str, tmp_path: Path) -> None:
+    """Fails if weights are ignored for an exported program, TorchScript or a folder, or if the advice doesn't work.
+    Beside a factory, the weights are for the factory."""
+    torch.save(net().state_dict(), tmp_path / "w.pt")
+    x = torch.randn(2, 6)
+    program = torch.export.export(net(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, tmp_path / "net.pt2")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("net.pt2", "llama"):
+        words = rf"{name} has its own weights; leave out weights=, or load .*w.pt into the module of a factory"
+        with pytest.raises(UsageError, match=words):
+            accel.inspect(tmp_path / name, weights=tmp_path / "w.pt")
+    about: Any = {"inputs": ["input:float32[batch,6]"]}
+    assert Source(tmp_path / "net.pt2").open().kind == "torch"
+    found = accel.verify(tmp_path / "net.pt2", factory, weights=tmp_path / "w.pt", **about)
+    assert found.passed
+    assert not accel.verify(tmp_path / "net.pt2", factory, **about).passed
+
+
 def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
     """Checks that code in a pickle doesn't run, and that the error for wrong, truncated, empty or missing weights names
     the problem."""
