@@ -13,7 +13,7 @@ Each model is small and has random weights. The script exports each model twice:
 ``torch.onnx.export`` alone. Each file is compared with PyTorch at batches and sizes that the export didn't see. Each
 try runs in a child process with a time limit and a memory limit. The child is forked from a process that has already
 imported the libraries. Each result is a line of ``results/zoo.jsonl``. After an interruption, the next run tries the
-models that have no line yet.
+models that have no line yet. The advice of an error message is followed once.
 
 The families torchvision, timm, segmentation and diffusers need extra packages:
 ``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``. optimum needs a folder
@@ -263,7 +263,10 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
         "and sizes that the export didn't see, and compared with PyTorch (relative error at most 1e-3, or float64",
         "decides). `torch.onnx` is `torch.onnx.export(dynamo=True)` alone, with dynamic dims of the kind `Dim.AUTO`,",
         "compared in the same calls. `optimum` exports with transformers 4.57, which lacks some models, and its files",
-        "are compared in the outputs that they have. Wrong numbers of these two come without a word.",
+        "are compared in the outputs that they have. Wrong numbers of these two come without a word. A message is",
+        "followed by machine: the arguments that it advises are passed, or the line that it names is changed in a copy",
+        "of the source (`zoo_models/rewritten.py`), and the file is compared with the changed model. The outputs of the",
+        "changed model are those of the original model, unless the original draws them at random or by equal scores.",
         "",
         "| family | tool | models | " + " | ".join(CLASSES.values()) + " |",
         "|---|---|---|" + "---|" * len(CLASSES),

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,7 +63,7 @@ def outcome(family: str, name: str, tool: str, optimize: float, folder: Path) ->
         name_of_error = "" if isinstance(error, NotMade) else f"{type(error).__name__}: "
         return {"class": unmade, "message": f"{name_of_error}{_line(error)}"}
     started = time.monotonic()
-    trial = {"accel": _with_accel, "torch.onnx": _with_torch, "optimum": _with_optimum}[tool]
+    trial = {"accel": partial(_with_accel, family, name), "torch.onnx": _with_torch, "optimum": _with_optimum}[tool]
     try:
         found = trial(case, calls, folder)
         if tool == "accel" and optimize and found["class"] in ("first", "followed"):
@@ -116,41 +117,57 @@ def _calls(case: Case) -> Calls:
     return found
 
 
-def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
+def _with_accel(family: str, name: str, case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
     """Exports the model as a user does, and compares outputs at sizes that the export didn't see.
 
-    If the export fails and the error message suggests arguments, such as ``limit=0.002``, tries the export once more
-    with these arguments.
+    If the export fails, does once what the error message advises. The message may suggest arguments, such as
+    ``limit=0.002``, or a change of the model's source (see ``zoo_models.rewritten``).
     """
-    import accel
     from accel.errors import AccelError
+    from zoo_models.compare import LIMIT, error
+    from zoo_models.rewritten import REWRITES, rewritten
+
+    try:
+        return _exported(case, calls, folder, {}, "first", "")
+    except AccelError as failed:
+        message = f"{type(failed).__name__}: {_line(failed)}"
+        advice = _advice(str(failed))
+        other = rewritten(family, name, case, str(failed), folder)
+    if other is not None:
+        again = _calls(other)
+        if not REWRITES[family, name].arbitrary:
+            for (*_, wanted), (*_, found) in zip(calls, again, strict=True):
+                if error(found, wanted) > LIMIT:
+                    return {"class": "failed", "message": f"{message} / the rewritten model has other outputs"}
+        case, calls = other, again
+    elif (
+        _draws_random_numbers(case, calls[0][2])
+        or (case.refusal and case.refusal in message)
+        or ("float32 is not enough" in message and _needs_float64(case, calls[0]))
+    ):
+        return {"class": "refused", "message": message}
+    elif not advice:
+        return {"class": "failed", "message": message}
+    try:
+        return _exported(case, calls, folder, {} if other is not None else advice, "followed", message)
+    except AccelError as again:
+        return {"class": "failed", "message": f"{message} / then: {_line(again)}"}
+
+
+def _exported(
+    case: Case, calls: Calls, folder: Path, advice: dict[str, Any], kind: str, message: str
+) -> dict[str, Any]:
+    """Exports the model with the arguments ``advice``, and compares the file with the model. Returns a result of the
+    class ``kind`` if the file is right. Raises ``AccelError`` if the export fails."""
+    import accel
 
     given: dict[str, Any] = dict(case.words)
     if calls[0][2] is not None and not isinstance(case.module, os.PathLike):  # a file knows the shapes of its inputs
         given["example"] = calls[0][2]
     if case.dynamic:
         given["dynamic"] = case.dynamic
-    out, kind, message = folder / "model.onnx", "first", ""
-    try:
-        with _silent():
-            artifact = accel.export(case.module, out=out, **given)
-    except AccelError as error:
-        message = f"{type(error).__name__}: {_line(error)}"
-        if _draws_random_numbers(case, calls[0][2]):
-            return {"class": "refused", "message": message}
-        if case.refusal and case.refusal in message:
-            return {"class": "refused", "message": message}
-        if "float32 is not enough" in message and _needs_float64(case, calls[0]):
-            return {"class": "refused", "message": message}
-        advice = _advice(str(error))
-        if not advice:
-            return {"class": "failed", "message": message}
-        kind = "followed"
-        try:
-            with _silent():
-                artifact = accel.export(case.module, out=out, **{**given, **advice})
-        except AccelError as again:
-            return {"class": "failed", "message": f"{message} / then: {_line(again)}"}
+    with _silent():
+        artifact = accel.export(case.module, out=folder / "model.onnx", **{**given, **advice})
     dims = dict(artifact.signature.dims)
     several = sorted({batch for batch, *_ in calls})
     with accel.load(artifact) as session:

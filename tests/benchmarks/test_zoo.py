@@ -172,3 +172,27 @@ def test_the_page(zoo: ModuleType) -> None:
     assert "1 gave a result, after 20 s in the median; 1 of the results are faster" in text
     assert "- own/b: no candidate" in text
     assert "can't make them from a small config (1): own/c." in text
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_message_is_followed_in_a_copy_of_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if the zoo rewrites a line that the message doesn't name, or a model whose message has no such advice. Also
+    fails if the rewritten model isn't made from the copy, or has other weights or outputs."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    case = importlib.import_module("zoo_models.case")
+    changes = importlib.import_module("zoo_models.rewritten")
+    name = ("own", "branch-on-values")
+    original = case.make(*name)
+    advice = changes.REWRITES[name].advice
+    for message in ("at control.py:46", f"at control.py:3 {advice}", f"at other.py:46 {advice}"):
+        assert changes.rewritten(*name, original, message, tmp_path) is None
+    lines = Path(sys.modules["zoo_models.own.control"].__file__ or "").read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if "if x.mean() > 0" in text)
+    found = changes.rewritten(*name, original, f"at control.py:{line} {advice}", tmp_path)
+    assert "torch.where(x.mean() > 0" in (tmp_path / "control_rewritten.py").read_text()
+    assert type(found.module).__module__ == "control_rewritten"
+    for sign in (1, -1):
+        x = sign * torch.rand(3, 6)
+        assert torch.equal(found.module(x), original.module(x))
+    del sys.modules["control_rewritten"]

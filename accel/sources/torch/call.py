@@ -20,6 +20,7 @@ from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 from .integer_bounds import smaller_tables
+from .random_draws import random_draws
 
 if TYPE_CHECKING:
     import numpy as np
@@ -221,8 +222,12 @@ def discover_outputs(
     again = {name: to_array(value) for name, value in named.by_name(result).items()}
     for name, value in first.items():
         if not same_output(value, again[name]):
+            lines = random_draws(lambda: run_named(named, signature, inputs[0]))
             why = in_training(module) or (
-                "forward draws random numbers, or changes a buffer that it computes with; take that out of the "
+                f"forward draws random numbers at {lines}; make them an input of forward, or take them out of the "
+                "model, for example a dropout with training=True"
+                if lines
+                else "forward draws random numbers, or changes a buffer that it computes with; take that out of the "
                 "model, for example a dropout with training=True"
             )
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")

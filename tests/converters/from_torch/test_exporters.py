@@ -14,7 +14,7 @@ import torch
 
 import accel
 from accel.converters.from_torch import onnx_from_torch as stage
-from accel.errors import ExportFailed
+from accel.errors import BadSource, ExportFailed
 from accel.sources.python_object import load_object
 from accel.sources.source import Source
 from accel.sources.torch.source import module_of
@@ -132,7 +132,10 @@ class Complex(torch.nn.Module):
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        ("Drawn", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
+        (
+            "Drawn",
+            r"differs from run to run on the same inputs: forward draws random numbers at changing.py:6; make them an",
+        ),
         ("Counted", r"differs from run to run on the same inputs: forward draws random numbers, or changes a buffer"),
         (
             "Complex",
@@ -149,6 +152,25 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
     )
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1), ran.stderr
     assert re.search(said, ran.stderr), ran.stderr
+
+
+def test_random_numbers_as_an_input(tmp_path: Path) -> None:
+    """Follows the advice about random numbers. Also fails if the error for a dropout that stays on names a line of
+    PyTorch."""
+    source = tmp_path / "drawn.py"
+    source.write_text(
+        "import torch\n"
+        "class Dropped(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.dropout(x, 0.5, training=True)\n"
+        "class Given(torch.nn.Module):\n"
+        "    def forward(self, x, kept):\n"
+        "        return x * kept / 0.5\n"
+    )
+    with pytest.raises(BadSource, match=r"draws random numbers at drawn.py:4; make them an input of forward, or"):
+        accel.export(f"{source}:Dropped", inputs=["x:float32[batch,8]"], out=tmp_path / "m.onnx")
+    inputs = ["x:float32[batch,8]", "kept:float32[batch,8]"]
+    assert accel.export(f"{source}:Given", inputs=inputs, out=tmp_path / "m.onnx").path.is_file()
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:

@@ -1,0 +1,43 @@
+"""Finds the lines at which a model draws random numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Packages whose frames on the call stack aren't the model's own code.
+_LIBRARIES = ("torch", "accel")
+# An error names at most this many lines.
+_SHOWN = 3
+
+
+def random_draws(run: Callable[[], object]) -> str:
+    """Calls ``run``, and returns the lines that draw random numbers of PyTorch, such as ``net.py:12 and net.py:20``.
+    Returns "" if there is none."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: dict[str, None] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                found[_own_line()] = None
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        run()
+    return " and ".join([line for line in found if line][:_SHOWN])
+
+
+def _own_line() -> str:
+    """Returns the innermost line on the call stack outside PyTorch, or ""."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _LIBRARIES or name.startswith("accel.examples"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
