@@ -6,8 +6,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ class Rewrite:
     """The change that a message asks for: in the source of ``module``, the texts of ``changes`` are replaced. The
     message has to contain ``advice``, and to name a line of the first text.
 
-    ``more`` adds inputs to the arguments of a call. ``arbitrary`` says why the model's own outputs are one choice of
-    several. The rewritten model makes another choice, so its outputs aren't compared with those of the original model.
+    ``more`` adds inputs to the arguments of a call, and ``dynamic`` names their dynamic axes. ``arbitrary`` says why
+    the model's own outputs are one choice of several. The rewritten model makes another choice, so its outputs aren't
+    compared with those of the original model.
     """
 
     module: str
     advice: str
     changes: Sequence[tuple[str, str]]
     more: Callable[[Any], Any] | None = None
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     arbitrary: str = ""
 
 
@@ -82,6 +84,7 @@ REWRITES = {
             )
         ],
         more=lambda arguments: {**arguments, "noise": torch.rand(len(arguments["pixel_values"]), 16)},
+        dynamic={"noise": {0: "batch"}},
         arbitrary="the outputs are random",
     ),
     ("transformers", "afmoe"): Rewrite(
@@ -166,6 +169,8 @@ def rewritten(family: str, name: str, original: Case, message: str, folder: Path
     case = make(family, name)
     case.module.load_state_dict(original.module.state_dict())
     more, example = found.more, case.example
+    if case.dynamic:
+        case = replace(case, dynamic={**case.dynamic, **found.dynamic})
     return replace(case, example=lambda batch, size: more(example(batch, size))) if more else case
 
 
