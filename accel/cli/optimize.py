@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--precision",
     multiple=True,
-    help="Try only this: fp32, fp16, bf16, int8, fp8, int4 (weights) or mixed. Repeatable.",
+    help="Try only this: fp32, tf32, fp16, bf16, int8, fp8, int4 (weights) or mixed. Repeatable.",
 )
 @click.option(
     "--data", type=click.Path(path_type=Path), help="Samples: .npz with one array an input, or a folder of them."

@@ -106,7 +106,7 @@ class _Attempt:
             return
         self.unfinished = "it was judged"
         report(f"{recipe.name}: judging")
-        options = recipe.options if runnable is self.row.artifact else {}
+        options = recipe.options if runnable is self.row.artifact else _rounding(recipe)
         with self.budget.spending(f"{recipe.name}: judging"):
             judged(self.row, self.judge, runnable, options, self.max_drop, self.cache)
         if recipe.runnable and self.row.passed:
@@ -152,6 +152,11 @@ class _Attempt:
             return False
         self.row.skip(self.budget.reason(step), out_of_time=True)
         return True
+
+
+def _rounding(recipe: Recipe) -> Mapping[str, Any]:
+    """Returns the options that make the graph of an engine round as the engine does. Only TF32 isn't in the graph."""
+    return {"precision": "tf32"} if recipe.precision == "tf32" else {}
 
 
 def judged(

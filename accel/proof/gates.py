@@ -195,14 +195,16 @@ def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, n
     }
 
 
-def gate_runtime(artifact: Artifact) -> str | None:
+def gate_runtime(artifact: Artifact, precision: str = "fp32") -> str | None:
     """Returns the name of the runtime that gates use for an artifact, or None if this machine can't run the artifact.
+    ``precision`` is the precision of the session. A CPU has no TF32, so the ONNX model of a TF32 session is rounded.
 
     A 16-bit or fp8 ONNX model runs with rounding after every node. ONNX Runtime's CPU provider would compute 16-bit
     models in float32, which hides overflows. The optimizations of the CPU provider would break fp8 models.
     """
     if artifact.kind == "onnx" and (
-        {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
+        precision == "tf32"
+        or {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
         or artifact.properties.get("precision") == "fp8"
     ):
         return ROUNDED

@@ -29,11 +29,11 @@ class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
     ``threads`` is the total number of threads. With ``threads=0``, the runtime chooses the number of threads.
-    ``precision`` is the precision in which the runtime computes float32 models (``fp32``, or ``bf16`` if the machine
-    supports bfloat16). ``streams`` is the number of concurrent runs, which share the threads. ``graph_level``, one of
-    ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle threads of ONNX Runtime
-    busy-wait, which speeds up the model and slows down other work on the machine. ``cuda_graph`` launches an engine's
-    kernels as one CUDA graph.
+    ``precision`` is the precision in which the runtime computes float32 models: ``fp32``, ``bf16`` if the machine
+    supports bfloat16, or ``tf32`` on a GPU. ``streams`` is the number of concurrent runs, which share the threads.
+    ``graph_level``, one of ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle
+    threads of ONNX Runtime busy-wait, which speeds up the model and slows down other work on the machine.
+    ``cuda_graph`` launches an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0

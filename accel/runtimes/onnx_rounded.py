@@ -5,6 +5,9 @@ gives 300. Hardware that computes in float16 gives infinity for ``sqrt(x * x)`` 
 bfloat16 at all. This session rewrites the model to float32, and runs the rewritten model without graph optimizations.
 The rewritten model casts each float16 or bfloat16 tensor to its 16-bit dtype and back to float32. Inside a node, such
 as in the sums of a MatMul, values stay float32, as on tensor cores. A model without 16-bit floats runs unchanged.
+
+In the precision ``tf32``, the inputs of products of float32 tensors are rounded to 10 bits of mantissa, as on GPUs from
+compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -54,6 +57,14 @@ _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "prec
 # and copying is slow.
 _INLINE_ELEMENTS = 1024
 
+# The operators that multiply tensors, and the positions of the inputs that TF32 rounds. None means all inputs.
+_PRODUCTS: Mapping[str, tuple[int, ...] | None] = {
+    "Attention": (0, 1, 2), "Conv": (0, 1), "ConvTranspose": (0, 1), "Einsum": None, "GRU": (0, 1, 2), "Gemm": (0, 1),
+    "LSTM": (0, 1, 2), "MatMul": (0, 1), "RNN": (0, 1, 2),
+}  # fmt: skip
+# Float32 has 13 bits of mantissa more than TF32.
+_SPLIT, _LARGEST = float(2**13 + 1), float(2.0**113)
+
 _GIVEN = "given"
 
 # If a model has more than this number of bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps
@@ -62,15 +73,16 @@ _LARGE_BYTES = 1 << 30
 
 
 class RoundedModel:
-    """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed.
+    """A model in memory that runs with the real rounding of 16-bit floats. ``model`` itself is not changed. With
+    ``tf32``, products of float32 tensors round their inputs to TF32.
 
     ``tensors`` lists the names of all tensors that top-level nodes compute, in graph order. The model's local functions
     are inlined first, so the list includes their tensors.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
+    def __init__(self, model: onnx.ModelProto, *, threads: int = 0, tf32: bool = False) -> None:
         self._threads = threads
-        self.twin, self._arrays, self.types = _twin(inlined(model))
+        self.twin, self._arrays, self.types = _twin(inlined(model), tf32)
         self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # 4 bytes per float32
         self.outputs = tuple(value.name for value in self.twin.graph.output)
         known = set(self.types)
@@ -126,7 +138,9 @@ class RoundedSession(BaseSession):
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
-        self._model = RoundedModel(read_detached(artifact.path), threads=options.threads)
+        self._model = RoundedModel(
+            read_detached(artifact.path), threads=options.threads, tf32=options.precision == "tf32"
+        )
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -237,13 +251,15 @@ def _elements(tensor: TensorProto) -> int:
     return math.prod(tensor.dims)
 
 
-def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
+def _twin(model: onnx.ModelProto, tf32: bool) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
     """Rewrites ``model`` to float32. Returns the rewritten model, a dict of its larger constants (as ONNX Runtime
     values), and a dict of the dtypes that ``model`` declares."""
     typed = tensor_types(model)
     types = elem_types(typed.graph)
     twin = onnx.ModelProto()
     twin.CopyFrom(typed)
+    if tf32:
+        _round_products(twin.graph, {})
     _rewrite(twin.graph, {})
     arrays: dict[str, Any] = {}
     places = {t.name: t for t in twin.graph.initializer}
@@ -311,3 +327,44 @@ def _widen(tensor: TensorProto) -> None:
         tensor.data_type = TensorProto.FLOAT
         return
     tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+
+
+def _round_products(graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
+    """Rounds the float32 inputs of the products in ``graph`` to TF32, in place. ``types`` has the dtypes of the tensors
+    outside ``graph``.
+
+    The rounding is Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available
+    precision"): c = (2^13 + 1) x, and c - (c - x) has the first 11 bits of x, rounded to nearest. Very large values,
+    at which c overflows, stay unchanged.
+    """
+    types = {**types, **elem_types(graph)}
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _round_products(attribute.g, types)
+        places = _PRODUCTS.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+        for place in range(len(node.input)) if places is None else places:
+            name = node.input[place]
+            if types.get(name) == TensorProto.FLOAT:
+                rounded = f"{node.output[0]}/{place}/tf32"
+                graph.node.extend(_rounding(name, rounded))
+                node.input[place] = rounded
+        graph.node.append(node)
+
+
+def _rounding(name: str, rounded: str) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes that round the tensor ``name`` to TF32."""
+    of = {key: f"{rounded}/{key}" for key in ("split", "largest", "c", "rest", "high", "size", "fits")}
+    for key, value in (("split", _SPLIT), ("largest", _LARGEST)):
+        yield onnx.helper.make_node("Constant", [], [of[key]], value_float=value)
+    for operator, inputs, output in (
+        ("Mul", (name, of["split"]), of["c"]),
+        ("Sub", (of["c"], name), of["rest"]),
+        ("Sub", (of["c"], of["rest"]), of["high"]),
+        ("Abs", (name,), of["size"]),
+        ("Less", (of["size"], of["largest"]), of["fits"]),
+        ("Where", (of["fits"], of["high"], name), rounded),
+    ):
+        yield onnx.helper.make_node(operator, inputs, [output])

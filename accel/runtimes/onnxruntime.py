@@ -167,7 +167,7 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} is empty; export it again")
     _register_operators(settings, path)
     try:
-        return _session(path, settings, provider)
+        return _session(path, settings, with_tf32(provider, options.precision == "tf32"))
     except native.NotImplemented as error:
         low = {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
         fix = "use the runtime onnx-rounded, or export the model in float32" if low else "export it again"
@@ -194,7 +194,14 @@ def _needs_library(path: Path) -> bool:
     return any(node.domain == "accel" and node.op_type not in bodies for node in all_nodes(model.graph))
 
 
-def _session(path: Path, settings: Any, provider: str) -> Any:
+def with_tf32(provider: str, allowed: bool) -> Any:
+    """Returns a provider with its options. By default, the CUDA provider rounds the products of float32 tensors to
+    TF32."""
+    cuda = OnnxRuntimeCudaSession.provider
+    return (provider, {"use_tf32": str(int(allowed))}) if provider == cuda else provider
+
+
+def _session(path: Path, settings: Any, provider: Any) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:

@@ -37,6 +37,7 @@ TABLE: tuple[Limit, ...] = (
     # accuracy with the user's accuracy budget.
     Limit(step="optimize", form="simplify", value=1e-4, reason="the graph is rewritten, the precision stays"),
     Limit(step="optimize", form="fp32", value=1e-3, reason="a runtime fuses and reorders float32 sums"),
+    Limit(step="optimize", form="tf32", value=1e-2, reason="10 bits of mantissa for the inputs of products alone"),
     Limit(step="optimize", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
     Limit(step="optimize", form="bf16", value=1e-1, reason="7 bits of mantissa at every node"),
     Limit(
@@ -55,6 +56,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(step="optimize", form="int4", value=1.0, reason="as int8: the judge decides"),
     # verify: limits for the difference between two versions of one model on real data.
     Limit(step="verify", form="fp32", value=1e-3, reason="two runtimes order their float32 sums differently"),
+    Limit(step="verify", form="tf32", value=1e-2, reason="10 bits of mantissa for the inputs of products alone"),
     Limit(step="verify", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
     Limit(step="verify", form="bf16", value=1e-1, reason="7 bits of mantissa at every node"),
     Limit(

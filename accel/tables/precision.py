@@ -33,7 +33,15 @@ class Precision:
 PRECISIONS: dict[str, Precision] = {
     row.name: row
     for row in (
-        Precision(name="fp32", means="32-bit floats everywhere", weight_bytes=4.0, rank=6, rank_unmeasured=6),
+        Precision(name="fp32", means="32-bit floats everywhere", weight_bytes=4.0, rank=7, rank_unmeasured=7),
+        Precision(
+            name="tf32",
+            means="32-bit floats, whose products round their inputs to 10 bits of mantissa",
+            weight_bytes=4.0,
+            min_capability=(8, 0),
+            rank=6,
+            rank_unmeasured=6,
+        ),
         Precision(
             name="fp16",
             means="16-bit floats, except for nodes that overflow",

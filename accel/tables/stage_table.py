@@ -128,7 +128,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="engine_from_onnx",
-        version=3,
+        version=4,
         function="accel.converters.to_tensorrt.engine_from_onnx:engine_from_onnx",
         config="accel.converters.to_tensorrt.engine_from_onnx:EngineFromOnnxConfig",
         takes=("onnx",),

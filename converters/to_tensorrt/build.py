@@ -64,12 +64,14 @@ def build(
     hardware: str | None = None,
     kept: Path | None = None,
     kernels: Path | None = None,
+    tf32: bool = False,
 ) -> dict[str, Any]:
     """Builds an engine from ``model`` into ``out``, and describes the network's inputs, outputs and kernels.
 
-    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, the
-    engine uses plugins for accel's operators. Transposed weights for plugins are written to ``kernels``. Raises
-    ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
+    ``tf32`` lets the products of float32 tensors round their inputs to TF32. ``kept`` is the folder of the timing
+    cache, if the toolkit has a timing cache. If ``kernels`` is a folder, the engine uses plugins for accel's operators.
+    Transposed weights for plugins are written to ``kernels``. Raises ``EngineNotBuilt``, ``UnsupportedHere`` or
+    ``InvalidModel``.
     """
 
     def body() -> dict[str, Any]:
@@ -93,6 +95,7 @@ def build(
             content, parsed = with_plugins(proto, plugins, model, kernels)
         network = _parse(trt, builder, logger, parsed, content)
         config = _config(trt, builder, members, workspace_bytes, builder_level)
+        _allow_tf32(trt, config, tf32)
         _make_compatible(trt, config, version_compatible, hardware)
         _refuse_shape_inputs(network)
         for shapes in profiles:
@@ -246,6 +249,14 @@ def _config(
         if config.builder_optimization_level != builder_level:  # TensorRT doesn't raise an error for a wrong level
             raise UnsupportedHere(f"your TensorRT has no builder level {builder_level}; leave out builder_level")
     return config
+
+
+def _allow_tf32(trt: Any, config: Any, allowed: bool) -> None:
+    """Sets or clears the flag TF32, which is set by default."""
+    if allowed:
+        config.set_flag(trt.BuilderFlag.TF32)
+    else:
+        config.clear_flag(trt.BuilderFlag.TF32)
 
 
 def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: str | None) -> None:

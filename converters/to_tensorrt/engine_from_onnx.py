@@ -30,7 +30,7 @@ MAX_BUILDER_LEVEL = 5
 @dataclass(frozen=True, kw_only=True)
 class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the ONNX graph, because accel builds strongly typed
-    TensorRT networks.
+    TensorRT networks. With ``tf32``, the products of float32 tensors round their inputs to TF32.
 
     ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text with the shapes min, opt and max for each
     dynamic input, such as ``input_ids=1x8,8x128,64x512``. A second text for the same input gives the shapes in a second
@@ -54,6 +54,7 @@ class EngineFromOnnxConfig(StageConfig):
     hardware: str | None = None
     kernels: bool = False
     plugin_library: str = ""
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         toolkit_runtime(self.toolkit)
@@ -109,6 +110,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
     precision = _precision(src.path)
+    precision = "tf32" if config.tf32 and precision == "fp32" else precision
     profiles = parse_profiles(config.profiles, src.signature)
     if not profiles and (profile := default_profile(src.signature)) is not None:
         profiles = (profile,)
@@ -146,7 +148,7 @@ def _precision(path: Path) -> str:
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
     """Returns the builder options that differ from the defaults, so that the engine can be built again."""
-    names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
+    names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels", "tf32")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
 
@@ -168,6 +170,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
                 hardware=config.hardware,
                 kept=kept_folder() if config.toolkit == "tensorrt" else None,
                 kernels=Path(weights) if config.kernels else None,
+                tf32=config.tf32,
             )
     except ChildCrashed as error:
         raise EngineNotBuilt(

@@ -71,6 +71,7 @@ class FakeTensorRT(ModuleType):
     def Builder(self, logger: Any) -> Any:
         cache = SimpleNamespace(serialize=bytes)
         config = SimpleNamespace(
+            clear_flag=lambda _flag: None,
             add_optimization_profile=lambda _profile: 0,
             create_timing_cache=lambda _known: cache,
             set_timing_cache=lambda _cache, _ignore: True,

@@ -110,9 +110,12 @@ class Judge:
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
         """Runs ``candidate`` on the data and judges its outputs. This machine has to be able to run ``candidate``."""
         reference = self._reference_outputs()
-        runtime = gate_runtime(candidate)
+        precision = SessionOptions.of(options).precision
+        runtime = gate_runtime(candidate, precision)
         outputs = []
-        settings = replace(SessionOptions.of(options), spinning=False) if runtime != ROUNDED else PATIENT
+        settings = replace(PATIENT, precision=precision)
+        if runtime != ROUNDED:
+            settings = replace(SessionOptions.of(options), spinning=False)
         with open_session(candidate, runtime, settings) as session:
             for number, feeds in enumerate(self._feeds()):
                 report("judging", number / self._count)

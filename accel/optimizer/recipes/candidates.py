@@ -175,6 +175,8 @@ def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRe
         return f"the source is {own} already; start from its fp32 form"
     if precision == "fp8" and (reason := tensorrt.without_fp8(target, request)):
         return reason
+    if precision == "tf32" and target.kind == "engine" and (reason := tensorrt.without_tf32(target, request)):
+        return reason
     if reason := _calibration_impossible(src, target, precision, request):
         return reason
     if target.kind == "openvino" and (reason := openvino.obstacle(precision, request)):

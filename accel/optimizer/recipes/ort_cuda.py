@@ -14,4 +14,5 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
     requests kernels."""
     cast = cast_to(src, precision, request) if is_16_bit(precision) else []
     steps = [*prepared(src, target), *cast, *fused(src, precision, request)]
-    return [recipe(target, precision, steps, {"threads": request.threads})]
+    computed = {"precision": precision} if precision == "tf32" else {}
+    return [recipe(target, precision, steps, {"threads": request.threads, **computed})]

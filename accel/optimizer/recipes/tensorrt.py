@@ -28,22 +28,39 @@ def without_fp8(target: Target, request: RecipeRequest) -> str | None:
     """Returns the reason if ``target`` can't use fp8. The reason is that a requested GPU lacks fp8, or that no GPU is
     named. Returns None if every requested GPU has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
     """
-    capabilities = request.compute_capabilities
-    if not capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
+    capabilities = _capabilities(target, request)
+    if not capabilities:
+        first = ".".join(map(str, PRECISIONS["fp8"].min_capability))
+        return f"not every GPU has fp8; name the GPU to build for: {option('compute_capabilities', [first])} or later"
+    return _lacking(capabilities, "fp8", "int8")
+
+
+def without_tf32(target: Target, request: RecipeRequest) -> str | None:
+    """Returns the reason if a requested GPU lacks TF32, else None. Raises ``BadInputSpec`` for a malformed compute
+    capability."""
+    return _lacking(_capabilities(target, request), "tf32", "fp32")
+
+
+def _capabilities(target: Target, request: RecipeRequest) -> tuple[str, ...]:
+    """Returns the compute capabilities of the requested GPUs. The default for ``tensorrt`` is the GPU of this
+    machine."""
+    if not request.compute_capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
         from accel.runtimes.cuda_memory import device_capability
 
         with contextlib.suppress(UnsupportedHere):
-            capabilities = (device_capability(),)
-    least = PRECISIONS["fp8"].min_capability
-    first = ".".join(map(str, least))
+            return (device_capability(),)
+    return request.compute_capabilities
+
+
+def _lacking(capabilities: Sequence[str], precision: str, instead: str) -> str | None:
+    least = PRECISIONS[precision].min_capability
     for text in capabilities:
         check_capability(text)
     lacking = [text for text in capabilities if tuple(int(part) for part in text.split(".")) < least]
-    if lacking:
-        return f"compute capability {lacking[0]} has no fp8; use int8 or build for {first} and later"
-    if not capabilities:
-        return f"not every GPU has fp8; name the GPU to build for: {option('compute_capabilities', [first])} or later"
-    return None
+    if not lacking:
+        return None
+    first = ".".join(map(str, least))
+    return f"compute capability {lacking[0]} has no {precision}; use {instead} or build for {first} and later"
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
@@ -53,9 +70,10 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
     head = prepared(src, target, PRECISIONS[precision].min_opset if blocks else 0)
     typed = _typed(src, target, precision, request)
     in_float32 = [] if src.properties.get("precision") == "int8" else _without_float64(src)
-    steps = [*head, *in_float32, *typed, *fused(src, precision, request), _engine(target, request)]
+    steps = [*head, *in_float32, *typed, *fused(src, precision, request), _engine(target, request, precision)]
     advice = {"fit_tensorrt": NEEDS_FLOAT64 if in_float32 else NEEDS_OWN_SCALES}
-    return [recipe(target, precision, steps, {"threads": request.threads}, gate_advice=advice)]
+    computed = {"precision": precision} if precision == "tf32" else {}
+    return [recipe(target, precision, steps, {"threads": request.threads, **computed}, gate_advice=advice)]
 
 
 def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
@@ -67,7 +85,7 @@ def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest
     steps = steps or quantized(src, target, precision, request)
     if src.properties.get("precision") == "int8":  # adapts the scales of a source that another toolkit quantized
         steps = [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
-    base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
+    base = None if precision in ("fp32", "tf32") else "bf16" if precision == "bf16" else "fp16"
     return cast_to(src, base, request, steps)
 
 
@@ -85,7 +103,7 @@ def _without_float64(src: Artifact) -> Sequence[Step]:
     return [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp32"])]
 
 
-def _engine(target: Target, request: RecipeRequest) -> Step:
+def _engine(target: Target, request: RecipeRequest, precision: str) -> Step:
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 
     config = EngineFromOnnxConfig(
@@ -93,6 +111,8 @@ def _engine(target: Target, request: RecipeRequest) -> Step:
         profiles=request.profiles,
         compute_capabilities=request.compute_capabilities,
         kernels=request.kernels and target.name == "tensorrt",
+        tf32=precision == "tf32",
         **request.engine,
     )
-    return Step("engine_from_onnx", config, STAGE_LIMITS["fp16"])
+    # Int8 and fp8 layers lie between layers in fp16.
+    return Step("engine_from_onnx", config, STAGE_LIMITS[precision if precision in ("fp32", "tf32") else "fp16"])

@@ -207,6 +207,24 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
     assert Source(out).open().kind == "engine"
 
 
+def test_a_tf32_engine_is_judged_with_its_rounding(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if a TF32 engine is built as an fp32 engine, or judged on products that aren't rounded. Without a GPU, the
+    judge runs the engine's graph. A GPU without TF32 is refused."""
+    words = {"target": "tensorrt-rtx", "precision": ["fp32", "tf32"], "compute_capabilities": ["8.6"]}
+    result = accel.optimize(digits.path, out=tmp_path / "out", **words)  # type: ignore[arg-type]
+    rows = {row.name: row for row in result.candidates}
+    exact, rounded = (rows[f"tensorrt-rtx {precision}"] for precision in ("fp32", "tf32"))
+    assert [row.artifact.properties["precision"] for row in (exact, rounded)] == ["fp32", "tf32"]
+    assert "onnx-rounded" not in exact.judgement.judged_on
+    assert "onnx-rounded" in rounded.judgement.judged_on
+    assert 0 < rounded.judgement.max_abs_diff < 1
+    assert rounded.judgement.max_abs_diff > 10 * exact.judgement.max_abs_diff
+    words |= {"precision": ["tf32"], "compute_capabilities": ["7.5"]}
+    result = accel.optimize(digits.path, out=tmp_path / "b", **words)  # type: ignore[arg-type]
+    (refused,) = (row for row in result.candidates if row.name == "tensorrt-rtx tf32")
+    assert "compute capability 7.5 has no tf32; use fp32 or build for 8.0" in refused.reason
+
+
 def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
     """Fails if accel silently replaces an unsupported precision."""
     with pytest.raises(UnsupportedHere, match="openvino has no fp16"):

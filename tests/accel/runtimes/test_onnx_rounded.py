@@ -72,6 +72,45 @@ def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
     assert np.array_equal(run(src, x=x, c=np.array(False))["y"], -x)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_products_round_their_inputs_to_tf32(tmp_path: Path, inside: bool) -> None:
+    """Fails if a TF32 session doesn't round the inputs of a product to 10 bits of mantissa, rounds its sums, or turns a
+    huge value into NaN. An expected value is computed from the bits of float32. The product may be inside a branch."""
+    taken = [node("MatMul", "x", "w", "t"), node("MatMul", "x", "w", "e")]
+    branches = [
+        helper.make_graph([one], one.output[0], [], [helper.make_tensor_value_info(one.output[0], FLOAT, None)])
+        for one in taken
+    ]
+    chosen = node("If", "c", "p", then_branch=branches[0], else_branch=branches[1])
+    src = artifact(
+        tmp_path / "m.onnx",
+        [chosen if inside else node("MatMul", "x", "w", "p"), node("Add", "p", "b", "y")],
+        {"x": (FLOAT, ["batch", 64]), **({"c": (TensorProto.BOOL, [])} if inside else {})},
+        {"y": (FLOAT, ["batch", 8])},
+        {"w": np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32), "b": np.full(8, 1.0001, "f4")},
+    )
+    x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32) * np.float32(2.0) ** 90
+    x[0] = 1 + 2.0**-11 + 2.0**-20  # is next to the middle between two TF32 numbers
+    x[4, 0] = 3e38
+    feeds = {"x": x, **({"c": np.array(True)} if inside else {})}
+    weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    exact = x @ weights + np.float32(1.0001)
+    expected = _to_tf32(x) @ _to_tf32(weights) + np.float32(1.0001)
+    with RoundedSession(src, SessionOptions(precision="tf32")) as session:
+        found = session.run(feeds)["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(exact[0] - expected[0]).max() > 1e-3  # the rounding is larger than the tolerance
+    with RoundedSession(src, SessionOptions()) as session:
+        np.testing.assert_allclose(session.run(feeds)["y"], exact, rtol=1e-5, atol=1e-5)
+
+
+def _to_tf32(value: np.ndarray) -> np.ndarray:
+    """Returns ``value`` rounded to nearest in TF32, which drops the last 13 bits of float32."""
+    bits = value.view(np.uint32)
+    rounded = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.abs(value) < 2.0**113, rounded, value).astype(np.float32)
+
+
 def test_a_bfloat16_model_runs_on_a_cpu(tmp_path: Path) -> None:
     """Fails if accel loads a bfloat16 model with ONNX Runtime, which has no kernels for bfloat16, or if the error for
     this runtime doesn't name a runtime that works."""

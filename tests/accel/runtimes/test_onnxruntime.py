@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from accel.artifact import Artifact
 from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
-from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession
+from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession, with_tf32
 from accel.signature import Feeds, Signature, TensorSpec
 from accel.sources.onnx.file import describe
 
@@ -348,6 +348,13 @@ def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
     """Fails if a model for the GPU silently runs on the CPU."""
     with pytest.raises(MissingExtra, match=r"\[cuda\]"):
         OnnxRuntimeCudaSession(linear, SessionOptions())
+
+
+def test_cuda_gets_tf32_only_if_asked() -> None:
+    """Fails if an fp32 session may use TF32, which the CUDA provider does by default."""
+    assert with_tf32("CUDAExecutionProvider", False) == ("CUDAExecutionProvider", {"use_tf32": "0"})
+    assert with_tf32("CUDAExecutionProvider", True) == ("CUDAExecutionProvider", {"use_tf32": "1"})
+    assert with_tf32("CPUExecutionProvider", True) == "CPUExecutionProvider"
 
 
 @pytest.mark.gpu

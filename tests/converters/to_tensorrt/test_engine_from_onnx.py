@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_precision_is_the_graphs(tmp_path: Path) -> None:
     dtypes = {dtype for row in made.notes["kernels"] for dtype in row["outputs"]}
     assert "float16" in dtypes
     assert "float32" not in dtypes
+
+
+def test_only_a_tf32_engine_uses_tf32(source: Artifact, engine: Artifact, tmp_path: Path) -> None:
+    """Fails if an fp32 engine may round its products to TF32, which TensorRT does by default, or if a TF32 engine is
+    called fp32. The names of the kernels don't tell, so the engine's bytes have to differ."""
+    config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
+    made = engine_from_onnx(source, replace(config, tf32=True), tmp_path / "m.engine")
+    assert (engine.properties["precision"], made.properties["precision"]) == ("fp32", "tf32")
+    assert "tf32" not in engine.properties
+    assert made.properties["tf32"] is True
+    assert made.path.read_bytes() != engine.path.read_bytes()
 
 
 def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> None:
