@@ -26,8 +26,11 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
 
     Raises ``BadConfig`` if the ``[shape]`` table isn't complete and the config names no model.
     """
+    from accel.train.distill.teacher import parameters
+
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}
+    given |= {"teacher": found} if (found := parameters(config.distillation)) else {}
     if shape.params or (shape.layers and shape.hidden):
         return ModelSpec(**{"params": 0, **given})
     if not config.model:

@@ -274,6 +274,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"  model states {_size(m.model_states)}",
         f"  activations  {_size(m.activations)}",
         f"  temporary    {_size(m.temporary)}",
+        *([f"  teacher      {_size(m.teacher)}"] if m.teacher else []),
         f"  or in a step {_size(m.stepping)}",
         f"  at most      {_size(m.total)}",
         *([f"  on its host  {_size(m.host)}"] if layout.offload else []),

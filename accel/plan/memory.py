@@ -22,7 +22,8 @@ class Memory:
     rank keeps in host memory under CPU offload.
 
     ``activations`` is None if the model's shape isn't known. ``stepping`` is the number of bytes that the optimizer's
-    step needs. The optimizer's step begins after the activations and temporary buffers are freed.
+    step needs. The optimizer's step begins after the activations and temporary buffers are freed. ``teacher`` is the
+    number of bytes of a teacher's weights.
     """
 
     parameters: float
@@ -33,6 +34,7 @@ class Memory:
     kv_cache: float = 0.0
     host: float = 0.0
     stepping: float = 0.0
+    teacher: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -43,7 +45,7 @@ class Memory:
     def total(self) -> float:
         """Returns the peak memory in bytes, either in the forward and backward passes or in the optimizer's step."""
         passes = (self.activations or 0.0) + self.temporary + self.kv_cache
-        return self.model_states + max(passes, self.stepping)
+        return self.model_states + self.teacher + max(passes, self.stepping)
 
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
@@ -261,6 +263,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
         temporary=temporary(spec, layout),
         host=host,
         stepping=stepping(spec, layout),
+        teacher=4.0 * spec.teacher,  # every rank holds the whole teacher in float32
     )
 
 

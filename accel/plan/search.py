@@ -72,6 +72,7 @@ class Plan:
             "temporary_bytes_per_rank": round(m.temporary),
             "optimizer_step_bytes_per_rank": round(m.stepping),
             "kv_cache_bytes_per_rank": round(m.kv_cache),
+            "teacher_bytes_per_rank": round(m.teacher),
             "total_bytes_per_rank": round(m.total),
             "host_bytes_per_rank": round(m.host),
             "communication_bytes_per_step": round(sum(self.sent.values())),

@@ -59,7 +59,8 @@ class ModelSpec:
     ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32. ``flops`` counts the
     forward pass only. The numbers measured on fake tensors are used only if the model isn't a transformer of known
     shape. ``largest`` is the number of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is
-    the number of parameters outside all blocks, which ZeRO 3 gathers only once per micro-batch.
+    the number of parameters outside all blocks, which ZeRO 3 gathers only once per micro-batch. ``teacher`` is the
+    number of parameters of a teacher that runs beside the model (distillation).
     """
 
     params: int
@@ -73,6 +74,7 @@ class ModelSpec:
     outside: int = 0
     activation_bytes: int = 0
     flops: float = 0.0
+    teacher: int = 0
 
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):

@@ -178,13 +178,15 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
     A token takes 6 P + 12 L h s FLOPs (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the
     forward pass, so a token takes 8 P + 16 L h s FLOPs (Narayanan et al. 2021, equation 3). A model of unknown shape
-    takes three times the FLOPs of its measured forward pass. Without a measurement, a token takes 6 P FLOPs.
+    takes three times the FLOPs of its measured forward pass. Without a measurement, a token takes 6 P FLOPs. A teacher
+    of T parameters adds the 2 T FLOPs of its forward pass to each token.
     """
+    tokens = layout.global_batch * max(1, spec.seq)
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
-        return passes * spec.flops * layout.global_batch
-    tokens = layout.global_batch * max(1, spec.seq)
-    return passes * (2 * spec.params + 4 * spec.layers * spec.hidden * spec.seq) * tokens
+        return passes * spec.flops * layout.global_batch + 2 * spec.teacher * tokens
+    own = passes * (2 * spec.params + 4 * spec.layers * spec.hidden * spec.seq)
+    return (own + 2 * spec.teacher) * tokens
 
 
 @dataclass(frozen=True, kw_only=True)

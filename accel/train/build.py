@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.artifact import Artifact
 from accel.errors import BadConfig, BadData, one_line
 from accel.plan.measure import blocks, sample_of, trial
 
@@ -22,6 +23,7 @@ from .config.schema import TrainConfig
 from .data.packing import Packed, keep_apart
 from .data.samples import Labelled
 from .data.stream import Stream
+from .distill.teacher import Lessons
 from .optimizer.make import check_groups
 from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
@@ -145,8 +147,15 @@ def make_model(spec: str, seed: int) -> nn.Module:
     return made
 
 
-def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
-    """Returns this rank's part of the model, with the pipeline, sharding and recomputation of ``config``."""
+def build(
+    config: TrainConfig,
+    ranks: Ranks,
+    loss: losses.Loss,
+    data: Sequence[Any],
+    teacher: nn.Module | Artifact | None = None,
+) -> Built:
+    """Returns this rank's part of the model, with the pipeline, sharding and recomputation of ``config``. ``teacher``
+    is the run's teacher, if it has one."""
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device).train()
     module = batch_norm.cast(module, parameter_dtype(mode), keep=keeps_master(mode))
@@ -189,12 +198,15 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
     if ranks.world > 1:
         advice = batch_norm.advice(module, config.micro_batch)
         module = batch_norm.join(module, torchs=ranks.device.type == "cuda" and config.drop_last)
+    lessons = None
+    if teacher is not None:
+        lessons = Lessons(config, module, teacher if isinstance(teacher, nn.Module) else None, ranks.device)
     called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
     if p.qwz or p.qgz:
         set_quantized(called, ranks.averaged // p.replicate, gather=p.qwz, reduce=p.qgz)
     alike = isinstance(called, DistributedDataParallel)
     memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
-    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp)
+    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp, lessons=lessons)
     return Built(module=module, passes=passes, inputs=inputs, memory=memory, advice=advice, flops=flops, alike=alike)
 
 

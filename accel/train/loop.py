@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel.artifact import Artifact
 from accel.errors import BadConfig, BadData, TrainingFailed
 
 from . import loss as losses
@@ -26,6 +27,8 @@ from .config.rules import runnable
 from .config.schema import TrainConfig
 from .data.samples import loader
 from .data.stream import Stream, micro_batches
+from .distill.ahead import taught
+from .distill.teacher import open_teacher
 from .evaluation import evaluated
 from .log import LOG, StepLog, beat
 from .optimizer.finite import first_bad, first_overflow
@@ -53,12 +56,16 @@ class Trainer:
         torch.backends.cudnn.allow_tf32 = config.precision.tf32  # torch uses TF32 for convolutions by default
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
+        with seeded(config.seed):  # a factory may draw the teacher's weights
+            teacher = open_teacher(config.distillation) if config.distillation.teacher else None
+        if isinstance(teacher, Artifact):
+            self.data = taught(self.data, teacher, config, out, ranks)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
         with seeded(config.seed):  # the user's module may draw random numbers on import
             self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
                 load_object(config.evaluate, "metric")[1] if config.evaluate else None
             )
-        self.built = build(config, ranks, self.loss, self.data)
+        self.built = build(config, ranks, self.loss, self.data, teacher)
         self.module = self.built.module
         self.code = sources(config.model)  # read at the start, because the file may be edited during the run
         self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
@@ -190,12 +197,14 @@ class Trainer:
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
-        # One all-reduce sums the loss and the number of ranks that still write a checkpoint. If all ranks hold the same
-        # gradients, the all-reduce also sums each rank's part of the squared norm.
-        seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
+        further = self.built.passes.figures()
+        # One all-reduce sums the loss, the further figures, and the number of ranks that still write a checkpoint. If
+        # all ranks hold the same gradients, the all-reduce also sums each rank's part of the squared norm.
+        parts = [seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)]
+        seen = torch.cat((seen, *parts, *(value.to(seen).reshape(1) for value in further.values())))
         if ranks.world > 1:
             dist.all_reduce(seen)
-        total_loss, counted, writing, square = seen.tolist()
+        total_loss, counted, writing, square, *sums = seen.tolist()
         self.written = not writing
         if counted == 0:
             raise BadData(f"all targets of step {self.step + 1} are -100, so none is counted; give data with targets")
@@ -227,6 +236,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
+        found |= {name: value / counted for name, value in zip(further, sums, strict=True)}
         return found | ({"loss_scale": self.scale.scale, "skipped": self.scale.skipped} if self.scale.enabled else {})
 
     def _seed(self) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from . import loss as losses
 from .batch import Batch, call, moved, one_tensor, to_device
+from .distill.teacher import Lessons
 from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
 from .parallel.context import part
@@ -33,14 +34,28 @@ class Passes(Protocol):
         """
         ...
 
+    def figures(self) -> dict[str, torch.Tensor]:
+        """Returns further sums over the counted targets of the last step for the log, by name."""
+        ...
+
 
 class Accumulated:
-    """Runs one micro-batch after the other and accumulates the gradients."""
+    """Runs one micro-batch after the other and accumulates the gradients. ``lessons`` adds the losses against a
+    teacher, if the run has a teacher."""
 
     def __init__(
-        self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
+        self,
+        module: nn.Module,
+        loss: losses.Loss,
+        *,
+        zero: int,
+        mode: str,
+        device: torch.device,
+        cp: DeviceMesh | None,
+        lessons: Lessons | None = None,
     ) -> None:
         self.module, self.zero, self.mode, self.device = module, zero, mode, device
+        self.lessons = lessons
         self.loss = ObjectLoss(loss)
         self.cp = cp
 
@@ -49,20 +64,29 @@ class Accumulated:
         for index, (x, y) in enumerate(batches):
             apart = uncounted(self.module) if y is None else nullcontext()
             with apart, micro_batch(self.module, self.zero, last=index == len(batches) - 1):
-                with autocast(self.mode, self.device.type):
+                watched = self.lessons.watching() if self.lessons is not None else nullcontext()
+                with autocast(self.mode, self.device.type), watched:
                     outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
                 if y is None:
                     take_part(outputs)
                     continue
-                targets = moved(y, self.device)
+                targets, logits = moved(y, self.device), None
+                if self.lessons is not None and self.lessons.teacher is None:
+                    targets, logits = targets
                 if self.cp is not None:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = self.loss(outputs, targets)
+                    if self.lessons is not None:
+                        with autocast(self.mode, self.device.type):
+                            total = self.lessons.add(x, outputs, targets, logits, total, count)
                     del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
+
+    def figures(self) -> dict[str, torch.Tensor]:
+        return self.lessons.figures() if self.lessons is not None else {}
 
 
 def take_part(outputs: Any) -> None:

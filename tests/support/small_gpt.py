@@ -18,6 +18,15 @@ def model() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=3, hidden=32, heads=4, seq=LENGTH))
 
 
+def teacher() -> torch.nn.Module:
+    """Makes a model with twice the blocks of ``model``, and weights so large that its outputs aren't all alike."""
+    made = GPT(GPTConfig(vocab=VOCABULARY, layers=6, hidden=32, heads=4, seq=LENGTH))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(4)
+    return made
+
+
 def deep() -> torch.nn.Module:
     """Makes a model deep enough for a pipeline of four ranks with two stages each."""
     return GPT(GPTConfig(vocab=VOCABULARY, layers=7, hidden=32, heads=4, seq=LENGTH))

@@ -66,7 +66,7 @@ def open_torch(
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
-    found = _find(spec, weights, weights_dtype)
+    found = find(spec, weights, weights_dtype)
     found = as_decoder(found) if decoder else found
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
@@ -174,7 +174,7 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     if sha256 not in _opened:
         weights = artifact.source.get("weights")
         rounded = artifact.source.get("weights_dtype", "")
-        module = _find(artifact.source["spec"], Path(weights) if weights else None, rounded).module.eval()
+        module = find(artifact.source["spec"], Path(weights) if weights else None, rounded).module.eval()
         # The signature is known, so the dims of a decoder needn't be found again.
         _opened[sha256] = CachedDecoder(module).eval() if "decoder" in artifact.source else module
     return _opened[sha256]
@@ -236,7 +236,8 @@ _TORCHSCRIPT = (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetens
 _WITH_WEIGHTS = (SUFFIX, ".pt2", *_TORCHSCRIPT)
 
 
-def _find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
+def find(spec: str, weights: Path | None, weights_dtype: str) -> Found:
+    """Returns the module that ``spec`` names, without running it. ``open_torch`` explains the arguments."""
     if weights_dtype and weights_dtype not in DTYPES:
         raise UsageError(f"{option('weights_dtype', weights_dtype)} is no dtype of weights; use {', '.join(DTYPES)}")
     if weights_dtype and weights is None and final_folder(Path(spec)) is None:

@@ -40,6 +40,10 @@ def runnable(config: TrainConfig) -> None:
         )
 
 
+# The weights of the losses, in the table ``[distillation]``.
+_LESSONS = ("logits", "hidden", "attention", "targets")
+
+
 def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
@@ -73,6 +77,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "checkpoint.keep": config.checkpoint.keep,
         "precision.loss_scale": config.precision.loss_scale,
         "precision.growth_interval": config.precision.growth_interval,
+        "distillation.temperature": config.distillation.temperature,
     }
     for key, value in positive.items():
         if not (value > 0 and math.isfinite(value)):
@@ -89,6 +94,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "schedule.floor": config.schedule.floor,
         "checkpoint.every": config.checkpoint.every,
         "parallel.compression_start": config.parallel.compression_start,
+        **{f"distillation.{name}": getattr(config.distillation, name) for name in _LESSONS},
     }
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
@@ -119,6 +125,23 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "seq")}
         yield from fit_problems(tp=p.tp, pp=p.pp, cp=p.cp, **sizes)
     yield from _combinations(config)
+    yield from _distillation(config)
+
+
+def _distillation(config: TrainConfig) -> Iterator[str]:
+    told, p = config.distillation, config.parallel
+    if not told.teacher:
+        if told != type(told)():
+            yield "[distillation] names no teacher; give distillation.teacher, or leave out the table"
+        return
+    if not told.logits + told.hidden + told.attention > 0:
+        yield "nothing of the teacher is used; give distillation.logits, hidden or attention a weight above 0"
+    if p.tp * p.pp * p.cp > 1 or config.pack:
+        yield "distillation needs whole models and samples; use tp 1, pp 1, cp 1 and pack 0 with it"
+    if config.compile and told.hidden + told.attention > 0:
+        yield "compiled blocks don't show hidden states and attention; use compile = false with them"
+    if p.recompute != "none" and told.attention > 0:
+        yield "attention isn't kept under recomputation; use parallel.recompute = none with distillation.attention"
 
 
 def _combinations(config: TrainConfig) -> Iterator[str]:

@@ -150,6 +150,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """The teacher of a run, and the weights of the losses against the teacher.
+
+    ``teacher`` is any model that accel opens: a factory, a run folder, a folder of transformers, or a file such as
+    ``teacher.onnx``. ``weights`` is a state dict or a checkpoint for the module of a factory. ``logits`` is the weight
+    of the KL divergence between the teacher's and the student's outputs, both softened by ``temperature``. ``hidden``
+    is the weight of the squared difference of the blocks' outputs, and ``attention`` of the KL divergence of the
+    attention. ``targets`` is the weight of the run's own loss.
+    """
+
+    teacher: str = ""
+    weights: str = ""
+    temperature: float = 2.0
+    logits: float = 1.0
+    hidden: float = 0.0
+    attention: float = 0.0
+    targets: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
     """The shape of a transformer. ``accel plan`` uses this shape for a model without a config. A value of 0 means
     unknown."""
@@ -208,6 +228,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     tensor_parallel: dict[str, str] = field(default_factory=dict)
 

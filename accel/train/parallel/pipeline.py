@@ -283,3 +283,6 @@ class Pipelined:
         # The last ``count`` entries of ``pairs`` are the losses of this step. Before the first step, torch also calls
         # the loss on uninitialized memory to learn the shapes.
         return torch.stack(self.pairs[-self.count :]).sum(0)
+
+    def figures(self) -> dict[str, torch.Tensor]:
+        return {}

@@ -9,6 +9,7 @@ WORLDS = (2, 4, 8)
 
 UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
+DISTILLED = [f"distillation.teacher={SMALL}:teacher", "distillation.hidden=0.01", "distillation.attention=0.1"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
 # Maps a name to the overrides of a config. Every config uses the same global batches as the one-process run.
@@ -85,6 +86,8 @@ ONLY: dict[int, dict[str, list[str]]] = {
         ],
         "ZeRO 3, compiled blocks": ["parallel.zero=3", "compile=true"],
         "ZeRO 3, bf16-only": ["parallel.zero=3", "precision.mode=bf16-only"],
+        "ZeRO 0, distilled": DISTILLED,
+        "ZeRO 3, distilled": ["parallel.zero=3", *DISTILLED],
         **{f"{axis}, {mode}": [cut, *SIXTEEN[mode]] for axis, cut, modes in AXES for mode in modes},
         **{f"{axis}, selective recomputation": [cut, "parallel.recompute=selective"] for axis, cut, _ in AXES},
         "ZeRO 1, CPU offload": ["parallel.zero=1", "parallel.offload=true"],
@@ -223,6 +226,7 @@ FAST: dict[int, tuple[str, ...]] = {
         "ZeRO 0, gradients sent in bf16",
         "ZeRO 0, gradients sent in fp16",
         "ZeRO 0, PowerSGD of rank 4 from step 5",
+        "ZeRO 3, distilled",
     ),
     4: (
         "ZeRO 3",

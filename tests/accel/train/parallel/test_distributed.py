@@ -40,7 +40,7 @@ def _reference(name: str) -> str:
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
-    special = ("decoder", "uneven last batch", "packed documents", "clipping")
+    special = ("decoder", "uneven last batch", "packed documents", "clipping", "distilled")
     return next((kind for kind in special if kind in name), "plain")
 
 
@@ -67,6 +67,7 @@ _REFERENCES: dict[str, list[str]] = {
     "decoder": [rows.OWN_MODEL],
     "uneven last batch": rows.UNEVEN,
     "packed documents": rows.PACKED,
+    "distilled": rows.DISTILLED,
     **{f"lossy {kind}": [] for kind in ("qwZ", "qgZ", "qwZqgZ", "qwZqgZ in replicas")},
 }
 
