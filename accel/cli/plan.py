@@ -13,6 +13,7 @@ from accel.errors import BadConfig
 from . import output_options
 
 if TYPE_CHECKING:
+    from accel.plan.compare import Reduction
     from accel.plan.search import Plan
     from accel.plan.spec import Layout, Machine, ModelSpec
     from accel.train.config.schema import TrainConfig
@@ -68,6 +69,9 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--node-bandwidth", type=Quantity(), help="Bytes/s that a rank sends inside its node: 300G.")
 @click.option("--host-bandwidth", type=Quantity(), help="Bytes/s that a rank copies from or to its host: 25G.")
 @click.option("--node-size", type=int, help="Ranks a node: 8.")
+@click.option("--latency", type=float, help="Seconds that an empty message takes, for --compare: 1e-5.")
+@click.option("--compare", is_flag=True, help="Compare ring, tree, hierarchy and parameter servers for the gradients.")
+@click.option("--servers", type=int, help="Parameter servers of --compare. Default: 1.")
 @click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which layout --out writes.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the training config of the layout (TOML).")
 @output_options
@@ -105,6 +109,13 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
         body["feasible"] = [plan.to_json() for plan in found]
     if out is not None:
         body["config"] = str(out)
+    if given["compare"]:
+        from accel.plan.compare import compare
+
+        reductions = compare(chosen.spec, chosen.layout, machine, 1 if given["servers"] is None else given["servers"])
+        body["reductions"] = [vars(one) for one in reductions]
+        say.result(body, lambda: _comparison(reductions, chosen))
+        return
     say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else _words(chosen, machine))
 
 
@@ -121,6 +132,7 @@ _TRAINING = (
     "pipeline",
     *_EXTRA,
     "hbm",
+    "compare",
 )
 
 
@@ -129,6 +141,9 @@ def _refuse_unused(given: dict[str, Any], out: Path | None) -> None:
     unused = [name for name in _TRAINING if given[name]]
     if given["inference"] and (unused or out is not None):
         raise BadConfig(f"--inference plans no training; leave out --{(unused or ['out'])[0].replace('_', '-')}")
+    for name in ("servers", "latency"):
+        if given[name] is not None and not given["compare"]:
+            raise BadConfig(f"--{name} is for --compare; leave it out, or pass --compare")
     if given["batch"] > 1 and not given["inference"]:
         raise BadConfig("--batch is the number of sequences of --inference; pass --global-batch for a training step")
 
@@ -168,7 +183,7 @@ def _spec(base: TrainConfig | None, given: dict[str, Any]) -> ModelSpec:
 def _machine(given: dict[str, Any]) -> Machine:
     from accel.plan.spec import Machine
 
-    names = ("flops", "bandwidth", "node_bandwidth", "host_bandwidth", "node_size", "hbm")
+    names = ("flops", "bandwidth", "node_bandwidth", "host_bandwidth", "node_size", "hbm", "latency")
     return Machine(**{name: given[name] for name in names if given[name] is not None})
 
 
@@ -283,6 +298,19 @@ def _words(plan: Plan, machine: Machine) -> str:
     if plan.spec.seq or plan.spec.flops:
         lines.append(f"a step takes about {t.step:.4g} s ({t.compute:.4g} s of compute, bubble {t.bubble:.4g} s)")
     return "\n".join([*lines, *(f"assumed: {text}" for text in _assumptions(machine, plan))])
+
+
+def _comparison(reductions: list[Reduction], plan: Plan) -> Any:
+    from rich.table import Table
+
+    ranks = plan.layout.dp * plan.layout.cp
+    table = Table(title=f"Ways to sum the gradients of {ranks} data-parallel ranks, fastest first")
+    for name in ("", "GB a rank sends", "GB through a server", "rounds", "seconds", "source"):
+        table.add_column(name, justify="left" if name in ("", "source") else "right")
+    for one in reductions:
+        server = f"{one.server / 1e9:.3f}" if one.server else ""
+        table.add_row(one.name, f"{one.sent / 1e9:.3f}", server, str(one.rounds), f"{one.seconds:.4g}", one.source)
+    return table
 
 
 def _table(found: list[Plan], chosen: Plan, machine: Machine) -> Any:

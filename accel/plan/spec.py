@@ -195,8 +195,9 @@ class Machine:
 
     ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bandwidth inside a node, and ``bandwidth``
     is the bandwidth between nodes. ``host_bandwidth`` is the bandwidth between a device and its host. All bandwidths
-    are in bytes per second and rank. ``hbm`` is the memory of a rank in bytes, or 0 if not given. The defaults are
-    rough figures of an 8-GPU node of 2023. A plan prints the machine figures that it assumes.
+    are in bytes per second and rank. ``latency`` is the time of an empty message in seconds. ``hbm`` is the memory of a
+    rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the machine
+    figures that it assumes.
     """
 
     flops: float = 400e12
@@ -206,11 +207,14 @@ class Machine:
     node_size: int = 8
     hbm: float = 0.0
     reserve: float = 0.06
+    latency: float = 10e-6
 
     def __post_init__(self) -> None:
         for name in ("flops", "node_bandwidth", "bandwidth", "host_bandwidth", "node_size"):
             if getattr(self, name) <= 0:
                 raise BadConfig(f"the value of {name} is {getattr(self, name)}; use a value above 0")
+        if self.latency < 0:
+            raise BadConfig(f"the value of latency is {self.latency}; use 0 or more seconds")
 
     @property
     def usable(self) -> float:
