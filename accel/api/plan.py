@@ -44,7 +44,22 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
         inputs = make_data(config)[0][0]
         sample = sample_of(inputs[0] if config.pack else inputs)
     measured = spec_of(module, sample)
-    return replace(measured, **given)
+    return replace(measured, **experts_of(module), **given)
+
+
+def experts_of(module: Any) -> dict[str, int]:
+    """Returns the fields of a ``ModelSpec`` that describe the experts of ``module``."""
+    from accel.train.experts.block import expert_count, expert_parameters, mixtures
+
+    found = list(mixtures(module).values())
+    if not found:
+        return {}
+    return {
+        "mixtures": len(found),
+        "experts": expert_count(found[0]),
+        "top_k": int(getattr(found[0].get_submodule("gate"), "top_k", 1)),
+        "expert_params": expert_parameters(module),
+    }
 
 
 def layout_of_config(config: TrainConfig, world: int) -> Layout:
@@ -59,6 +74,7 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
         sequence_parallel=p.sequence_parallel,
         pp=p.pp,
         cp=p.cp,
+        ep=p.ep,
         replicate=p.replicate,
         hpz=p.hpz,
         qwz=p.qwz,
@@ -124,6 +140,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             tp=layout.tp,
             pp=layout.pp,
             cp=layout.cp,
+            ep=layout.ep,
             hpz=layout.hpz,
             qwz=layout.qwz,
             qgz=layout.qgz,

@@ -50,6 +50,7 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, help="Pipeline stages.")
 @click.option("--cp", type=int, help="Context-parallel ranks, which share sequences, and heads during attention.")
+@click.option("--ep", type=int, help="Data-parallel ranks that share the experts of a CONFIG's model.")
 @click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), ...; with --inference also int8, int4.")
 @click.option("--optimizer", help="adam, adamw, momentum or sgd.")
 @click.option("--micro-batch", type=int, help="Samples of a rank in a pass.")
@@ -125,6 +126,7 @@ _TRAINING = (
     "tp",
     "pp",
     "cp",
+    "ep",
     "optimizer",
     "micro_batch",
     "global_batch",
@@ -144,6 +146,8 @@ def _refuse_unused(given: dict[str, Any], out: Path | None) -> None:
     for name in ("servers", "latency"):
         if given[name] is not None and not given["compare"]:
             raise BadConfig(f"--{name} is for --compare; leave it out, or pass --compare")
+    if given["hbm"] and given["ep"]:
+        raise BadConfig("--hbm lists layouts with ep 1 only; leave out --ep, or leave out --hbm to plan this layout")
     if given["batch"] > 1 and not given["inference"]:
         raise BadConfig("--batch is the number of sequences of --inference; pass --global-batch for a training step")
 
@@ -158,6 +162,7 @@ def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
         "tp": "parallel.tp",
         "pp": "parallel.pp",
         "cp": "parallel.cp",
+        "ep": "parallel.ep",
         "recompute": "parallel.recompute",
         "pipeline": "parallel.pipeline",
         "precision": "precision.mode",
@@ -194,7 +199,7 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
     extra = {name: given[name] for name in _EXTRA if given[name]}
     if base is not None:
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
-    names = ("zero", "tp", "pp", "cp", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
+    names = ("zero", "tp", "pp", "cp", "ep", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
     kept = {name: given[name] for name in names if given[name] is not None} | extra
     spec, batch = _spec(None, given), given["global_batch"]
     layout = Layout(world=world, **kept) if batch is None else Layout.for_batch(batch, world=world, **kept)
@@ -256,6 +261,8 @@ def _assumptions(machine: Machine, plan: Plan) -> list[str]:
         + (f", {machine.host_bandwidth / 1e9:g} GB/s to the host" if plan.layout.offload else ""),
         "data-parallel traffic is hidden behind compute as far as it fits, tensor- and context-parallel traffic is not",
     ]
+    if plan.spec.experts:
+        said.append("the activations of experts are counted as those of an MLP of four times the hidden size")
     if plan.memory.activations is None:
         said.append("activations are unknown and not counted; give --layers, --hidden, --heads, --vocab and --seq")
     return said

@@ -67,6 +67,18 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
     return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
 
 
+def rank_params(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
+    """Returns the parameters on a rank before ZeRO shards them, as pairs (parameters, ranks that ZeRO shards over).
+
+    With e ranks that share the experts, a rank has 1 / e of the experts' parameters, and 1 / e of the data-parallel
+    ranks hold the same experts (Rajbhandari et al. 2022, "DeepSpeed-MoE", section 5.2).
+    """
+    psi = stage_params(spec, layout)
+    if layout.ep == 1:
+        return [(psi, layout.shards)]
+    return [(psi - spec.expert_params, layout.shards), (spec.expert_params / layout.ep, layout.shards // layout.ep)]
+
+
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
@@ -77,14 +89,18 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     - Stage 1 divides the optimizer states: 2 Psi + 2 Psi + K Psi / N.
     - Stage 2 also divides the gradients: 2 Psi + (2 + K) Psi / N.
     - Stage 3 also divides the parameters: (2 + 2 + K) Psi / N.
+
+    With expert parallelism, ``rank_params`` tells which parameters a rank has, and over how many ranks ZeRO divides
+    them.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
-    psi = stage_params(spec, layout)
-    cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    parts = rank_params(spec, layout)
+    whole, shard = sum(psi for psi, _ in parts), sum(psi / ranks for psi, ranks in parts)
+    held = [shard if layout.zero >= stage else whole for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
     # hpZ keeps a second copy of the parameters (ZeRO++ section 3.2)
-    hpz = weight * psi / layout.hpz if layout.hpz else 0.0
-    return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
+    hpz = weight * whole / layout.hpz if layout.hpz else 0.0
+    return weight * held[0] + hpz, gradient * held[1], state * held[2]
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
@@ -223,12 +239,14 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
+    if layout.ep > 1:
+        block -= (1 - 1 / layout.ep) * spec.expert_params / max(1, spec.mixtures)
     held = gradient * block if layout.zero >= 2 else 0.0
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
     if layout.zero == 3:
         held += 2 * weight * block + weight * spec.outside / layout.tp
     if layout.precision.startswith("autocast"):
-        held += 2 * stage_params(spec, layout)
+        held += 2 * sum(psi for psi, _ in rank_params(spec, layout))
     if spec.is_transformer:
         held += 8 * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
     return held

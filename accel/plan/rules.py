@@ -24,6 +24,7 @@ class Axes:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     replicate: int = 1
     micro_batch: int = 1
     recompute: str = "none"
@@ -36,7 +37,7 @@ class Axes:
 
 def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
     """Yields a message for each problem of a layout with ``global_batch`` samples in a step, whatever the model is."""
-    counts = {name: getattr(axes, name) for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch")}
+    counts = {name: getattr(axes, name) for name in ("world", "tp", "pp", "cp", "ep", "replicate", "micro_batch")}
     for name, count in {**counts, "global_batch": global_batch}.items():
         if count < 1:
             yield f"{name} is {count}; use at least 1"
@@ -56,9 +57,20 @@ def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
     if axes.cp > 1 and fixed > axes.cp:
         yield "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
     yield from _zero(axes)
+    if axes.ep > 1:
+        yield from _experts(axes, axes.world // fixed)
     if axes.pp > 1 and axes.zero == 3:
         yield "ZeRO 3 would gather all parameters for every micro-batch of a pipeline; use ZeRO 2 with pp"
     yield from _batches(axes, axes.world // fixed, global_batch)
+
+
+def _experts(axes: Axes, ranks: int) -> Iterator[str]:
+    if ranks % axes.ep:
+        yield f"{ranks} data-parallel ranks can't form whole groups of ep {axes.ep}; use a divisor of {ranks}"
+    if axes.tp * axes.pp * axes.cp > 1:
+        yield "expert parallel works with data-parallel ranks only; use tp 1, pp 1 and cp 1 with ep"
+    if axes.zero == 0 or axes.replicate > 1 or axes.hpz or axes.qwz or axes.qgz or axes.offload:
+        yield "expert parallel works with plain ZeRO only; use ZeRO 1, 2 or 3 without replicas, ZeRO++ and offload"
 
 
 def _zero(axes: Axes) -> Iterator[str]:

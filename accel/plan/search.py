@@ -40,6 +40,11 @@ class Plan:
                 f"context parallel needs the model's shape; pass the shape as {_shape_options()} together with "
                 f"{option('cp')}"
             )
+        if layout.ep > 1 and (not spec.experts or spec.experts % layout.ep):
+            raise BadConfig(
+                f"{spec.experts or 'no'} experts can't be shared evenly by ep {layout.ep}; use a divisor of the number "
+                "of experts, or ep 1"
+            )
         sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
         for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, **sizes):
             raise BadConfig(problem)

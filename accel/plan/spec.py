@@ -60,7 +60,9 @@ class ModelSpec:
     forward pass only. The numbers measured on fake tensors are used only if the model isn't a transformer of known
     shape. ``largest`` is the number of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is
     the number of parameters outside all blocks, which ZeRO 3 gathers only once per micro-batch. ``teacher`` is the
-    number of parameters of a teacher that runs beside the model (distillation).
+    number of parameters of a teacher that runs beside the model (distillation). ``mixtures`` is the number of blocks
+    with experts. Each has ``experts`` experts, of which a token uses ``top_k``. All experts of all blocks together have
+    ``expert_params`` parameters.
     """
 
     params: int
@@ -75,6 +77,10 @@ class ModelSpec:
     activation_bytes: int = 0
     flops: float = 0.0
     teacher: int = 0
+    mixtures: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_params: int = 0
 
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):
@@ -97,6 +103,11 @@ class ModelSpec:
     def is_transformer(self) -> bool:
         """Tells whether enough of the shape is known to estimate activations, tensor parallel and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
+
+    @property
+    def idle(self) -> float:
+        """Returns the number of parameters of the experts that a token doesn't use."""
+        return self.expert_params * (1 - self.top_k / self.experts) if self.experts else 0.0
 
     @property
     def embedding(self) -> int:
@@ -137,9 +148,9 @@ class Layout(Axes):
 
     ``micro_batch`` is the number of samples that a rank runs through the model at once. ``accumulation`` is the number
     of micro-batches per rank and optimizer step. ``cp`` is the number of ranks that share each sequence (Ulysses
-    context parallel). ZeRO treats context-parallel ranks as data-parallel ranks. ``sequence_parallel`` shards the
-    activations that tensor parallel would replicate, along the sequence dim. ``chunks`` is the number of stages per
-    rank in the interleaved schedule.
+    context parallel). ZeRO treats context-parallel ranks as data-parallel ranks. ``ep`` is the number of data-parallel
+    ranks that share the experts. ``sequence_parallel`` shards the activations that tensor parallel would replicate,
+    along the sequence dim. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
     ``replicate`` is the number of shard groups in hybrid sharding. ZeRO shards within each group, and all groups hold
     the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the

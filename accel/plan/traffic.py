@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .memory import offloaded, stage_params
+from .memory import offloaded, rank_params, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
 # The number of bytes per value when ZeRO++ sends values in int8 blocks (accel.train.parallel.quantized_comm). Each
@@ -47,9 +47,16 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     block has a float32 scale. The ZeRO++ paper reduces gradients in int4 instead of int8. With hpZ, the gather for the
     backward pass stays in a group of ``hpz`` ranks.
     """
+    parts = []
+    for psi, ranks in rank_params(spec, layout):
+        parts += _parts(spec, layout, psi, ranks)
+    return parts
+
+
+def _parts(spec: ModelSpec, layout: Layout, psi: float, n: int) -> list[tuple[float, int]]:
+    """Returns the transfers for ``psi`` parameters, which ZeRO shards over ``n`` ranks."""
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
-    psi = stage_params(spec, layout)
-    m, n = layout.accumulation, layout.shards
+    m = layout.accumulation
     near, far = n * layout.tp, n * layout.replicate * layout.tp
     if layout.zero == 0:
         return [(2 * ring(gradient * psi, n * layout.replicate), far)]
@@ -58,7 +65,8 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     if layout.zero < 3:
         return [(reductions * ring(gradient * psi, n) + ring(weight * psi, n), near), between]
     gathered = QUANTIZED if layout.qwz else wire
-    again = psi - spec.outside / layout.tp
+    # The parameters of experts are all inside blocks.
+    again = psi - (spec.outside / layout.tp if n == layout.shards else 0)
     forward = m * ring(gathered * psi, n)
     backward = m * (ring(wire * again, layout.hpz) if layout.hpz else ring(gathered * again, n))
     reduction = m * ring((QUANTIZED if layout.qgz else gradient) * psi, n)
@@ -103,6 +111,21 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     return layout.accumulation * spec.layers * passes * tensors * ring(own, layout.cp)
 
 
+def expert_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the bytes that a rank sends over the axis ep in a step, if the tokens choose all experts equally often.
+
+    In each block with experts and each micro-batch, an all-to-all brings the k copies of each token to their experts,
+    and a second one brings the results back. The backward pass sends as many bytes (Lepikhin et al. 2020, "GShard",
+    section 3.2). A rank sends (e - 1) / e of its k s b h elements. Recomputation repeats the forward pass.
+    """
+    if layout.ep == 1:
+        return 0.0
+    element = 4 if layout.precision.startswith("autocast") else PRECISIONS[layout.precision][4]
+    own = spec.top_k * spec.seq * layout.micro_batch * spec.hidden * element
+    passes = 2 if layout.recompute == "none" else 3
+    return layout.accumulation * spec.mixtures * passes * 2 * ring(own, layout.ep)
+
+
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the busiest rank sends over the axis pp in a step.
 
@@ -129,12 +152,13 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Returns the bytes that a rank sends in a step over each of the axes ``dp``, ``tp``, ``pp`` and ``cp``."""
+    """Returns the bytes that a rank sends in a step over each of the axes ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``."""
     return {
         "dp": data_parallel_bytes(spec, layout),
         "tp": tensor_parallel_bytes(spec, layout),
         "pp": pipeline_bytes(spec, layout),
         "cp": context_parallel_bytes(spec, layout),
+        "ep": expert_parallel_bytes(spec, layout),
     }
 
 
@@ -179,13 +203,14 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
     A token takes 6 P + 12 L h s FLOPs (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the
     forward pass, so a token takes 8 P + 16 L h s FLOPs (Narayanan et al. 2021, equation 3). A model of unknown shape
     takes three times the FLOPs of its measured forward pass. Without a measurement, a token takes 6 P FLOPs. A teacher
-    of T parameters adds the 2 T FLOPs of its forward pass to each token.
+    of T parameters adds the 2 T FLOPs of its forward pass to each token. P leaves out the experts that a token
+    doesn't use.
     """
     tokens = layout.global_batch * max(1, spec.seq)
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
         return passes * spec.flops * layout.global_batch + 2 * spec.teacher * tokens
-    own = passes * (2 * spec.params + 4 * spec.layers * spec.hidden * spec.seq)
+    own = passes * (2 * (spec.params - spec.idle) + 4 * spec.layers * spec.hidden * spec.seq)
     return (own + 2 * spec.teacher) * tokens
 
 
@@ -200,6 +225,7 @@ class StepTime:
     tp: float
     pp: float
     cp: float
+    ep: float
     host: float
     bubble: float
     step: float
@@ -223,6 +249,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     speed = {
         "tp": near if layout.tp <= machine.node_size else far,
         "cp": near if layout.cp <= machine.node_size else far,
+        "ep": near if layout.ep <= machine.node_size else far,
         "pp": near if layout.world <= machine.node_size else far,
     }
     seconds = {axis: sent[axis] / speed[axis] for axis in speed}
@@ -230,7 +257,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     seconds["dp"] = sum(size / (near if ranks <= machine.node_size else far) for size, ranks in parts)
     idle = bubble(layout)
     compute = flops(spec, layout) / layout.world / machine.flops
-    busy = (compute + seconds["tp"] + seconds["cp"]) / (1 - idle)
+    busy = (compute + seconds["tp"] + seconds["cp"] + seconds["ep"]) / (1 - idle)
     held = offloaded(spec, layout)[2] if layout.offload else 0.0
     host = (host_bytes(spec, layout) + 2 * held) / machine.host_bandwidth
     step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation + host
@@ -240,6 +267,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
         tp=seconds["tp"],
         pp=seconds["pp"],
         cp=seconds["cp"],
+        ep=seconds["ep"],
         host=host,
         bubble=busy * idle,
         step=step,

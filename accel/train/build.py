@@ -24,6 +24,9 @@ from .data.packing import Packed, keep_apart
 from .data.samples import Labelled
 from .data.stream import Stream
 from .distill.teacher import Lessons
+from .experts import dispatch
+from .experts.balance import Balance
+from .experts.block import mixtures
 from .optimizer.make import check_groups
 from .parallel import batch_norm, tensor_check
 from .parallel import context as context_parallel
@@ -171,6 +174,13 @@ def build(
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
     if ranks.cp is not None:
         context_parallel.share(module, config, ranks, data)
+    balance, experts = None, []
+    if ranks.ep is not None or config.experts.capacity:
+        experts = dispatch.distribute(module, ranks.ep, config.experts.capacity)
+    if mixtures(module) and p.tp * p.pp * p.cp == 1:
+        balance = Balance(module, config.experts, ranks.world, ranks.device)
+    elif config.experts != type(config.experts)():
+        raise BadConfig("the model has no mixture of experts that accel knows; leave out the table [experts]")
     recompute(module, p.recompute)
     if config.compile:
         for block in blocks(module):
@@ -201,12 +211,24 @@ def build(
     lessons = None
     if teacher is not None:
         lessons = Lessons(config, module, teacher if isinstance(teacher, nn.Module) else None, ranks.device)
-    called = shard(module, ranks.data, p.zero, offload=p.offload, ddp=ddp, parts=blocks(module), hpz=p.hpz)
+    called = shard(
+        module,
+        ranks.data,
+        p.zero,
+        offload=p.offload,
+        ddp=ddp,
+        parts=blocks(module),
+        hpz=p.hpz,
+        experts=experts,
+        beside=ranks.beside,
+    )
     if p.qwz or p.qgz:
         set_quantized(called, ranks.averaged // p.replicate, gather=p.qwz, reduce=p.qgz)
     alike = isinstance(called, DistributedDataParallel)
     memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
-    passes = Accumulated(called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp, lessons=lessons)
+    passes = Accumulated(
+        called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp, lessons=lessons, balance=balance
+    )
     return Built(module=module, passes=passes, inputs=inputs, memory=memory, advice=advice, flops=flops, alike=alike)
 
 

@@ -4,7 +4,7 @@ passes of a pipeline."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from . import loss as losses
 from .batch import Batch, call, moved, one_tensor, to_device
 from .distill.teacher import Lessons
+from .experts.balance import Balance
 from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
 from .parallel.context import part
@@ -41,7 +42,7 @@ class Passes(Protocol):
 
 class Accumulated:
     """Runs one micro-batch after the other and accumulates the gradients. ``lessons`` adds the losses against a
-    teacher, if the run has a teacher."""
+    teacher, and ``balance`` the losses of routers, if the run has them."""
 
     def __init__(
         self,
@@ -53,9 +54,11 @@ class Accumulated:
         device: torch.device,
         cp: DeviceMesh | None,
         lessons: Lessons | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self.module, self.zero, self.mode, self.device = module, zero, mode, device
-        self.lessons = lessons
+        self.lessons, self.balance = lessons, balance
+        self._watchers = [one for one in (lessons, balance) if one is not None]
         self.loss = ObjectLoss(loss)
         self.cp = cp
 
@@ -64,10 +67,13 @@ class Accumulated:
         for index, (x, y) in enumerate(batches):
             apart = uncounted(self.module) if y is None else nullcontext()
             with apart, micro_batch(self.module, self.zero, last=index == len(batches) - 1):
-                watched = self.lessons.watching() if self.lessons is not None else nullcontext()
-                with autocast(self.mode, self.device.type), watched:
+                with autocast(self.mode, self.device.type), ExitStack() as watched:
+                    for watcher in self._watchers:
+                        watched.enter_context(watcher.watching())
                     outputs = call(self.module, to_device(x, self.device, parameter_dtype(self.mode)))
                 if y is None:
+                    if self.balance is not None:
+                        self.balance.pass_by()
                     take_part(outputs)
                     continue
                 targets, logits = moved(y, self.device), None
@@ -80,13 +86,18 @@ class Accumulated:
                     if self.lessons is not None:
                         with autocast(self.mode, self.device.type):
                             total = self.lessons.add(x, outputs, targets, logits, total, count)
+                    if self.balance is not None:
+                        total = self.balance.add(total, count)
                     del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
 
     def figures(self) -> dict[str, torch.Tensor]:
-        return self.lessons.figures() if self.lessons is not None else {}
+        found: dict[str, torch.Tensor] = {}
+        for one in self._watchers:
+            found |= one.figures()
+        return found
 
 
 def take_part(outputs: Any) -> None:

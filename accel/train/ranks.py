@@ -15,7 +15,8 @@ class Ranks:
 
     ``data`` is the mesh that ZeRO works over. The mesh ``data`` has one axis, or two axes (replicas and shards), and
     includes the ranks that share sequences (``cp``). The samples are divided into ``data_ranks`` parts, and this rank
-    trains on part ``data_rank``. ``saving`` is a gloo group of all ranks.
+    trains on part ``data_rank``. ``saving`` is a gloo group of all ranks. The ranks of ``ep`` hold different experts,
+    and the ranks of ``beside`` hold the same experts.
     """
 
     rank: int
@@ -25,6 +26,8 @@ class Ranks:
     tp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    beside: DeviceMesh | None = None
     saving: dist.ProcessGroup | None = None
     data_rank: int = 0
     data_ranks: int = 1

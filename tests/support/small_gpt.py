@@ -9,13 +9,40 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from accel.examples.gpt import GPT, GPTConfig
+from accel.examples.gpt import GPT, Attention, GPTConfig
+from accel.train.experts.block import MixtureOfExperts
 
 VOCABULARY, LENGTH, SAMPLES = 61, 16, 96
 
 
 def model() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=3, hidden=32, heads=4, seq=LENGTH))
+
+
+class _Mixture(torch.nn.Module):
+    """A block whose MLP is a mixture of four experts."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(config.hidden), torch.nn.LayerNorm(config.hidden)
+        self.attention = Attention(config)
+        self.mlp = MixtureOfExperts(config.hidden, 16, experts=4, top_k=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def moe() -> torch.nn.Module:
+    """Makes a model with experts, whose routers don't choose all experts equally often."""
+    config = GPTConfig(vocab=VOCABULARY, layers=2, hidden=32, heads=4, seq=LENGTH)
+    made = GPT(config)
+    made.blocks = torch.nn.ModuleList(_Mixture(config) for _ in range(2))
+    for block in made.blocks:
+        torch.nn.init.normal_(block.mlp.gate.weight, std=0.5)
+        torch.nn.init.normal_(block.mlp.experts.gate_up_proj, std=0.3)
+        torch.nn.init.normal_(block.mlp.experts.down_proj, std=0.3)
+    return made
 
 
 def teacher() -> torch.nn.Module:

@@ -94,6 +94,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "schedule.floor": config.schedule.floor,
         "checkpoint.every": config.checkpoint.every,
         "parallel.compression_start": config.parallel.compression_start,
+        **{f"experts.{name}": value for name, value in vars(config.experts).items()},
         **{f"distillation.{name}": getattr(config.distillation, name) for name in _LESSONS},
     }
     for key, value in not_negative.items():
@@ -126,6 +127,15 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield from fit_problems(tp=p.tp, pp=p.pp, cp=p.cp, **sizes)
     yield from _combinations(config)
     yield from _distillation(config)
+    yield from _experts(config)
+
+
+def _experts(config: TrainConfig) -> Iterator[str]:
+    p = config.parallel
+    if config.experts != type(config.experts)() and p.tp * p.pp * p.cp > 1:
+        yield "the losses and the capacity of experts need whole samples; use tp 1, pp 1 and cp 1 with [experts]"
+    if p.ep > 1 and (config.compile or not config.drop_last):
+        yield "expert parallel can't be combined with compile or smaller batches; use drop_last = true and no compile"
 
 
 def _distillation(config: TrainConfig) -> Iterator[str]:

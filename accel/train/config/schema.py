@@ -58,6 +58,7 @@ class ParallelConfig:
     only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline
     stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. ``cp`` is the number of data-parallel ranks
     over which each sequence is split. ``cp_split`` names the last module that works on whole sequences.
+    ``ep`` is the number of data-parallel ranks that share the experts of each block.
     ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of
     activation checkpointing.
 
@@ -76,6 +77,7 @@ class ParallelConfig:
     pipeline: str = "1f1b"
     cp: int = 1
     cp_split: str = "embed"
+    ep: int = 1
     hpz: int = 0
     qwz: bool = False
     qgz: bool = False
@@ -170,6 +172,20 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The routers of a model with experts.
+
+    ``balance`` is the weight of the loss that makes the load of all experts alike, and ``z`` the weight of the loss
+    that keeps the routers' logits small. An expert takes at most ``capacity`` times the mean number of tokens in a
+    rank's micro-batch, or all of its tokens if ``capacity`` is 0.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+    capacity: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
     """The shape of a transformer. ``accel plan`` uses this shape for a model without a config. A value of 0 means
     unknown."""
@@ -229,6 +245,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     tensor_parallel: dict[str, str] = field(default_factory=dict)
 

@@ -46,6 +46,10 @@ def join(config: TrainConfig) -> Ranks:
     saving = dist.new_group(backend="gloo", timeout=patience(config))
     samples = config.data_ranks(world)
     common: dict[str, Any] = {"rank": rank, "world": world, "device": device, "saving": saving, "data_ranks": samples}
+    if p.ep > 1:
+        mesh = init_device_mesh(device.type, (world // p.ep, p.ep), mesh_dim_names=("beside", "ep"))
+        data = mesh["beside", "ep"]._flatten("dp")
+        return Ranks(**common, data=data, ep=mesh["ep"], beside=mesh["beside"], data_rank=rank)
     if p.tp == p.pp == 1:
         two = p.zero > 0 and p.replicate > 1
         shape = (p.replicate, world // p.replicate) if two else (world,)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.plan.measure import blocks
@@ -34,6 +35,8 @@ def shard(
     ddp: bool = True,
     parts: Sequence[nn.Module] | None = None,
     hpz: int = 0,
+    experts: Sequence[nn.Module] = (),
+    beside: DeviceMesh | None = None,
 ) -> nn.Module:
     """Distributes ``module`` over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
@@ -44,7 +47,8 @@ def shard(
     Tensor and pipeline parallelism need ``ddp=False``. With ``ddp=False``, stage 0 uses FSDP2 too, but doesn't shard
     anything. Each module in ``parts`` gathers its parameters together. By default, ``parts`` are the model's blocks. If
     ``hpz`` is set (stage 3 with ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward.
-    The ``hpz`` shards cost memory, but the backward pass then needs no gather over all ranks.
+    The ``hpz`` shards cost memory, but the backward pass then needs no gather over all ranks. With expert parallelism,
+    ``experts`` are sharded over the ranks of ``beside``, which hold the same experts.
     """
     if mesh is None:
         return module
@@ -54,6 +58,9 @@ def shard(
         return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     reshard = hpz or zero == 3
+    for part in experts if beside is not None else ():
+        # The first dim is cut by experts already. A second cut of the same dim could be uneven.
+        fully_shard(part, mesh=beside, reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(1))
     for block in blocks(module) if parts is None else parts:
         if apart := _of_another_dtype(block):
             fully_shard(apart, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)

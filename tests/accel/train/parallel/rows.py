@@ -10,6 +10,7 @@ WORLDS = (2, 4, 8)
 UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
 DISTILLED = [f"distillation.teacher={SMALL}:teacher", "distillation.hidden=0.01", "distillation.attention=0.1"]
+EXPERTS = [f"model={SMALL}:moe", "experts.balance=0.1", "experts.z=0.01"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
 # Maps a name to the overrides of a config. Every config uses the same global batches as the one-process run.
@@ -87,6 +88,12 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "ZeRO 3, compiled blocks": ["parallel.zero=3", "compile=true"],
         "ZeRO 3, bf16-only": ["parallel.zero=3", "precision.mode=bf16-only"],
         "ZeRO 0, distilled": DISTILLED,
+        "ZeRO 0, experts": [*EXPERTS, "micro_batch=4"],
+        "EP 2 x ZeRO 1, experts": ["parallel.ep=2", "parallel.zero=1", *EXPERTS, "micro_batch=4"],
+        "EP 2 x ZeRO 3, full recomputation, experts, clipping": [
+            "parallel.ep=2", "parallel.zero=3", "parallel.recompute=full", "optimizer.clip=0.1", *EXPERTS,
+            "micro_batch=4",
+        ],
         "ZeRO 3, distilled": ["parallel.zero=3", *DISTILLED],
         **{f"{axis}, {mode}": [cut, *SIXTEEN[mode]] for axis, cut, modes in AXES for mode in modes},
         **{f"{axis}, selective recomputation": [cut, "parallel.recompute=selective"] for axis, cut, _ in AXES},
@@ -137,6 +144,8 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "ZeRO 3, CPU offload, bf16 with master weights": [
             "parallel.zero=3", "parallel.offload=true", "precision.mode=bf16",
         ],
+        "EP 2 x ZeRO 3, experts": ["parallel.ep=2", "parallel.zero=3", *EXPERTS],
+        "EP 4 x ZeRO 1, experts, clipping": ["parallel.ep=4", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
     },
     8: {
@@ -227,6 +236,9 @@ FAST: dict[int, tuple[str, ...]] = {
         "ZeRO 0, gradients sent in fp16",
         "ZeRO 0, PowerSGD of rank 4 from step 5",
         "ZeRO 3, distilled",
+        "ZeRO 0, experts",
+        "EP 2 x ZeRO 1, experts",
+        "EP 2 x ZeRO 3, full recomputation, experts, clipping",
     ),
     4: (
         "ZeRO 3",
@@ -240,6 +252,7 @@ FAST: dict[int, tuple[str, ...]] = {
         "PP 2 x ZeRO 2, zero-bubble, clipping",
         "PP 2 x TP 2, zero-bubble, clipping",
         "PP 4, GPipe",
+        "EP 2 x ZeRO 3, experts",
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }

@@ -84,7 +84,7 @@ def start(overrides: list[str], out: Path) -> Trainer:
     made = config(overrides)
     p = made.parallel
     check(made, int(os.environ.get("WORLD_SIZE", "1")))
-    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp, cp=p.cp)
+    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep)
     return Trainer(made, out, _join(layout))
 
 

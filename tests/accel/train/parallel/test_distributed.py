@@ -40,7 +40,15 @@ def _reference(name: str) -> str:
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
-    special = ("decoder", "uneven last batch", "packed documents", "clipping", "distilled")
+    special = (
+        "experts, clipping",
+        "experts",
+        "decoder",
+        "uneven last batch",
+        "packed documents",
+        "clipping",
+        "distilled",
+    )
     return next((kind for kind in special if kind in name), "plain")
 
 
@@ -68,6 +76,8 @@ _REFERENCES: dict[str, list[str]] = {
     "uneven last batch": rows.UNEVEN,
     "packed documents": rows.PACKED,
     "distilled": rows.DISTILLED,
+    "experts": [*rows.EXPERTS, "micro_batch=8"],
+    "experts, clipping": [*rows.EXPERTS, "micro_batch=8", "optimizer.clip=0.1"],
     **{f"lossy {kind}": [] for kind in ("qwZ", "qgZ", "qwZqgZ", "qwZqgZ in replicas")},
 }
 
