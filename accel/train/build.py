@@ -35,7 +35,8 @@ from .parallel.compression import PowerSGD, compress
 from .parallel.quantized_comm import set_quantized
 from .parallel.zero import shard
 from .passes import Accumulated, Passes
-from .precision import keeps_master, parameter_dtype
+from .precision import fp8
+from .precision.modes import keeps_master, parameter_dtype
 from .ranks import Ranks
 from .recompute import recompute
 
@@ -45,7 +46,7 @@ class Built:
     """This rank's part of the model.
 
     ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
-    ``memory`` is the state of PowerSGD. ``advice`` is a message for the person who watches the run, or "". ``flops`` is
+    ``memory`` is the state of PowerSGD. ``advice`` are messages for the person who watches the run. ``flops`` is
     the number of FLOPs of one sample in the forward and backward pass, or 0 if the FLOPs weren't counted. ``alike``
     tells whether all ranks hold the same gradients after a backward pass.
     """
@@ -54,7 +55,7 @@ class Built:
     passes: Passes
     inputs: Sequence[str]
     memory: PowerSGD | None = None
-    advice: str = ""
+    advice: Sequence[str] = ()
     flops: float = 0.0
     alike: bool = False
 
@@ -174,6 +175,7 @@ def build(
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
     if ranks.cp is not None:
         context_parallel.share(module, config, ranks, data)
+    advice = [fp8.convert(module, config.precision, ranks.device)] if config.precision.fp8 != "none" else []
     balance, experts = None, []
     if ranks.ep is not None or config.experts.capacity:
         experts = dispatch.distribute(module, ranks.ep, config.experts.capacity)
@@ -204,9 +206,8 @@ def build(
         for stage in stages:
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
         return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs, flops=flops)
-    advice = ""
     if ranks.world > 1:
-        advice = batch_norm.advice(module, config.micro_batch)
+        advice += filter(None, [batch_norm.advice(module, config.micro_batch)])
         module = batch_norm.join(module, torchs=ranks.device.type == "cuda" and config.drop_last)
     lessons = None
     if teacher is not None:

@@ -38,7 +38,7 @@ from .optimizer.scale import LossScale
 from .optimizer.schedule import Rates
 from .parallel import tensor as tensor_parallel
 from .passes import take
-from .precision import ADVICE, scales_loss
+from .precision.modes import ADVICE, scales_loss
 from .ranks import Ranks
 from .state import RunState
 
@@ -99,8 +99,8 @@ class Trainer:
                 log.note(f"skipped a damaged checkpoint: {said}")
             if self.config.precision.mode in ADVICE:
                 log.note(ADVICE[self.config.precision.mode])
-            if self.built.advice:
-                log.note(self.built.advice)
+            for said in self.built.advice:
+                log.note(said)
             if self.step:
                 converted = (
                     "" if self.began_in == self.config.precision.mode else f", which was trained in {self.began_in}"

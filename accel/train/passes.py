@@ -21,7 +21,7 @@ from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
 from .parallel.context import part
 from .parallel.zero import micro_batch
-from .precision import autocast, parameter_dtype
+from .precision.modes import autocast, parameter_dtype
 
 
 class Passes(Protocol):

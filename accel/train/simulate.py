@@ -33,7 +33,7 @@ from .parallel.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, pla
 from .parallel.quantized_comm import set_quantized
 from .parallel.tensor import distribute, match
 from .parallel.zero import micro_batch, shard
-from .precision import parameter_dtype
+from .precision.modes import parameter_dtype
 from .recompute import recompute
 
 

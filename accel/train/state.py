@@ -14,7 +14,7 @@ from .config.schema import TrainConfig
 from .optimizer.master import MasterOptimizer
 from .optimizer.scale import LossScale
 from .parallel.compression import PowerSGD
-from .precision import keeps_master, parameter_dtype, scales_loss
+from .precision.modes import keeps_master, parameter_dtype, scales_loss
 
 MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
 

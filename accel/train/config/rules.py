@@ -10,7 +10,7 @@ from dataclasses import fields
 from accel.errors import BadConfig
 from accel.plan.rules import Axes, fit_problems, layout_problems, shape_problems
 
-from .schema import APEX, COMPRESSION, MODES, OPTIMIZERS, SCHEDULES, STYLES, TrainConfig
+from .schema import APEX, COMPRESSION, FP8, MODES, OPTIMIZERS, SCHEDULES, STYLES, TrainConfig
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -47,6 +47,7 @@ _LESSONS = ("logits", "hidden", "attention", "targets")
 def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
+        ("precision.fp8", config.precision.fp8, FP8),
         ("parallel.compression", config.parallel.compression, COMPRESSION),
     )
     for key, value, known in choices:
@@ -162,6 +163,8 @@ def _combinations(config: TrainConfig) -> Iterator[str]:
         yield "sync_batchnorm works with data-parallel ranks only; use tp 1 and pp 1 with it"
     if config.compile and p.tp * p.pp * p.cp > 1:
         yield "compiled blocks can't be combined with tp, pp or cp; use compile = false with them"
+    if config.precision.fp8 != "none" and (p.tp * p.pp > 1 or "fp16" in config.precision.resolved):
+        yield "fp8 works with whole layers in fp32 or bf16; use tp 1, pp 1 and a bf16 precision.mode with precision.fp8"
     if config.pack and (config.compile or p.pp * p.cp > 1):
         yield "packing needs the whole, uncompiled model on a rank; use pp 1, cp 1 and compile = false with pack"
     if not config.drop_last and p.pp > 1:

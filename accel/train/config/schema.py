@@ -11,13 +11,15 @@ from typing import Any
 
 from . import toml
 
-# The precision modes, and the map from apex's names (O0 to O3) to these modes. See ``accel.train.precision``.
+# The precision modes, and the map from apex's names (O0 to O3) to these modes. See ``accel.train.precision.modes``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 # The styles that the config's table ``[tensor_parallel]`` may assign to a module. See ``accel.train.parallel.tensor``.
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
+# The granularity of the scales of fp8. See ``accel.train.precision.fp8``.
+FP8 = ("none", "tensorwise", "rowwise")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 # Multiplies ``hang_seconds`` for the first step, because the first step includes imports, building the model and
 # reading a checkpoint.
@@ -31,9 +33,14 @@ class PrecisionConfig:
     ``mode`` is one of ``MODES``, or O0 to O3. ``tf32`` lets CUDA round float32 products to TF32. ``loss_scale`` is the
     first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps. A
     step that overflows is skipped, and counts as one of the run's steps.
+
+    ``fp8`` runs the products of linear layers in 8-bit floats, with a scale for a tensor (``tensorwise``) or for a row
+    (``rowwise``). The layers whose names match one of the patterns ``fp8_keep``, separated by commas, stay in ``mode``.
     """
 
     mode: str = "fp32"
+    fp8: str = "none"
+    fp8_keep: str = "*head*"
     tf32: bool = False
     loss_scale: float = 65536.0
     growth_interval: int = 2000

@@ -16,7 +16,7 @@ from accel.sources.source import Source
 from ..batch import call, to_device
 from ..config.schema import DistillationConfig, TrainConfig
 from ..model_loss import tensor_of
-from ..precision import parameter_dtype
+from ..precision.modes import parameter_dtype
 from .losses import of_attention, of_hidden, of_logits, over_counted
 from .record import Recorder
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config.schema import OptimizerConfig
-from ..precision import keeps_master
+from ..precision.modes import keeps_master
 from .make import FACTOR, make
 
 

@@ -29,7 +29,7 @@ from accel.plan.measure import blocks, count_flops
 from .. import loss as losses
 from ..batch import Batch, call, one_tensor, to_device
 from ..config.schema import TrainConfig
-from ..precision import autocast, parameter_dtype
+from ..precision.modes import autocast, parameter_dtype
 from ..ranks import Ranks
 
 SCHEDULES: dict[str, Any] = {

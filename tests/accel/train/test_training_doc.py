@@ -75,6 +75,7 @@ def test_the_page_has_every_key_and_style() -> None:
         "schedule.name": config.SCHEDULES,
         "optimizer.name": config.OPTIMIZERS,
         "precision.mode": config.MODES,
+        "precision.fp8": config.FP8,
         "parallel.recompute": rules.RECOMPUTE,
         "parallel.compression": config.COMPRESSION,
         "parallel.pipeline": rules.PIPELINES,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .config.schema import APEX
+from ..config.schema import APEX
 
 # A run logs this advice if the config uses apex's name for the precision mode.
 ADVICE = {
