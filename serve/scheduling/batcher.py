@@ -94,6 +94,7 @@ class RowBatching:
         unit = signature.batch_unit
         fitting = scheduling.profiles and self.batched
         self._fitting = FittingRows(scheduling.profiles, self.limit, unit) if fitting else None
+        self._any_size = not self.sizes and self._fitting is None  # a request alone then runs as it came
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
@@ -217,9 +218,11 @@ class RowBatching:
         return next((size for size in self.sizes_of(entries) if size >= rows), rows) if self.batched else rows
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
+        first = entries[0].request.inputs
+        if len(entries) == 1 and self._any_size:
+            return first
         rows = sum(entry.rows for entry in entries)
         missing = self.size_of(entries) - rows
-        first = entries[0].request.inputs
         if len(entries) == 1 and not missing:
             return first
         feeds = {}
@@ -231,6 +234,8 @@ class RowBatching:
         return feeds
 
     def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
+        if len(entries) == 1 and self._any_size:
+            return [outputs]
         rows = sum(entry.rows for entry in entries)
         size = self.size_of(entries)
         if len(entries) == 1 and size == rows:

@@ -93,8 +93,7 @@ class QueuedExecutor:
         self._queue = RequestQueue(scheduling)
         self._recorder = Recorder(wall)
         self._idle = list(sessions)
-        self._outstanding: dict[Entry, None] = {}
-        self._answering = 0
+        self._outstanding: dict[Entry, None] = {}  # the entries whose answer isn't delivered
         self._in_order: deque[Entry] | None = deque() if scheduling.preserve_ordering else None
         self._delivering = False
         self._closing = False
@@ -285,13 +284,16 @@ class QueuedExecutor:
         If the batch fails, runs each half as a separate batch, so that one bad request doesn't fail the other requests.
         """
         started = self._clock()
-        late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
-        settled = self._settle(late) if late else []
-        live = [entry for entry in entries if not entry.done]
-        if not live:
-            return settled
+        settled: Settled = []
+        live = entries
+        if len(entries) > 1 or entries[0].done or entries[0].deadline <= started:
+            settled = self._settle([(entry, too_late()) for entry in entries if entry.deadline <= started])
+            live = [entry for entry in entries if not entry.done]
+            if not live:
+                return settled
         try:
-            return settled + self._run_live(session, live, started)
+            found = self._run_live(session, live, started)
+            return settled + found if settled else found
         except Exception as error:
             if len(live) > 1:
                 _LOG.info("model %s: a batch of %d requests failed (%s); run in halves", self.name, len(live), error)
@@ -358,7 +360,6 @@ class QueuedExecutor:
                     continue
                 entry.done = True
                 entry.durations.total = ns(now - entry.arrived)
-                del self._outstanding[entry]
                 if isinstance(result, ServeError):
                     self._recorder.failed(result, entry.durations.total)
                 else:
@@ -367,7 +368,6 @@ class QueuedExecutor:
             if spent is not None:
                 entries = [entry for entry, _ in results]
                 self._recorder.executed(sum(e.rows for e in entries), spent, *self._batching.tokens(entries))
-            self._answering += len(settled)
         return settled
 
     def _deliver(self, settled: Settled) -> None:
@@ -378,7 +378,7 @@ class QueuedExecutor:
             return
         for entry, result in settled:
             self._answer(entry, result)
-        self._delivered(len(settled))
+            self._delivered(entry)
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
         """Delivers answers in the order of the requests. Only one thread delivers at a time. The delivering thread also
@@ -397,7 +397,7 @@ class QueuedExecutor:
                     return
                 in_order.popleft()
             self._answer(first, first.result)
-            self._delivered(1)
+            self._delivered(first)
 
     def _answer(self, entry: Entry, result: Result) -> None:
         try:
@@ -405,10 +405,12 @@ class QueuedExecutor:
         except Exception:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
-    def _delivered(self, count: int) -> None:
-        with self._lock:
-            self._answering -= count
-            if self._closing and not self._outstanding and not self._answering:
+    def _delivered(self, entry: Entry) -> None:
+        # Removing a key of a dict is one step for other threads. ``close`` sets ``_closing`` before it looks at
+        # ``_outstanding``, so that the lock is only needed while the executor closes.
+        self._outstanding.pop(entry, None)
+        if self._closing:
+            with self._lock:
                 self._drained.notify_all()
 
     # Statistics and closing
@@ -419,9 +421,8 @@ class QueuedExecutor:
             return self._recorder.copy(len(self._queue))
 
     def pending(self) -> int:
-        """Counts the accepted requests that have no answer yet."""
-        with self._lock:
-            return len(self._outstanding)
+        """Counts the accepted requests whose answer isn't delivered yet."""
+        return len(self._outstanding)
 
     def close(self, timeout: float) -> None:
         """Refuses new requests, waits at most ``timeout`` seconds of real time for accepted requests, and fails the
@@ -432,8 +433,8 @@ class QueuedExecutor:
         while not self.threaded and self.poll():
             pass
         with self._lock:
-            self._drained.wait_for(lambda: not self._outstanding and not self._answering, timeout)
-            left = list(self._outstanding)
+            self._drained.wait_for(lambda: not self._outstanding, timeout)
+            left = [entry for entry in list(self._outstanding) if not entry.done]
             for entry in left:
                 if entry in self._queue:
                     self._queue.remove(entry)

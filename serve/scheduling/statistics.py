@@ -8,9 +8,14 @@ from collections.abc import Callable
 
 from ..protocol.inference import Code, Durations, DurationStatistic, ModelStatistics, ServeError
 
+_MOST_UNCOUNTED = 256
+
 
 class Recorder:
     """Fills a ``ModelStatistics``. The recorder is not thread-safe, so the owner has to hold a lock.
+
+    Answered requests are collected and counted together, because adding up a list takes less time than adding each
+    duration to each figure.
 
     A canceled request also counts as failed, so that success + fail = received. The batch statistics count the
     successful runs for each number of real rows. Therefore ``inference_count`` is the sum of ``rows * runs`` over the
@@ -19,23 +24,42 @@ class Recorder:
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
-        self.figures = ModelStatistics()
+        self._figures = ModelStatistics()
+        self._uncounted: list[Durations] = []
+
+    @property
+    def figures(self) -> ModelStatistics:
+        """Returns the statistics up to now."""
+        if self._uncounted:
+            self._count()
+        return self._figures
 
     def received(self) -> None:
         """Counts a received request."""
-        self.figures.received += 1
+        self._figures.received += 1
 
     def succeeded(self, durations: Durations) -> None:
-        """Counts a request that was answered by a run of the model."""
-        figures = self.figures
-        figures.success.add(durations.total)
-        figures.queue.add(durations.queue)
-        figures.compute_input.add(durations.compute_input)
-        figures.compute_infer.add(durations.compute_infer)
-        figures.compute_output.add(durations.compute_output)
-        figures.request_times.add(durations.total)
-        figures.queue_times.add(durations.queue)
-        figures.compute_times.add(durations.compute_input + durations.compute_infer + durations.compute_output)
+        """Counts a request that was answered by a run of the model. ``durations`` must not change afterwards."""
+        self._uncounted.append(durations)
+        if len(self._uncounted) >= _MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        spent, self._uncounted = self._uncounted, []
+        figures, count = self._figures, len(spent)
+        totals = [one.total for one in spent]
+        queues = [one.queue for one in spent]
+        inputs = [one.compute_input for one in spent]
+        runs = [one.compute_infer for one in spent]
+        outputs = [one.compute_output for one in spent]
+        figures.success.add(sum(totals), count)
+        figures.queue.add(sum(queues), count)
+        figures.compute_input.add(sum(inputs), count)
+        figures.compute_infer.add(sum(runs), count)
+        figures.compute_output.add(sum(outputs), count)
+        figures.request_times.extend(totals)
+        figures.queue_times.extend(queues)
+        figures.compute_times.extend(list(map(sum, zip(inputs, runs, outputs, strict=True))))
 
     def found(self, ns: int) -> None:
         """Counts a request that was answered from the cache, ``ns`` nanoseconds after arrival."""
@@ -46,9 +70,9 @@ class Recorder:
 
     def failed(self, error: ServeError, ns: int) -> None:
         """Counts a request that was answered with ``error``, ``ns`` nanoseconds after arrival."""
-        self.figures.fail.add(ns)
+        self._figures.fail.add(ns)
         if error.code is Code.CANCELLED:
-            self.figures.cancel.add(ns)
+            self._figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
         """Counts a request as failed although another recorder has already counted it as a success. Subtracts the
@@ -62,7 +86,7 @@ class Recorder:
     def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
         """Counts a run. ``rows`` is the number of real rows, ``padded`` is the number of padding positions, and
         ``real`` is the number of positions that callers sent."""
-        figures = self.figures
+        figures = self._figures
         figures.padded_tokens += padded
         figures.real_tokens += real
         figures.execution_count += 1
