@@ -21,7 +21,12 @@ def command(say: Output) -> None:
     """Show the installed and the missing packages, and what each missing package would add."""
     from accel.api.doctor import doctor
 
-    found = doctor()
+    found = {**doctor(), "serve": _serve()}
+
+    def serve_line() -> str:
+        row = found["serve"]
+        why = f": {row['why_not']}" if row["why_not"] else ""
+        return f"accel serve answers gRPC calls with --transport {row['transport']}{why}" if row["transport"] else ""
 
     def human() -> Any:
         from rich.console import Group
@@ -49,9 +54,19 @@ def command(say: Output) -> None:
         box = found["machine"]
         words = f"{box['cpu']}, {box['cores']} cores, {box['memory_gb']} GB; {' '.join(box['cpu_features'])}"
         cache = f"cache {found['cache']['path']}: {found['cache']['megabytes']} MB"
-        return Group(parts, targets, f"python {found['python']}; {words}", cache)
+        return Group(parts, targets, f"python {found['python']}; {words}", cache, *filter(None, [serve_line()]))
 
     say.result(found, human)
+
+
+def _serve() -> dict[str, str]:
+    """Returns the gRPC transport that `accel serve` chooses, or "" without grpcio, and why it isn't the fastest one."""
+    try:
+        from accel.serve.transports.grpc.choice import CYGRPC, GRPC, why_not
+    except ModuleNotFoundError:
+        return {"transport": "", "why_not": ""}
+    reason = why_not()
+    return {"transport": GRPC if reason else CYGRPC, "why_not": reason}
 
 
 def _yes(value: bool) -> str:

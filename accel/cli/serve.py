@@ -93,6 +93,14 @@ class _Serve(click.Command):
 @click.option("--restart", is_flag=True, help="Restart a process that crashes; --processes 2 or more always does.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
 @click.option(
+    "--transport",
+    type=click.Choice(["auto", "cygrpc", "grpc"]),
+    default="auto",
+    show_default=True,
+    help="How gRPC calls are answered. cygrpc: by the core of grpcio, in batches; grpc: by grpcio's server; auto: "
+    "cygrpc, if accel knows the installed version of grpcio.",
+)
+@click.option(
     "--grpc-threads",
     type=click.IntRange(4),
     default=512,

@@ -51,6 +51,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             outputs=names,
             deadline=call.deadline,
             inline=call.single,  # a thread that reads a stream must not run requests
+            gathering=call.gathering,
         ),
         call.parameters,
     )

@@ -83,10 +83,10 @@ class InferenceServer:
         extensions: Sequence[str] = (),
         allow_upload: bool = False,
     ) -> None:
-        """At most ``max_waiting`` transport threads wait for one model, so that a hanging model leaves some threads
-        free. A ``max_waiting`` of 0 means no limit. Requests that hold no transport thread are limited only by the
-        queue of their model. ``name`` and ``extensions`` are what clients are told; without ``extensions``, they are
-        told what the server has. ``allow_upload`` lets clients send the files of a model with the command to load
+        """At most ``max_waiting`` calls that hold a place of their transport wait for one model, so that a hanging
+        model leaves some places free. A ``max_waiting`` of 0 means no limit. Calls that hold no place are limited only
+        by the queue of their model. ``name`` and ``extensions`` are what clients are told; without ``extensions``, they
+        are told what the server has. ``allow_upload`` lets clients send the files of a model with the command to load
         it."""
         self.repository = repository
         self.access = access or Access()
@@ -275,7 +275,7 @@ class InferenceServer:
         with self._lock:
             if self._draining:
                 raise stopping()
-            if call.holds_thread:
+            if call.holds_place:
                 count = self._waiting.get(name, 0)
                 if self._max_waiting and count >= self._max_waiting:
                     raise ServeError(
@@ -290,7 +290,7 @@ class InferenceServer:
         with self._lock:
             self._under_way -= 1
             self.answered += 1
-            if call.holds_thread:
+            if call.holds_place:
                 if self._waiting[call.model] == 1:
                     del self._waiting[call.model]
                 else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..protocol.gathering import Gathering
 from ..protocol.inference import Parameter, ServeError
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class InferCall:
 
     ``outputs`` is None if the client requests all outputs. ``deadline`` is the value of ``time.monotonic()`` after
     which the client no longer waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the
-    server fills in. ``single`` is True if the transport can send only one response. ``holds_thread`` is True if a
-    thread of the transport waits for the reply. If the client names no outputs, ``binary=True`` sends all outputs in
-    binary. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
+    server fills in. ``single`` is True if the transport can send only one response. ``holds_place`` is True if the
+    transport has a limited number of places for waiting calls, such as its threads. If the client names no outputs,
+    ``binary=True`` sends all outputs in binary. ``gathering`` holds the calls that arrived together with this one; the
+    transport then calls ``gathering.run``. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server
+    does not trace.
     """
 
     model: str
@@ -75,7 +78,8 @@ class InferCall:
     owner: str = ""
     single: bool = True
     binary: bool = False
-    holds_thread: bool = False
+    holds_place: bool = False
+    gathering: Gathering | None = None
     trace: Mapping[str, str] | None = None
 
 

@@ -56,6 +56,7 @@ class ServeOptions:
     restart: bool = False
     threads: int = 0
     cores: int = 0
+    transport: str = "auto"
     grpc_threads: int = 512
     max_message: int = 0
     drain: float = 30.0

@@ -112,7 +112,7 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
     if options.grpc_port is not None:
         from ..transports.grpc.front import GrpcTransport
 
-        found["grpc"] = GrpcTransport(server, port=options.grpc_port, **common)
+        found["grpc"] = GrpcTransport(server, port=options.grpc_port, transport=options.transport, **common)
     if options.http_port is not None:
         from ..transports.http.front import HttpTransport
 

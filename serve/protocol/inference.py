@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import AccelError
 
+from .gathering import Gathering
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -76,7 +78,8 @@ class InferenceRequest:
     model's default. The client stops waiting at ``deadline``, in seconds on the server's clock. If ``deadline`` is
     None, the client's wait has no limit. A ``sequence_id`` of 0 or "" means that the request belongs to no sequence. If
     ``inline`` is True, the submitting thread may run the request itself. A thread with further requests to submit sets
-    ``inline`` to False, so that the requests can be batched.
+    ``inline`` to False, so that the requests can be batched. ``gathering`` holds the requests that arrived together
+    with this one. The thread of a gathering runs requests itself only if the model's runs are brief.
     """
 
     model: str
@@ -92,6 +95,7 @@ class InferenceRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     inline: bool = True
+    gathering: Gathering | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..protocol.inference import Code, Durations, InferenceResponse, ServeError
-from .instances import QueuedExecutor, Settled
-from .queue import Entry, too_late
+from .instances import QueuedExecutor
+from .queue import Entry, Settled, too_late
 from .statistics import ns
 
 if TYPE_CHECKING:

@@ -9,15 +9,12 @@ all instances are busy, requests gather in the queue, and an instance's thread t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-
-from accel.errors import BadFeeds, RunFailed
 
 from ..protocol.inference import (
     Answer,
@@ -30,7 +27,7 @@ from ..protocol.inference import (
 )
 from .batcher import Batching
 from .options import Scheduling
-from .queue import NEVER, Entry, RequestQueue, too_late
+from .queue import NEVER, AnswerOrder, Entry, RequestQueue, Result, Settled, run_error, too_late
 from .rate_limit import Gate, RateLimiter
 from .statistics import Recorder, ns
 
@@ -41,8 +38,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-Result = InferenceResponse | ServeError
-Settled = list[tuple[Entry, Result]]
+# Passing a request to another thread and back takes some 60 us. A run that takes longer than _BRIEF seconds is passed
+# on, so that the requests for other models don't wait.
+_BRIEF = 500e-6
 
 
 class _Step(NamedTuple):
@@ -94,12 +92,14 @@ class QueuedExecutor:
         self._recorder = Recorder(wall)
         self._idle = list(sessions)
         self._outstanding: dict[Entry, None] = {}  # the entries whose answer isn't delivered
-        self._in_order: deque[Entry] | None = deque() if scheduling.preserve_ordering else None
-        self._delivering = False
+        self._in_order = AnswerOrder() if scheduling.preserve_ordering else None
+        self._usual = NEVER  # seconds of a run, smoothed over some ten runs
+        self._brief = False
         self._closing = False
         self._closed = False
         self.threaded = start
         self._timed = False
+        self._start_at_once = partial(self._start_waiting, hurry=True)
         self._gate: Gate | None = None
         if limiter is not None and scheduling.resources:
             self._gate = limiter.gate(scheduling.resources, scheduling.resource_priority, self._wake, name=name)
@@ -115,10 +115,8 @@ class QueuedExecutor:
     # Taking requests
 
     def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
-        """Accepts the request, or raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED).
-
-        ``arrived`` is the time at which the request reached the server, by default the time of this call.
-        """
+        """Accepts the request, which reached the server at ``arrived``, by default now. Raises ``ServeError``
+        (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED)."""
         now = self._clock()
         try:
             rows = self._batching.admit(request)
@@ -142,12 +140,15 @@ class QueuedExecutor:
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
-        if self._eager and entry.request.inline and self._idle and not self._queue and self._may_run():
+        gathering = entry.request.gathering
+        inline = entry.request.inline if gathering is None else gathering.alone and self._brief
+        if self._eager and inline and self._idle and not self._queue and self._may_run():
             session = self._idle.pop()
         else:
             self._batching.describe(entry)
+            start = self._start_waiting if self._queue else self._start_at_once
             self._queue.put(entry)
-            if self._idle:
+            if self._idle and (gathering is None or not gathering.add(start)):
                 self._work.notify()
             instant = min(entry.expires, entry.deadline)
             if self.threaded and instant < NEVER:
@@ -158,7 +159,7 @@ class QueuedExecutor:
                     self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:
-            self._in_order.append(entry)
+            self._in_order.add(entry)
         return session
 
     def _cancel(self, entry: Entry) -> None:
@@ -177,13 +178,29 @@ class QueuedExecutor:
         with self._lock:
             self._work.notify()
 
-    def _next(self, now: float) -> _Step:
+    def _start_waiting(self, *, hurry: bool = False) -> None:
+        """Runs the waiting requests in the calling thread, which has submitted all requests that arrived together. If
+        runs aren't brief or requests have to wait, leaves them to an instance's thread. With ``hurry``, the requests
+        found the queue empty and don't wait for further requests."""
+        while True:
+            with self._lock:
+                if not (self._eager and self._brief and self._idle and self._queue):
+                    break
+                step = self._next(self._clock(), hurry=hurry)
+            self._carry_out(step)
+            if not step.batch:
+                break
+        with self._lock:
+            if self._idle and self._queue:
+                self._work.notify()
+
+    def _next(self, now: float, *, hurry: bool = False) -> _Step:
         """Chooses the next step and removes the step's requests from the queue. Called with the lock held."""
         expired: Settled = list(self._queue.expire(now))
         if not self._idle:
             return self._no_run(expired, NEVER)
         try:
-            batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
+            batch, wake = self._batching.choose(self._queue, now, hurry=hurry or self._closing)
         except Exception as error:  # an error here is a bug of the server, and every waiting request gets the error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
@@ -310,6 +327,9 @@ class QueuedExecutor:
         stacked = self._clock()
         outputs = session.run(feeds)
         inferred = self._clock()
+        took = inferred - stacked
+        self._usual = took if self._usual == NEVER else self._usual + (took - self._usual) / 8
+        self._brief = self._usual < _BRIEF
         parts = self._batching.split(outputs, live)
         results: Settled = [(e, self._response(e, part)) for e, part in zip(live, parts, strict=True)]
         end = self._clock()
@@ -331,18 +351,7 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed while
-        running only this entry."""
-        if isinstance(error, ServeError):
-            return error
-        if isinstance(error, BadFeeds):
-            return ServeError(Code.INVALID_ARGUMENT, str(error))
-        if isinstance(error, RunFailed) and session is not None and entry is not None:
-            with contextlib.suppress(BadFeeds):
-                if beyond := session.signature.beyond(entry.request.inputs):
-                    failed = f"model '{self.name}' fails where {beyond}: {error}"
-                    return ServeError(Code.INVALID_ARGUMENT, failed)
-        return ServeError(Code.INTERNAL, f"model '{self.name}' failed: {error or type(error).__name__}")
+        return run_error(self.name, error, session, entry)
 
     # Answering requests
 
@@ -380,24 +389,15 @@ class QueuedExecutor:
             self._answer(entry, result)
             self._delivered(entry)
 
-    def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Delivers answers in the order of the requests. Only one thread delivers at a time. The delivering thread also
-        delivers the results that other threads produce in the meantime."""
+    def _deliver_in_order(self, in_order: AnswerOrder, settled: Settled) -> None:
         with self._lock:
-            for entry, result in settled:
-                entry.result = result
-            if self._delivering:
-                return
-            self._delivering = True
-        while True:
-            with self._lock:
-                first = in_order[0] if in_order else None
-                if first is None or first.result is None:
-                    self._delivering = False
-                    return
-                in_order.popleft()
+            first = in_order.begin(settled)
+        while first is not None:
+            assert first.result is not None
             self._answer(first, first.result)
             self._delivered(first)
+            with self._lock:
+                first = in_order.next()
 
     def _answer(self, entry: Entry, result: Result) -> None:
         try:
@@ -406,8 +406,7 @@ class QueuedExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _delivered(self, entry: Entry) -> None:
-        # Removing a key of a dict is one step for other threads. ``close`` sets ``_closing`` before it looks at
-        # ``_outstanding``, so that the lock is only needed while the executor closes.
+        # Needs no lock: removing a key is one step, and ``close`` sets ``_closing`` before it reads ``_outstanding``.
         self._outstanding.pop(entry, None)
         if self._closing:
             with self._lock:

@@ -9,12 +9,15 @@ calls an ``Answer``.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from accel.errors import BadFeeds, RunFailed
 
 from ..protocol.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
 from .options import QueuePolicy, Scheduling
@@ -22,6 +25,8 @@ from .statistics import ns
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from accel.runtimes.base import Session
 
 NEVER = math.inf
 
@@ -85,6 +90,10 @@ class Entry:
             self.owner(self)
 
 
+Result = InferenceResponse | ServeError
+Settled = list[tuple[Entry, Result]]
+
+
 def queue_full() -> ServeError:
     """Returns the error, in Triton's words, of a request that exceeds a bound of the queue."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
@@ -98,6 +107,22 @@ def timed_out() -> ServeError:
 def too_late() -> ServeError:
     """Returns the error of a request if the client has stopped waiting."""
     return ServeError(Code.DEADLINE_EXCEEDED, "Deadline exceeded before the request was run")
+
+
+def run_error(
+    model: str, error: BaseException, session: Session | None = None, entry: Entry | None = None
+) -> ServeError:
+    """Converts the error of a run to the client's error. ``session`` and ``entry`` are given if the session failed
+    while running only this entry."""
+    if isinstance(error, ServeError):
+        return error
+    if isinstance(error, BadFeeds):
+        return ServeError(Code.INVALID_ARGUMENT, str(error))
+    if isinstance(error, RunFailed) and session is not None and entry is not None:
+        with contextlib.suppress(BadFeeds):
+            if beyond := session.signature.beyond(entry.request.inputs):
+                return ServeError(Code.INVALID_ARGUMENT, f"model '{model}' fails where {beyond}: {error}")
+    return ServeError(Code.INTERNAL, f"model '{model}' failed: {error or type(error).__name__}")
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:
@@ -236,6 +261,35 @@ class RequestQueue:
         while instants and instants[0][1] not in self._live:
             heapq.heappop(instants)
         return instants[0][0] if instants else NEVER
+
+
+class AnswerOrder:
+    """Puts the answers into the order of the requests. Only one thread delivers at a time. The delivering thread also
+    delivers the results that other threads produce in the meantime. The owner has to hold a lock."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque()
+        self._delivering = False
+
+    def add(self, entry: Entry) -> None:
+        self._entries.append(entry)
+
+    def begin(self, settled: Settled) -> Entry | None:
+        """Keeps the results. Returns the first entry to deliver, or None if there is none or another thread
+        delivers."""
+        for entry, result in settled:
+            entry.result = result
+        if self._delivering:
+            return None
+        self._delivering = True
+        return self.next()
+
+    def next(self) -> Entry | None:
+        """Returns the next entry to deliver, or None if its result isn't there yet, which ends the delivery."""
+        if self._entries and self._entries[0].result is not None:
+            return self._entries.popleft()
+        self._delivering = False
+        return None
 
 
 def _timeout_us(policy: QueuePolicy, asked: int) -> int:

@@ -26,9 +26,9 @@ from ..protocol.inference import (
     ServeError,
     Ticket,
 )
-from .instances import QueuedExecutor, Result
+from .instances import QueuedExecutor
 from .options import Scheduling, SequenceBatching
-from .queue import queue_full, request_bytes
+from .queue import Result, queue_full, request_bytes
 from .sequence_state import ServerInputs
 from .statistics import Recorder, merged, ns
 

@@ -16,18 +16,36 @@ from accel.serve.models import loading
 from accel.serve.models.repository import Repository
 from accel.serve.process.options import ServeOptions
 from accel.serve.process.serving import ServingProcess
+from accel.serve.transports.grpc.choice import CYGRPC, GRPC
 from tests.serve.faulty_session import Faulty
 from tests.support.serving import Served, Start, linear, two_inputs
 
+# The modules whose tests always run on both gRPC transports. All other tests of a server run on ``cygrpc``, and on
+# ``grpc`` with the marker ``proof``.
+ON_BOTH = ("test_grpc_infer", "test_grpc_control", "test_drain")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "transport" in metafunc.fixturenames:
+        marks = () if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH else (pytest.mark.proof,)
+        metafunc.parametrize("transport", [CYGRPC, pytest.param(GRPC, marks=marks)], indirect=True)
+
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def transport(request: pytest.FixtureRequest) -> str:
+    """Returns the gRPC transport of the servers that ``start`` and ``serve`` start."""
+    return str(request.param)
+
+
+@pytest.fixture
+def start(transport: str) -> Iterator[Start]:
     """Returns ``start(repository, mode=..., ...)``, which starts a server on free ports in this process. Stops the
     server after the test."""
     with ExitStack() as stack:
 
         def begin(repository: Path, **options: Any) -> ServingProcess:
             ports: dict[str, Any] = {"grpc_port": 0, "http_port": None, "drain": 5.0, "grpc_threads": 16}
+            ports["transport"] = transport
             process = ServingProcess(ServeOptions(repository=str(repository), **{**ports, **options}))
             stack.callback(process.stop)
             process.start()
@@ -62,12 +80,13 @@ def opened() -> Iterator[Callable[..., Repository]]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve(transport: str) -> Iterator[Callable[..., Served]]:
     """Returns ``serve(repository, ...)``, which runs `accel serve`. If ``free`` is true, the command uses free ports.
     Stops the command after the test."""
     made: list[Served] = []
 
     def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:
+        words += ("--transport", transport)
         made.append(Served(*words, *(("--grpc-port", "0", "--http-port", "0") if free else ()), path=path))
         return made[-1]
 

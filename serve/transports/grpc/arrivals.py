@@ -39,22 +39,32 @@ class Arrivals:
 
     def receive(self, messages: Iterator[bytes], context: Any) -> bytes | None:
         """Returns the message of a call, or None if the client ended the call without a message."""
-        with self._lock:
-            self._since[context] = self._clock()
+        self.expect(context)
         try:
             return next(messages, None)
         finally:
-            with self._lock:
-                del self._since[context]
+            self.arrived(context)
+
+    def expect(self, call: Any) -> None:
+        """Begins to count the time until the message of ``call`` arrives. ``call`` has a method ``cancel``."""
+        self._since[call] = self._clock()
+
+    def arrived(self, call: Any) -> None:
+        """Ends what ``expect`` began."""
+        del self._since[call]
 
     def track(self, context: Any) -> None:
         """Counts the call as open until its answer is sent, or the call ends otherwise."""
+        self.opened()
+        if not context.add_callback(self.ended):
+            self.ended()
+
+    def opened(self) -> None:
+        """Counts a call as open until ``ended`` is called for it."""
         with self._lock:
             self._open += 1
-        if not context.add_callback(self._ended):
-            self._ended()
 
-    def _ended(self) -> None:
+    def ended(self) -> None:
         with self._lock:
             self._open -= 1
             if not self._open:
@@ -68,8 +78,7 @@ class Arrivals:
     def sweep(self) -> int:
         """Cancels the calls that have waited too long for their message. Returns the number of canceled calls."""
         now = self._clock()
-        with self._lock:
-            waiting = list(self._since.items())
+        waiting = list(self._since.items())  # in one step for other threads
         crowd = len(waiting) - self._most
         late = [
             context

@@ -26,6 +26,7 @@ from ...protocol.tensors import invalid
 from ...security.access import bearer
 from ...security.tls import Tls, check_certificates
 from .arrivals import Arrivals
+from .choice import CYGRPC, chosen
 from .health import add_health_and_reflection, make_health
 from .message import ReceivedRequest, parse_infer
 from .refusal import refuse
@@ -52,6 +53,7 @@ class GrpcTransport:
         max_message: int = _INT32_MAX,
         tls: Tls | None = None,
         shared: bool = False,
+        transport: str = "auto",
     ) -> None:
         self._server = server
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -78,6 +80,12 @@ class GrpcTransport:
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
         add_health_and_reflection(self._grpc, self._health, server)
+        self._start_grpc = self._grpc.start
+        if chosen(transport) == CYGRPC:
+            from .infer_loop import InferLoop
+
+            method = f"/{proto.SERVICE}/ModelInfer"
+            self._start_grpc = InferLoop(self._grpc, method, server, self._arrivals, most=threads * 8).start
 
     def start(self) -> int:
         """Starts to listen, and returns the port. Raises ``UnsupportedHere`` if the port is in use or the certificate
@@ -97,7 +105,7 @@ class GrpcTransport:
             ) from None
         if port == 0:
             raise UnsupportedHere(f"can't listen on {self._address}; check the address and the TLS files")
-        self._grpc.start()
+        self._start_grpc()
         self._arrivals.start()
         return int(port)
 
@@ -267,7 +275,7 @@ class _Servicer:
             _release(done)
 
         call = read_call(request)
-        call.token, call.holds_thread = self._token(context), True
+        call.token, call.holds_place = self._token(context), True
         if self._server.tracing is not None:
             call.trace = trace_of(context)
         if remaining is not None and remaining < FOREVER:

@@ -44,7 +44,8 @@ def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) 
     """Fails if a request is lost or gets an error although the server accepted the request before SIGTERM."""
     count = 4
     linear(tmp_path / "bad" / "1")
-    (tmp_path / "bad" / "config.pbtxt").write_text(f"instance_group [{{ count: {count} }}]")
+    config = f"max_batch_size: 1 instance_group [{{ count: {count} }}]"  # each request is a run
+    (tmp_path / "bad" / "config.pbtxt").write_text(config)
     served = serve(str(tmp_path), "--processes", processes, "--drain", "60", path=FAULTY)
     port = served.wait_for("all processes serve" if processes == "2" else "serving")["ports"]["grpc"]
     with ThreadPoolExecutor(count) as pool, ExitStack() as stack:
