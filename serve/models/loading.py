@@ -30,7 +30,7 @@ from ..scheduling.response_cache import ResponseCache
 from . import config as model_config
 from .config import ModelConfig
 from .devices import runtime_for
-from .ensembles.config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
+from .ensembles.config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble, step_labels
 from .files import ModelFolder, Trust
 from .model import ServedModel
 from .optional_inputs import with_optional_inputs
@@ -188,8 +188,9 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
         signature=signature,
         scheduling=Scheduling(max_batch_size=config.max_batch_size),
         executor=executor,
-        labels=folder.labels(config),
+        labels={**step_labels(config, loading.get), **folder.labels(config)},
         files=files,
+        takes_bytes=True,  # whether a string has to be text depends on the step that takes it
     )
 
 

@@ -202,12 +202,12 @@ def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
 
 
 def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
-    """Converts an array of ``bytes`` to an array of ``str``, as sessions need. Raises ``ServeError`` INVALID_ARGUMENT
-    if an element is not UTF-8."""
+    """Converts an array of ``bytes`` and ``str`` to an array of ``str``, as sessions need. Raises ``ServeError``
+    INVALID_ARGUMENT if an element is not UTF-8."""
     try:
         made: np.ndarray = np.empty(array.size, dtype=object)
         for i, value in enumerate(array.ravel()):
-            made[i] = value.decode()
+            made[i] = value if isinstance(value, str) else value.decode()
     except UnicodeDecodeError:
         raise invalid(f"input '{name}' for model '{model}' holds a string that is not UTF-8") from None
     return made.reshape(array.shape)

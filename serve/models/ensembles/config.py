@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from accel.errors import BadRepository
 from accel.signature import Signature
 
 from ...protocol.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
-from ...protocol.tensors import shape_text
+from ...protocol.tensors import shape_text, to_strings
 from ..config import ModelConfig, datatype, declared_signature
 from ..model import Retired, ServedModel, ServedTensor
 from .executor import Ensemble, EnsembleExecutor, EnsembleStep
@@ -162,6 +163,16 @@ def _step_model(name: str, step: Any, get: Get) -> ServedModel:
     return model
 
 
+def step_labels(config: ModelConfig, get: Get) -> dict[str, tuple[str, ...]]:
+    """Returns the labels of the ensemble's outputs that the steps have, as in Triton."""
+    outputs = {tensor.name for tensor in config.output}
+    found: dict[str, tuple[str, ...]] = {}
+    for step in config.ensemble_scheduling.step:
+        labels = _step_model(config.name, step, get).labels
+        found |= {tensor: labels[key] for key, tensor in step.output_map.items() if key in labels and tensor in outputs}
+    return found
+
+
 def _tensor(tensor: Any, batch: tuple[int, ...]) -> ServedTensor:
     return ServedTensor(tensor.name, datatype(tensor), (*batch, *tensor.dims))
 
@@ -184,6 +195,18 @@ class _Serving:
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
         while True:
             try:
-                return self._get(self._name, self._version).submit(request, answer)
+                model = self._get(self._name, self._version)
+                return model.submit(request if model.takes_bytes else _with_texts(request), answer)
             except Retired:
                 continue
+
+
+def _with_texts(request: InferenceRequest) -> InferenceRequest:
+    """Returns the request with strings in place of bytes. Raises ``ServeError`` INVALID_ARGUMENT if bytes aren't
+    UTF-8."""
+    found = {
+        name: to_strings(name, value, request.model)
+        for name, value in request.inputs.items()
+        if value.dtype.hasobject and any(isinstance(item, bytes) for item in value.flat)
+    }
+    return replace(request, inputs={**request.inputs, **found}) if found else request

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
 
+from tests.support import onnx_builder
 from tests.support.serving import WEIGHTS, Served, Start, ask, client, linear, reasons, tensor, until
 
 HEAD = """
@@ -389,3 +391,54 @@ def test_the_server_and_its_python_processes(models: Path, serve: Callable[..., 
     served.process.wait()
     until(lambda: not Path(f"/proc/{children[0]}").exists())
     assert [line for line in served.log if "level" not in line and line["message"] != "end of log"] == []
+
+
+def test_an_ensemble_passes_bytes_to_python_code(tmp_path: Path, start: Start) -> None:
+    """Fails if an ensemble refuses strings that are no text although its first step takes any bytes, if a step that
+    takes only text gets bytes, or if an ensemble lacks the labels of the step that makes its output."""
+    code = """
+class TritonPythonModel:
+    def execute(self, requests):
+        made = []
+        for request in requests:
+            given = pb_utils.get_input_tensor_by_name(request, "image").as_numpy()
+            sizes = np.array([[len(one) for one in given[:, 0]] * 4], np.float32)
+            outputs = [pb_utils.Tensor("x", sizes), pb_utils.Tensor("kept", given)]
+            made.append(pb_utils.InferenceResponse(outputs))
+        return made
+"""
+    declared = """max_batch_size: 8
+input [ { name: "image" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "kept" data_type: TYPE_STRING dims: [ 1 ] } ]"""
+    root = tmp_path / "models"
+    write(root, "sizes", code, declared)
+    linear(root / "linear" / "1")
+    (root / "linear" / "labels.txt").write_text("zero\none\ntwo\n")
+    (root / "linear" / "config.pbtxt").write_text("""max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels.txt" } ]""")
+    text = onnx_builder.node("Identity", "text", "same")
+    (root / "text" / "1").mkdir(parents=True)
+    shape = (TensorProto.STRING, ["batch", 1])
+    onnx_builder.artifact(root / "text" / "1" / "model.onnx", [text], {"text": shape}, {"same": shape})
+    (root / "all" / "1").mkdir(parents=True)
+    (root / "all" / "config.pbtxt").write_text("""platform: "ensemble" max_batch_size: 8
+input [ { name: "image" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }, { name: "same" data_type: TYPE_STRING dims: [ 1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "sizes" model_version: -1 input_map { key: "image" value: "image" }
+    output_map { key: "x" value: "x" } output_map { key: "kept" value: "kept" } },
+  { model_name: "linear" model_version: -1 input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } },
+  { model_name: "text" model_version: -1 input_map { key: "text" value: "kept" }
+    output_map { key: "same" value: "same" } } ] }""")
+    process = start(root, allow_python_backend=True)
+    with client(process.ports["grpc"]) as made:
+        wanted = [triton.InferRequestedOutput("y", class_count=1), triton.InferRequestedOutput("same")]
+        given = tensor("image", np.array([["hällo".encode()]], object), "BYTES")
+        found = made.infer("all", [given], outputs=wanted)
+        assert found.as_numpy("y")[0, 0].decode().split(":")[1:] == ["2", "two"]
+        assert found.as_numpy("same")[0, 0].decode() == "hällo"
+        only = [triton.InferRequestedOutput("y")]
+        raw = tensor("image", np.array([[b"\xff\xfe"]], object), "BYTES")
+        with pytest.raises(InferenceServerException, match=r"step 'text': input 'text' .* not UTF-8"):
+            made.infer("all", [raw], outputs=only)
