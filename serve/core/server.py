@@ -285,8 +285,12 @@ class InferenceServer:
                     )
                 self._waiting[name] = count + 1
             self._under_way += 1
+        if regions := {part.slice.region for part in (*call.inputs, *(call.outputs or ())) if part.slice is not None}:
+            call.release = self.memory.of(call.owner).hold(regions)
 
     def _leave(self, call: InferCall) -> None:
+        if call.release is not None:
+            call.release()
         with self._lock:
             self._under_way -= 1
             self.answered += 1

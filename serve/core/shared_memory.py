@@ -12,7 +12,8 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._regions: dict[str, Region | CudaRegion] = {}
+        self._uses: Counter[str] = Counter()  # requests under way, by region
+        self._leaving: set[str] = set()  # unregistered regions that requests still use
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -82,13 +85,34 @@ class SharedMemory:
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
         """Unregisters the region ``name``, or every region if ``name`` is empty. A ``kind`` of None means both POSIX
-        regions and GPU regions. Ignores an unknown name, as Triton does."""
+        regions and GPU regions. Ignores an unknown name, as Triton does. A region that a request uses stays until the
+        last of these requests has ended, as in Triton."""
         with self._lock:
-            gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
-            for region in gone:
-                del self._regions[region.name]
-        for region in gone:
-            region.close()
+            found = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
+            self._leaving |= {region.name for region in found}
+            self._drop([region.name for region in found])
+
+    def hold(self, names: Collection[str]) -> Callable[[], None]:
+        """Keeps the regions with these names for a request. Returns the function that ends this."""
+        with self._lock:
+            kept = [name for name in names if name in self._regions]
+            self._uses.update(kept)
+
+        def release() -> None:
+            with self._lock:
+                self._uses.subtract(kept)
+                self._drop(kept)
+
+        return release
+
+    def _drop(self, names: Collection[str]) -> None:
+        """Closes the unregistered regions among ``names`` that no request uses. Called with the lock held."""
+        for name in names:
+            if not self._uses[name]:
+                del self._uses[name]
+                if name in self._leaving:
+                    self._leaving.remove(name)
+                    self._regions.pop(name).close()
 
     def status(self, name: str = "") -> list[Region]:
         """Returns the POSIX region ``name``, or every POSIX region if ``name`` is empty. Raises ``ServeError``

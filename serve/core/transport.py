@@ -63,8 +63,8 @@ class InferCall:
     server fills in. ``single`` is True if the transport can send only one response. ``holds_place`` is True if the
     transport has a limited number of places for waiting calls, such as its threads. If the client names no outputs,
     ``binary=True`` sends all outputs in binary. ``gathering`` holds the calls that arrived together with this one; the
-    transport then calls ``gathering.run``. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server
-    does not trace.
+    transport then calls ``gathering.run``. ``release`` gives back the shared memory of the call; the server fills it
+    in. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 
     model: str
@@ -80,6 +80,7 @@ class InferCall:
     binary: bool = False
     holds_place: bool = False
     gathering: Gathering | None = None
+    release: Callable[[], None] | None = None
     trace: Mapping[str, str] | None = None
 
 

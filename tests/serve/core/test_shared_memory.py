@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from accel.serve.core.shared_memory import SharedMemory
 from accel.serve.core.transport import Slice
 from accel.serve.protocol.inference import Code, ServeError
 from tests.support.serving import WEIGHTS, Start, plain
+from tests.support.serving import client as client_to
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
@@ -219,3 +221,37 @@ def test_memory_that_was_made_smaller(region: Any) -> None:
     with pytest.raises(ServeError, match="made smaller"):
         memory.write(Slice("a", 10), b"x")
     memory.unregister()
+
+
+def test_unregistering_during_a_request(faulty: Any, region: Any) -> None:
+    """Fails if a region disappears while a request still has to write its output there, or stays once no request uses
+    it."""
+    key, handle = region(64)
+    shm.set_shared_memory_region(handle, [np.full(7, 2, np.float32)])
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def infer(client: Any, model: str) -> None:
+        given = triton.InferInput("x", [1, 4], "FP32")
+        given.set_shared_memory("r", 16)
+        asked = triton.InferRequestedOutput("y")
+        asked.set_shared_memory("r", 12, offset=16)
+        client.async_infer(model, [given], lambda result, error: answers.put((result, error)), outputs=[asked])
+
+    with client_to(faulty.ports["grpc"]) as client:
+        client.register_system_shared_memory("r", key, 64)
+        infer(client, "bad")
+        assert faulty.running.acquire(timeout=60)
+        client.unregister_system_shared_memory()
+        assert list(client.get_system_shared_memory_status().regions) == ["r"]
+        infer(client, "good")  # as in Triton, requests may use the region until it goes
+        assert answers.get(timeout=60)[1] is None
+        with pytest.raises(InferenceServerException, match="already in manager"):
+            client.register_system_shared_memory("r", key, 64)
+        faulty.released.set()
+        assert answers.get(timeout=60)[1] is None
+        y = shm.get_contents_as_numpy(handle, np.float32, [7])[4:]
+        np.testing.assert_allclose(y, 2 * WEIGHTS.sum(0), rtol=1e-5)
+        assert list(client.get_system_shared_memory_status().regions) == []
+        client.register_system_shared_memory("r", key, 64)
+        client.unregister_system_shared_memory("r")
+        assert list(client.get_system_shared_memory_status().regions) == []
