@@ -222,7 +222,8 @@ def told(script: Path, image: Path) -> list[Run]:
 def serving(models: Path, transport: str, *more: str) -> Iterator[None]:
     """Starts a server, and waits until it is ready."""
     words = [sys.executable, "-m", "accel", "serve", str(models), "--mode", "explicit", "--allow-python-backend"]
-    words += ["--allow-model-upload", "--server-name", "triton", "--transport", transport, *more]
+    words += ["--server-name", "triton", "--transport", transport, *more]
+    words += [] if "none" in more else ["--allow-model-upload"]
     with running(words, GRPC, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         for _ in range(SECONDS):
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{HTTP}/v2/health/ready"):

@@ -26,6 +26,7 @@ from .transport import Slice
 FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?[^/\x00]{1,250}")
 MAX_REGIONS = 1024
+_RESERVED = "triton_python_backend_shm_region_"  # of the Python models of a Triton server on the same machine
 
 
 @dataclass
@@ -60,11 +61,22 @@ class SharedMemory:
         Raises ``ServeError`` INVALID_ARGUMENT if the object is too small, or if ``key`` can't be an object's name.
         """
         if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
-            raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")
+            # The words are Triton's.
+            text = f"cannot register shared memory region '{name}' - invalid shm key '{key}'"
+            raise ServeError(
+                Code.INVALID_ARGUMENT, text if name else "failed to register shared memory region: no name"
+            )
+        if key.lstrip("/").startswith(_RESERVED):
+            raise ServeError(
+                Code.INVALID_ARGUMENT,
+                f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved "
+                f"prefix '{_RESERVED}'",
+            )
         if byte_size <= 0 or offset < 0:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"failed to register shared memory region '{name}': byte_size has to be above 0, and offset 0 or more",
+                f"failed to register shared memory region '{name}': invalid args: byte_size has to be above 0, and offset "
+                "0 or more",
             )
         with self._lock:
             self._check_new(name)
@@ -185,10 +197,10 @@ class SharedMemory:
         found = self._regions.get(part.region)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
-        if part.offset < 0 or part.byte_size < 0 or part.offset + part.byte_size > found.byte_size:
-            raise ServeError(
-                Code.INVALID_ARGUMENT, f"Invalid offset + byte size for shared memory region: '{part.region}'"
-            )
+        beyond = not 0 <= part.offset < found.byte_size
+        if beyond or part.byte_size < 0 or part.offset + part.byte_size > found.byte_size:
+            which = "offset" if beyond else "offset + byte size"
+            raise ServeError(Code.INVALID_ARGUMENT, f"Invalid {which} for shared memory region: '{part.region}'")
         return found
 
 
@@ -249,8 +261,8 @@ def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
         if size < offset + byte_size:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"failed to register shared memory region '{name}': the shared memory '{key}' has {size} bytes, but "
-                f"offset {offset} and byte_size {byte_size} need {offset + byte_size} bytes",
+                f"failed to register shared memory region '{name}': invalid args: the shared memory '{key}' has {size} "
+                f"bytes, but offset {offset} and byte_size {byte_size} need {offset + byte_size} bytes",
             )
     except BaseException:
         os.close(file)

@@ -77,8 +77,8 @@ def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: st
     ("size", "offset", "out_size", "code", "says"),
     [
         (32, 1000, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
-        (32, 2**63 - 1, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
-        (32, -1, 24, "INVALID_ARGUMENT", "Invalid offset + byte size"),
+        (32, 2**63 - 1, 24, "INVALID_ARGUMENT", "Invalid offset for"),
+        (32, -1, 24, "INVALID_ARGUMENT", "Invalid offset for"),
         (16, 0, 24, "INVALID_ARGUMENT", "Expected 32, got 16"),
         (32, 0, 20, "INVALID_ARGUMENT", "should be at least 24 bytes"),
     ],
@@ -186,7 +186,7 @@ def test_registering(region: Any) -> None:
     refused(Code.INVALID_ARGUMENT, "b", key, 90, 11)
     refused(Code.INVALID_ARGUMENT, "b", key, -1, 10)
     refused(Code.INVALID_ARGUMENT, "b", key, 0, 0)
-    for path in ("/../etc/passwd", "../etc/passwd", "/..", "a/b", ""):
+    for path in ("/../etc/passwd", "../etc/passwd", "/..", "a/b", "", "///", "//triton_python_backend_shm_region_1"):
         refused(Code.INVALID_ARGUMENT, "b", path, 0, 1)
     memory.unregister("nothing")
     memory.unregister()
