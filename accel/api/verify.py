@@ -247,7 +247,10 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
     one = with_declared(one, about)
     if not one.native and not two.native:
         one = Source.of(
-            one, weights=about.get("weights"), weights_dtype=about.get("weights_dtype", "")
+            one,
+            weights=about.get("weights"),
+            weights_dtype=about.get("weights_dtype", ""),
+            adapters=about.get("adapters"),
         )  # ``Source.of`` raises an error if the user gave weights
     if two.native:
         first = one.open()

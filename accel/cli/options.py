@@ -36,6 +36,11 @@ _weights_dtype = click.option(
     help="Round the weights of --weights or of a run folder: bfloat16 or float16. Default: the float32 master weights, "
     "if the training kept them.",
 )
+_adapters = click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    help="The folder of a LoRA adapter that PEFT wrote. It is merged into the weights.",
+)
 _dim = click.option(
     "--dim",
     "dims",
@@ -105,6 +110,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @_input
     @_weights
     @_weights_dtype
+    @_adapters
     @_dim
     @_graph_inputs
     @_graph_outputs
@@ -118,6 +124,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         inputs: tuple[str, ...],
         weights: Path | None,
         weights_dtype: str,
+        adapters: Path | None,
         dims: tuple[str, ...],
         graph_inputs: tuple[str, ...],
         graph_outputs: tuple[str, ...],
@@ -131,6 +138,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "inputs": inputs or None,
             "weights": weights,
             "weights_dtype": weights_dtype,
+            "adapters": adapters,
             "dims": read_dims(dims) or None,
             "graph_inputs": read_names(graph_inputs),
             "graph_outputs": read_names(graph_outputs),

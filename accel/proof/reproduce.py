@@ -120,6 +120,8 @@ def _source(manifest: Manifest) -> Artifact:
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     if rounded := source.get("weights_dtype"):
         arguments["weights_dtype"] = rounded
+    if adapters := source.get("adapters"):
+        arguments["adapters"] = adapters["path"]
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims

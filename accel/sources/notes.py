@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from accel.artifact import Artifact
 from accel.signature import Signature
@@ -20,8 +21,18 @@ def source_notes(artifact: Artifact) -> list[str]:
         integers_note(artifact.signature),
         _renaming_note(artifact),
         _placeholder_note(artifact),
+        _adapter_note(artifact),
     )
     return [note for note in notes if note]
+
+
+def _adapter_note(artifact: Artifact) -> str | None:
+    """Returns a note about the adapter that was merged into the weights, or None if there is none."""
+    found: Mapping[str, Any] | None = artifact.source.get("adapters")
+    if not found:
+        return None
+    whole = f" and {found['replaced']} whole weights" if found["replaced"] else ""
+    return f"the adapter {found['path']} is merged into {found['modules']} layers{whole} (error {found['rel_l2']:.1g})"
 
 
 def _placeholder_note(artifact: Artifact) -> str | None:

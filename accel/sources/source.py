@@ -45,6 +45,7 @@ class SourceOptions(TypedDict, total=False):
     inputs: Inputs | None
     weights: str | Path | None
     weights_dtype: str
+    adapters: str | Path | None
     dims: Dims | None
     graph_inputs: Sequence[str]
     graph_outputs: Sequence[str]
@@ -77,8 +78,8 @@ class Source:
     an input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for
     the module of a factory. accel takes the float32 master weights if a checkpoint or a run folder has them.
     ``weights_dtype`` rounds the weights of both to ``"bfloat16"`` or ``"float16"``, which are the weights that the
-    training computed with. ``dims`` are the ranges of dynamic
-    dims as (min, opt, max) or (min, opt, max, step).
+    training computed with. ``adapters`` is the folder of a LoRA adapter that PEFT wrote, which is merged into the
+    weights of a PyTorch model. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
@@ -94,6 +95,7 @@ class Source:
     inputs: Inputs | None = None
     weights: str | Path | None = None
     weights_dtype: str = ""
+    adapters: str | Path | None = None
     dims: Dims | None = None
     graph_inputs: Sequence[str] = ()
     graph_outputs: Sequence[str] = ()
@@ -217,7 +219,7 @@ class Source:
         if form is not None or found or not self.native:
             self._refuse(_WEIGHTS, "has its own weights")
         if form is not None or not self.native:
-            self._refuse(("decoder",), "is no PyTorch model")
+            self._refuse(("decoder", "adapters"), "is no PyTorch model")
         if form is not None:
             return self._open_tensorflow()
         if self.native:
@@ -233,12 +235,13 @@ class Source:
                     inputs=self.inputs,
                     weights=weights,
                     weights_dtype=self.weights_dtype,
+                    adapters=Path(self.adapters) if self.adapters else None,
                     dims=dims,
                     like=like,
                     decoder=bool(self.decoder),
                 )
             except MadeByTensorFlow:
-                self._refuse(_WEIGHTS, "is a model of TensorFlow, which has its own weights")
+                self._refuse((*_WEIGHTS, "adapters"), "is a model of TensorFlow, which has its own weights")
                 return self._open_tensorflow()
         return self._open_file()
 
@@ -340,7 +343,7 @@ def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
 
 
 _WEIGHTS = ("weights", "weights_dtype")
-_BASIC = ("inputs", *_WEIGHTS, "dims", "decoder")
+_BASIC = ("inputs", *_WEIGHTS, "adapters", "dims", "decoder")
 
 
 def check_name(path: Path) -> None:

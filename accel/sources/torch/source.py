@@ -50,6 +50,7 @@ def open_torch(
     inputs: Inputs | None = None,
     weights: Path | None = None,
     weights_dtype: str = "",
+    adapters: Path | None = None,
     dims: Dims | None = None,
     like: Callable[[], Signature] | None = None,
     decoder: bool = False,
@@ -59,14 +60,15 @@ def open_torch(
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
     folder, a folder that ``accel train`` wrote, or a Hugging Face Hub model at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
-    the factory's module. ``weights_dtype`` rounds these weights, or the weights of a run folder. ``like`` is a function
-    that returns the signature of another version of the model. ``like`` is called if neither ``spec`` nor ``inputs``
-    declares the inputs. With ``decoder``, the model gets a KV cache as inputs and outputs.
+    the factory's module. ``weights_dtype`` rounds these weights, or the weights of a run folder. ``adapters`` is the
+    folder of a LoRA adapter, which is merged into the model. ``like`` is a function that returns the signature of
+    another version of the model. ``like`` is called if neither ``spec`` nor ``inputs`` declares the inputs. With
+    ``decoder``, the model gets a KV cache as inputs and outputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
-    found = find(spec, weights, weights_dtype)
+    found, adapted = _adapted(find(spec, weights, weights_dtype), adapters)
     found = as_decoder(found) if decoder else found
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
@@ -141,6 +143,7 @@ def open_torch(
             "spec": spec,
             "weights": str(weights) if weights else None,
             **({"weights_dtype": weights_dtype} if weights_dtype else {}),
+            **({"adapters": adapted} if adapted else {}),
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
             **({"bounds": words} if words else {}),
@@ -174,7 +177,9 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     if sha256 not in _opened:
         weights = artifact.source.get("weights")
         rounded = artifact.source.get("weights_dtype", "")
-        module = find(artifact.source["spec"], Path(weights) if weights else None, rounded).module.eval()
+        adapters = artifact.source.get("adapters")
+        found = find(artifact.source["spec"], Path(weights) if weights else None, rounded)
+        module = _adapted(found, Path(adapters["path"]) if adapters else None)[0].module.eval()
         # The signature is known, so the dims of a decoder needn't be found again.
         _opened[sha256] = CachedDecoder(module).eval() if "decoder" in artifact.source else module
     return _opened[sha256]
@@ -229,6 +234,15 @@ def _precision(module: torch.nn.Module) -> str:
     kinds = [p.dtype for p in module.parameters() if p.is_floating_point()]
     main = max(set(kinds), key=kinds.count, default=torch.float32)
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
+
+
+def _adapted(found: Found, adapters: Path | None) -> tuple[Found, dict[str, Any]]:
+    """Merges the adapter into the model, if there is one. Returns the model and the facts about the adapter."""
+    if adapters is None:
+        return found, {}
+    from .pretrained.adapter import with_adapter
+
+    return with_adapter(found, adapters)
 
 
 # The suffixes of files that may be TorchScript. A file of weights alone gets an error that says so.

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadSource, InvalidModel
+from accel.spelling import option
 
 from ...nearby import no_model
 from ..found import Found
 
 MODULES = "modules.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 _CONFIG = "config.json"
 
 
@@ -29,6 +31,8 @@ def open_folder(folder: Path, name: str = "") -> Found:
         from .sentence_folder import open_sentence_encoder
 
         return open_sentence_encoder(folder, name)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise _has_adapter(folder)
     if not (folder / _CONFIG).is_file():
         raise BadSource(
             f"the model {name} has no config.json; give a folder written by save_pretrained or by accel train"
@@ -41,6 +45,23 @@ def open_folder(folder: Path, name: str = "") -> Found:
     from .transformers_folder import open_transformers
 
     return open_transformers(folder, name, config)
+
+
+def _has_adapter(folder: Path) -> BadSource:
+    """Returns the error for a folder with an adapter of PEFT. Only ``adapters`` says that it belongs to a model."""
+    if (folder / _CONFIG).is_file():
+        return BadSource(
+            f"{folder} holds a model and an adapter; move {ADAPTER_CONFIG} and adapter_model.* to a folder of their "
+            f"own, and give that with {option('adapters')} to merge them"
+        )
+    try:
+        base = read_json(folder / ADAPTER_CONFIG, dict).get("base_model_name_or_path")
+    except InvalidModel:
+        base = None
+    named = f", {base}," if isinstance(base, str) and 0 < len(base) < 200 else ""
+    return BadSource(
+        f"{folder} is an adapter, not a model; give its base model{named} and {option('adapters', str(folder))}"
+    )
 
 
 def read_json(path: Path, kind: type) -> Any:
