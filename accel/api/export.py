@@ -15,6 +15,7 @@ from accel.child import resolve
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
 from accel.optimizer.publish import check_no_decoder
 from accel.progress import shows_progress
+from accel.signature.decoder import Cache
 from accel.sources.source import Model, Source, SourceOptions, check_name, known_keywords
 from accel.spelling import option, options
 from accel.stage import Gate, StageConfig, run_stage
@@ -52,8 +53,9 @@ def export(
     computes the same outputs as ``source``. Without ``out``, the file stays in the cache for a week. An
     ``accel.Pipeline`` is exported to the folder ``out``, with a subfolder for each part, and is verified end to end. A
     model of transformers that generates text is exported to the folder ``out`` with its KV cache, in the form that
-    onnxruntime-genai and optimum read. ``decoder=False`` exports one pass without a cache instead, and
-    ``decoder=True`` exports a module of your own (see ``accel.sources.torch.decoder``).
+    onnxruntime-genai and optimum read, or with ``to="openvino"`` in the form of openvino-genai. ``decoder=False``
+    exports one pass without a cache instead, and ``decoder=True`` exports a module of your own (see
+    ``accel.sources.torch.decoder``).
 
     ``to`` is the format of the result (``onnx``, ``saved_model``, ``tflite``, ``ncnn``, ``openvino`` or ``torch``).
     Formats other than ``onnx`` are converted from the ONNX model and written to the folder ``out``.
@@ -84,15 +86,17 @@ def export(
             f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
-    from .decoder.export import export_decoder, is_decoder
+    from .decoder.export import export_decoder, export_stateful, is_decoder
 
-    as_decoder = not is_onnx and to == "onnx" and is_decoder(named, Path(out) if out is not None else None)
+    as_decoder = (
+        not is_onnx and to in ("onnx", "openvino") and is_decoder(named, Path(out) if out is not None else None)
+    )
     if as_decoder:
         named = replace(named, decoder=True)
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
-    if as_decoder:
+    if as_decoder or (to == "openvino" and named.decoder is not False and Cache.of(src.signature) is not None):
         with ExitStack() as stack, _limit_named(limit):
-            return export_decoder(
+            return (export_decoder if to == "onnx" else export_stateful)(
                 src,
                 named,
                 opset=opset or DEFAULT_OPSET,

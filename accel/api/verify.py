@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
 from accel.decoders.decoder import special_tokens
-from accel.decoders.proof import DecoderGate
+from accel.decoders.proof import DecoderGate, whole_logits
+from accel.decoders.replay import Replay
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
 from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
-from accel.signature.decoder import Cache, step_sizes
+from accel.signature.decoder import IDS, LOGITS, Cache, is_decoder, is_stateful, step_sizes
 from accel.sources.notes import integers_note
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, known_keywords, shared, with_declared
 from accel.spelling import option
@@ -142,8 +144,13 @@ def verify(
             raise UnsupportedHere(
                 f"{artifact.path} can't run on this machine; verify it on a machine with an NVIDIA GPU"
             )
+    stateful = is_stateful(second.signature)
+    if stateful and data is not None:
+        raise UsageError(
+            f"{second.path} keeps its cache between runs and takes texts of its own; leave out {option('data')}"
+        )
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
-    if names[0] != names[1]:
+    if names[0] != names[1] and not stateful:
         raise UsageError(
             f"the two models have different inputs: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
             "give two versions of one model"
@@ -153,11 +160,15 @@ def verify(
     cases: list[str] = []
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
+    for case, wanted, got in _whole_texts(first, second) if stateful else ():
+        found.append(compare(wanted, got))
+        cases.append(case)
+        errors.setdefault(LOGITS, []).append(sample_errors(wanted[LOGITS], got[LOGITS]))
     with (
         open_session(first, gate_runtime(first), PATIENT) as one,
         open_session(second, gate_runtime(second), PATIENT) as two,
     ):
-        for case, feeds in _feeds(first, second, Path(data) if data else None, samples):
+        for case, feeds in () if stateful else _feeds(first, second, Path(data) if data else None, samples):
             report("verify")
             try:
                 wanted, got = one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))
@@ -169,8 +180,14 @@ def verify(
             cases.append(case)
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
-    note = integers_note(_common(first, second)) if data is None else rounding_note(Path(data), first.signature)
-    if data is None and Cache.of(second.signature) is not None:
+    note = (
+        None
+        if stateful
+        else integers_note(_common(first, second))
+        if data is None
+        else rounding_note(Path(data), first.signature)
+    )
+    if data is None and is_decoder(second.signature):
         for result in DecoderGate(limit=limit, context=_context(first, second)).check(first, second):
             cases.append(result.case)
             if not result.passed:
@@ -206,7 +223,22 @@ def _context(first: Artifact, second: Artifact) -> int:
     for artifact in (first, second):
         if context := special_tokens(artifact).context:
             return context
-    return sum(second.signature.dims[dim].max for dim in step_sizes(second.signature, 1, 1))
+    cached = next(one for one in (second.signature, first.signature) if Cache.of(one) is not None)
+    return sum(cached.dims[dim].max for dim in step_sizes(cached, 1, 1))
+
+
+def _whole_texts(
+    first: Artifact, second: Artifact
+) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Yields the logits of whole texts for two decoders with different inputs, at the shapes of ``second``."""
+    from accel.proof.gates import PATIENT, case_name, gate_runtime
+
+    with ExitStack() as stack:
+        whole = whole_logits(first, stack)
+        session = stack.enter_context(open_session(second, gate_runtime(second), PATIENT))
+        for sizes in second.signature.cases():
+            ids = second.signature.inputs_at(sizes)[IDS]
+            yield case_name(sizes), {LOGITS: whole(ids)}, {LOGITS: Replay.of(session, len(ids)).step(ids)}
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:
@@ -256,7 +288,7 @@ def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Art
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))
     second = two.open()
-    if Cache.of(second.signature) is not None and one.native and one.form is None:
+    if is_decoder(second.signature) and one.native and one.form is None:
         one = replace(one, decoder=True)
     return one.open(like=partial(getattr, second, "signature")), second
 

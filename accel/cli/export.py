@@ -68,6 +68,8 @@ def command(
     .hdf5), a TFLite file, or a frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs.
     """
     from accel.api.export import export
+    from accel.decoders.tokenizer_ir import missing_ir
+    from accel.signature.decoder import is_stateful
 
     artifact = export(
         model,
@@ -79,6 +81,8 @@ def command(
     )
     for note in source_notes(artifact):
         click.echo(f"accel: note: {note}", err=True)
+    if is_stateful(artifact.signature) and (why := missing_ir(artifact.path.parent)):
+        click.echo(f"accel: note: {why}", err=True)
     if warning := training_note(artifact):
         click.echo(f"accel: warning: {warning}", err=True)
     body = {

@@ -15,7 +15,7 @@ from accel.runtimes.base import Session
 from accel.signature.decoder import IDS, LOGITS
 
 from .folder import GENAI_CONFIG
-from .replay import cache_of
+from .replay import bytes_a_token
 from .tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ class Decoder:
         self.artifact = artifact
         self._folder = folder or artifact.path.parent
         self.session = session
-        self.cache = cache_of(session.signature)
+        self.bytes_a_token = bytes_a_token(session)
         vocabulary = next(spec for spec in session.signature.outputs if spec.name == LOGITS).shape[-1]
         bounds = session.signature.input(IDS).range_at({})
         # A model may have more logits than rows in its table of tokens, because of padding.

@@ -1,4 +1,4 @@
-"""Writes the files beside an exported decoder that onnxruntime-genai, optimum and tokenizers read."""
+"""Writes the files beside an exported decoder that onnxruntime-genai, openvino-genai, optimum and tokenizers read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel.artifact import Artifact, beside
+from accel.artifact import Artifact, beside, manifest_path
 from accel.errors import CannotWrite
-from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, past_name, present_name
+from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, is_stateful, past_name, present_name
 from accel.spelling import option
+from accel.tables.kinds import KINDS, main_files
+
+from .tokenizer_ir import write_tokenizer_ir
 
 GENAI_CONFIG = "genai_config.json"
+# The main file of a decoder for openvino-genai.
+OPENVINO_GENAI = KINDS["openvino"].other_names[0]
 # The configs and the files of the tokenizer in a folder that transformers wrote.
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -29,10 +34,15 @@ _TYPES = frozenset(
 )  # fmt: skip
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ``CannotWrite`` if a file that accel did not make would be overwritten in ``folder``."""
+def check_folder(folder: Path, main: str | None = None) -> None:
+    """Raises ``CannotWrite`` if a file that accel did not make would be overwritten in ``folder``, or if the folder
+    holds the decoder in another form than the main file ``main``, if given."""
+    made = [name for name in main_files() if manifest_path(folder / name).is_file()]
+    other = [name for name in made if main is not None and name != main]
+    if other:
+        raise CannotWrite(f"{folder} holds a model in another form ({other[0]}); give another {option('out')}")
     for name in (GENAI_CONFIG, *_COPIED):
-        if (folder / name).exists() and not (folder / GENAI_CONFIG).is_file():
+        if (folder / name).exists() and not made and not (folder / GENAI_CONFIG).is_file():
             raise CannotWrite(
                 f"{folder / name} was not made by accel and would be overwritten; give another {option('out')}"
             )
@@ -40,13 +50,16 @@ def check_folder(folder: Path) -> None:
 
 def write_folder(artifact: Artifact, source: Path | None) -> None:
     """Writes genai_config.json beside the decoder ``artifact``, and copies the configs and the tokenizer of the folder
-    ``source``."""
+    ``source``. Beside an OpenVINO IR, writes the tokenizer's own IR instead of genai_config.json."""
     folder = artifact.path.parent
     if source is not None:
         for name in _COPIED:
             if (source / name).is_file():
                 with beside(folder / name) as temporary:
                     shutil.copyfile(source / name, temporary)
+    if is_stateful(artifact.signature):
+        write_tokenizer_ir(folder)
+        return
     with beside(folder / GENAI_CONFIG) as temporary:
         temporary.write_text(json.dumps(genai_config(artifact), indent=2) + "\n", encoding="utf-8")
 

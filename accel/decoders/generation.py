@@ -74,7 +74,7 @@ class Generation:
         import numpy as np
 
         sampler = Sampler(self.sampling, len(self.rows))
-        running = Replay(self.decoder.session, len(self.rows))
+        running = Replay.of(self.decoder.session, len(self.rows))
         active = list(self.rows)
         started = time.perf_counter()
         logits = running.step(*padded([row.tokens for row in active]))[:, -1]
@@ -202,7 +202,7 @@ def _check_room(decoder: Decoder, rows: Sequence[Row], most: int) -> None:
     context = decoder.tokens.context
     longest = max(row.prompt for row in rows) + most
     tokens = min(longest, context) if context is not None else longest
-    needed = 2 * tokens * len(rows) * decoder.cache.bytes_a_token()
+    needed = 2 * tokens * len(rows) * decoder.bytes_a_token
     room = available_memory()
     if room is not None and needed > room:
         raise UnsupportedHere(

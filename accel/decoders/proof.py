@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
@@ -88,15 +88,19 @@ class DecoderGate:
 
     The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
     errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
+    ``against`` is the reference instead of the stage's input.
     """
 
     name: str = "decoder"
     limit: float
     context: int
     seed: int = 0
+    against: Artifact | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        body = asdict(replace(self, against=None))
+        del body["against"]
+        return {**body, "against": self.against.digest} if self.against else body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
         """Returns a result for each scenario and for a greedy generation. ``passed`` is None if this machine can't run
@@ -112,10 +116,11 @@ class DecoderGate:
             ]  # fmt: skip
         import numpy as np
 
+        src = self.against or src
         texts = self._texts(src)
         asked = scenarios(self.context, padded=any(spec.name == MASK for spec in out.signature.inputs))
         with ExitStack() as stack:
-            whole = _whole(src, stack)
+            whole = whole_logits(src, stack)
             wanted = [*whole(np.stack(texts[:_TEXTS])), *whole(texts[_TEXTS][None])]
             with open_session(out, runtime, PATIENT) as session:
                 results = []
@@ -147,7 +152,7 @@ class DecoderGate:
         import numpy as np
 
         count = min(_GREEDY, self.context - len(text))
-        running = Replay(session, 1)
+        running = Replay.of(session, 1)
         logits = running.step(text[None])
         tokens = list(text)
         for _ in range(count):
@@ -179,7 +184,7 @@ def _replayed(session: Session, scenario: Scenario, texts: Sequence[np.ndarray])
         raise GateFailed(f"the decoder that the stage made fails at {scenario.name}: {one_line(error)}") from error
 
 
-def _whole(artifact: Artifact, stack: ExitStack) -> Whole:
+def whole_logits(artifact: Artifact, stack: ExitStack) -> Whole:
     """Returns a function that computes the logits of whole texts without a cache. A PyTorch model computes them by
     itself. Any other model starts with an empty cache."""
     if artifact.kind == "torch" and artifact.manifest is None:
@@ -191,4 +196,4 @@ def _whole(artifact: Artifact, stack: ExitStack) -> Whole:
         assert isinstance(module, CachedDecoder), "the source was opened as a decoder"
         return lambda ids: to_array(module.whole(to_tensor(ids))).astype("float32")
     session = stack.enter_context(open_session(artifact, gate_runtime(artifact), PATIENT))
-    return lambda ids: Replay(session, len(ids)).step(ids)
+    return lambda ids: Replay.of(session, len(ids)).step(ids)

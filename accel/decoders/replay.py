@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from accel.errors import BadSource
 from accel.runtimes.base import Session
 from accel.signature import Signature
-from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, reordered
+from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, is_stateful, reordered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,15 @@ class Replay:
         self._cache: Mapping[str, np.ndarray] = cache.empty(rows)
         self._mask = np.zeros((rows, 0), np.int64)
 
+    @staticmethod
+    def of(session: Session, rows: int) -> Replay:
+        """Returns the replay for the form of the decoder in ``session``."""
+        if not is_stateful(session.signature):
+            return Replay(session, rows)
+        from .stateful import StatefulReplay
+
+        return StatefulReplay(session, rows)
+
     def step(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         """Runs the next tokens ``ids`` [rows, count] and returns their logits [rows, count, vocabulary]. ``mask``
         [rows, count] has a 0 for each token that is padding."""
@@ -38,10 +47,14 @@ class Replay:
         count = ids.shape[1]
         self._mask = np.concatenate([self._mask, np.ones_like(ids) if mask is None else mask], axis=1)
         positions = np.maximum(self._mask.cumsum(axis=1) - 1, 0)[:, -count:]
-        feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions, **self._cache}
-        outputs = self._session.run({name: value for name, value in feeds.items() if name in self._takes})
-        self._cache = self._layout.after(outputs)
+        feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions}
+        outputs = self._run({name: value for name, value in feeds.items() if name in self._takes})
         return np.asarray(outputs[LOGITS], np.float32)
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        outputs = self._session.run({**feeds, **self._cache})
+        self._cache = self._layout.after(outputs)
+        return outputs
 
     def first_broken_layer(self) -> int | None:
         """Returns the first layer whose keys or values have a NaN or an infinity, or None if there is none."""
@@ -67,6 +80,16 @@ def cache_of(signature: Signature) -> Cache:
             "the decoder with accel export --decoder"
         )
     return cache
+
+
+def bytes_a_token(session: Session) -> int:
+    """Returns the number of bytes that a decoder's cache grows by for each token of a row. Raises ``BadSource`` if the
+    model is no decoder with a cache."""
+    if not is_stateful(session.signature):
+        return cache_of(session.signature).bytes_a_token()
+    from .stateful import state_bytes_a_token
+
+    return state_bytes_a_token(session)
 
 
 def padded(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +120,7 @@ def replay(
     assert sum(steps) == ids.shape[1], "the steps cover the longest text"
     found: list[np.ndarray] = []
     start = 0
-    running = Replay(session, len(texts))
+    running = Replay.of(session, len(texts))
     for number, size in enumerate(steps):
         if order is not None and number == 1:
             running.reorder(order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +24,7 @@ from accel.errors import (
     shortened,
 )
 from accel.machine import trim_memory
-from accel.signature import Feeds, IntegerRanges, numpy_dtype, shapes_of
+from accel.signature import Feeds, IntegerRanges, TensorSpec, numpy_dtype, shapes_of
 
 from .base import BaseSession, SessionOptions
 
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
 # bfloat16.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
+_PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention")
 # OpenVINO's Python API takes tensors of these dtypes only as integers with the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
+
+
+Steps = Callable[[Feeds], "dict[str, np.ndarray]"]
 
 
 @dataclass
@@ -72,6 +77,7 @@ class OpenVinoSession(BaseSession):
         self._settings = _settings(options, self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         self._load()
         model, signature = self._model, artifact.signature
+        self.keeps_state = bool(model.create_infer_request().query_state())
         self._inputs = self._placed(model.inputs, [spec.name for spec in signature.inputs])
         self._outputs = self._placed(model.outputs, [spec.name for spec in signature.outputs])
         self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
@@ -119,17 +125,65 @@ class OpenVinoSession(BaseSession):
             held = [self._tensor(name, feeds[name]) for name in self._inputs]
             for index, (tensor, _) in zip(self._inputs.values(), held, strict=True):
                 request.set_input_tensor(index, tensor)
-            if self._waits:
-                request.start_async()
-                request.wait()
-            else:
-                request.infer(None)
+            if self.keeps_state:
+                request.reset_state()
+            self._infer(request)
             slot.held = held
             return self._outputs_of(request)
         except RuntimeError as error:
             raise self._failed(error, feeds) from error
         finally:
             free.put(slot)
+
+    def _infer(self, request: Any) -> None:
+        if self._waits:
+            request.start_async()
+            request.wait()
+        else:
+            request.infer(None)
+
+    def steps(self) -> Steps:
+        """Returns a function that runs the next step of a model with a state, such as a KV cache. The state is empty at
+        first, and belongs to this function alone. The feeds aren't checked, because the signature describes runs that
+        begin with an empty state."""
+        self._ready()
+        request = self._model.create_infer_request()
+
+        def step(feeds: Feeds) -> dict[str, np.ndarray]:
+            held = [self._tensor(name, feeds[name]) for name in self._inputs]
+            for index, (tensor, _) in zip(self._inputs.values(), held, strict=True):
+                request.set_input_tensor(index, tensor)
+            try:
+                self._infer(request)
+            except RuntimeError as error:
+                raise self._failed(error, feeds) from error
+            return self._outputs_of(request)
+
+        return step
+
+    def state(self) -> list[TensorSpec]:
+        """Returns the name, dtype and shape of each part of the state. A dim of any size is called ``any``."""
+        model = self._core.read_model(str(self.artifact.path))
+        rows = sorted((one.get_info() for one in model.get_variables()), key=lambda row: row.variable_id)
+        return [
+            TensorSpec(
+                row.variable_id,
+                np.dtype(row.data_type.to_dtype()).name,
+                tuple(size.get_length() if size.is_static else "any" for size in row.data_shape),
+            )
+            for row in rows
+        ]
+
+    def computed_in(self) -> Mapping[str, int]:
+        """Returns how many matrix products the compiled model computes in each of OpenVINO's precisions, such as
+        ``f32`` or ``bf16``."""
+        found: dict[str, int] = {}
+        for node in self._model.get_runtime_model().get_ops():
+            about = node.get_rt_info()
+            if about["layerType"].astype(str) in _PRODUCTS:
+                name = about["runtimePrecision"].astype(str)
+                found[name] = found.get(name, 0) + 1
+        return found
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
         """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
@@ -160,6 +214,8 @@ class OpenVinoSession(BaseSession):
                 slot.held = [self._tensor(name, feeds[name]) for name in self._inputs]
                 for index, (tensor, _) in zip(self._inputs.values(), slot.held, strict=True):
                     slot.request.set_input_tensor(index, tensor)
+                if self.keeps_state:
+                    slot.request.reset_state()
                 slot.request.start_async()
             while under_way:
                 self._finish_one(requests, under_way, found, free)
@@ -259,6 +315,8 @@ def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, 
     settings: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY" if options.streams == 1 else "THROUGHPUT",
         "INFERENCE_PRECISION_HINT": _HINTS[options.precision],
+        # By default, a KV cache is rounded to 8 bits.
+        "KV_CACHE_PRECISION": _HINTS[options.precision],
     }
     if options.threads:
         settings["INFERENCE_NUM_THREADS"] = options.threads

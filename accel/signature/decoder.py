@@ -1,6 +1,6 @@
 """Defines the names of a decoder's inputs and outputs, and finds the KV cache in a signature.
 
-The names are those of onnxruntime-genai and optimum.
+The names are those of onnxruntime-genai, openvino-genai and optimum.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 IDS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 PARTS = ("key", "value")
+# The order of the rows of a cache that the runtime keeps. Only stateful decoders have this input.
+BEAMS = "beam_idx"
 # The dims of a decoder's inputs: the tokens in the cache, the new tokens, and both together.
 PAST, SEQUENCE = "past", "sequence"
 TOTAL = f"{PAST}+{SEQUENCE}"
@@ -88,6 +90,17 @@ class Cache:
     def bytes_a_token(self) -> int:
         """Returns the number of bytes that the cache grows by for each token of a row."""
         return sum(_size(spec, 1) * _size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in self.past)
+
+
+def is_stateful(signature: Signature) -> bool:
+    """Tells whether the model is a decoder whose runtime keeps the KV cache between runs."""
+    inputs, outputs = ({spec.name for spec in specs} for specs in (signature.inputs, signature.outputs))
+    return {IDS, BEAMS} <= inputs and LOGITS in outputs
+
+
+def is_decoder(signature: Signature) -> bool:
+    """Tells whether the model is a decoder with a KV cache, as inputs and outputs or in the runtime."""
+    return Cache.of(signature) is not None or is_stateful(signature)
 
 
 def step_sizes(signature: Signature, new: int, past: int) -> dict[str, int]:

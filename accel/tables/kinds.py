@@ -17,8 +17,9 @@ class Kind:
     ``reader`` is None for a kind that can't be read without its hardware. ``mend`` is the import string of a function
     that corrects wrong output shapes in a file. The function ``mend`` runs the model in the file, and corrects the
     shapes if the file has no other fault. ``export_as`` is the value of ``accel export --to``, or None if the kind
-    can't be exported. ``framework`` is True for a framework's own format, such as PyTorch's ``.pt2``. A file in a
-    framework's format is a source if the file has no manifest.
+    can't be exported. ``other_names`` lists the names that other tools give to the main file. ``framework`` is True for
+    a framework's own format, such as PyTorch's ``.pt2``. A file in a framework's format is a source if the file has no
+    manifest.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Kind:
     mend: str | None = None
     companions: tuple[str, ...] = ()
     export_as: str | None = None
+    other_names: tuple[str, ...] = ()
     framework: bool = False
 
     @property
@@ -65,6 +67,7 @@ KINDS: dict[str, Kind] = {
             reader="accel.converters.graph.read_back:openvino",
             companions=(".bin",),
             export_as="openvino",
+            other_names=("openvino_model.xml",),
         ),
         # The kind ``engine`` has no reader, because an engine can be opened only on its own GPU.
         Kind(name="engine", main_file="model.engine", runtimes=("tensorrt", "tensorrt-rtx")),
@@ -125,7 +128,7 @@ def artifact_suffixes() -> tuple[str, ...]:
 
 def main_files() -> tuple[str, ...]:
     """Returns the names of main files, in the order in which accel looks for them in a folder."""
-    return tuple(kind.main_file for kind in KINDS.values())
+    return tuple(name for kind in KINDS.values() for name in (kind.main_file, *kind.other_names))
 
 
 def export_formats() -> dict[str, Kind]:

@@ -147,6 +147,15 @@ STAGES: tuple[Stage, ...] = (
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
+        name="stateful_from_onnx",
+        function="accel.converters.to_openvino.stateful_from_onnx:stateful_from_onnx",
+        config="accel.converters.to_openvino.stateful_from_onnx:StatefulFromOnnxConfig",
+        takes=("onnx",),
+        gives="openvino",
+        packages=("onnx", "openvino"),
+        may_change=frozenset({"opset", "ir", "interface"}),
+    ),
+    Stage(
         name="ncnn_from_onnx",
         function="accel.converters.to_others.ncnn_from_onnx:ncnn_from_onnx",
         config="accel.converters.to_others.ncnn_from_onnx:NcnnFromOnnxConfig",

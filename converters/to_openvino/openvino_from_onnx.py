@@ -15,7 +15,7 @@ from accel.child import run_in_child
 from accel.errors import BuildFailed, CannotWrite, ChildCrashed, shortened
 from accel.progress import report
 from accel.runtimes.openvino import reason
-from accel.signature import TensorSpec
+from accel.signature import Signature, TensorSpec
 from accel.sources.onnx.file import describe as describe_onnx
 from accel.sources.onnx.file import external_files, read_without_weights
 from accel.spelling import option
@@ -24,6 +24,7 @@ from accel.stage import StageConfig
 from ..graph.read_ir import RT_INFO, describe, load_openvino
 from .reductions import keep_reduced_dims
 from .softmax_guard import remove_softmax_guards
+from .state import make_stateful
 
 _WITH_GRAPH = re.compile(r"-- (Loop|Scan|If)-\d+ with a message: *(.*?)(?= -- | Summary: |$)")
 
@@ -45,9 +46,25 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model. Raises ``MissingExtra`` if OpenVINO isn't
     installed.
     """
-    _, declared = describe_onnx(src.path)
+    notes = write_ir(src, out, src.signature)
+    signature, found = describe(out)
+    ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
+    return Artifact(
+        path=out,
+        kind="openvino",
+        signature=signature.with_dims(ranges),
+        properties={"precision": describe_onnx(src.path)[1]["precision"]} | found,
+        notes=notes,
+        companions=(out.with_suffix(".bin").name,),
+    )
+
+
+def write_ir(src: Artifact, out: Path, signature: Signature, *, stateful: bool = False) -> dict[str, Any]:
+    """Writes the IR of ``src`` to ``out`` and its weights beside it, in a child process, and returns the notes. The IR
+    records the names of ``signature``. With ``stateful``, the runtime keeps the KV cache. Raises the errors of the
+    stage."""
+    describe_onnx(src.path)
     external_files(read_without_weights(src.path))  # raises if weights are outside the model's folder
-    weights = out.with_suffix(".bin")
     report("openvino_from_onnx: converting")
     try:
         # Both files are first written to a temporary folder. The .xml is moved last, because it refers to the .bin.
@@ -57,10 +74,12 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
                 "accel.converters.to_openvino.openvino_from_onnx:convert",
                 path=src.path,
                 out=inside,
-                names={"inputs": _names(src.signature.inputs), "outputs": _names(src.signature.outputs)},
+                names={"inputs": _names(signature.inputs), "outputs": _names(signature.outputs)},
+                stateful=stateful,
             )
-            inside.with_suffix(".bin").replace(weights)
+            inside.with_suffix(".bin").replace(out.with_suffix(".bin"))
             inside.replace(out)
+            return notes
     except ChildCrashed as error:
         raise IrNotBuilt(
             f"OpenVINO died while converting {src.path.name} ({error}); simplify the model or export it with "
@@ -70,23 +89,13 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
         raise CannotWrite(
             f"can't write the file {out} ({error.strerror or error}); choose another {option('out')}"
         ) from error
-    signature, found = describe(out)
-    ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
-    return Artifact(
-        path=out,
-        kind="openvino",
-        signature=signature.with_dims(ranges),
-        properties={"precision": declared["precision"]} | found,
-        notes=notes,
-        companions=(weights.name,),
-    )
 
 
 def _names(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
     return [{"name": spec.name, "dims": list(spec.shape)} for spec in specs]
 
 
-def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | int]:
+def convert(path: Path, out: Path, names: Mapping[str, Any], stateful: bool = False) -> dict[str, str | int]:
     """Converts ``path`` to an IR that records ``names``, and returns the notes. Runs in the child process."""
     ov = load_openvino()
     try:
@@ -95,6 +104,8 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
         raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
     guards = remove_softmax_guards(model)
     reductions = keep_reduced_dims(model)
+    if stateful:
+        make_stateful(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
     try:
         ov.save_model(model, str(out), compress_to_fp16=False)

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.decoders.folder import check_folder, write_folder
+from accel.decoders.decoder import special_tokens
+from accel.decoders.folder import OPENVINO_GENAI, check_folder, write_folder
 from accel.decoders.proof import PADDED, DecoderGate
 from accel.errors import BadSource, StageFailed
 from accel.optimizer.publish import check_out
-from accel.signature.decoder import POSITIONS
+from accel.signature.decoder import POSITIONS, step_sizes
 from accel.sources.source import Source
 from accel.spelling import option
+from accel.stage import run_stage
 from accel.tables.kinds import KINDS
+from accel.tables.limits import EXPORT_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
 
@@ -66,15 +69,43 @@ def export_decoder(
 
     Raises the errors of ``accel.export``, and ``CannotWrite`` if a file that accel did not make would be overwritten.
     """
+    main = KINDS["onnx"].main_file
     check_out(folder, source.text)
-    check_folder(folder)
-    allowed = limit or usual_limit(src)
-    gates = decoder_gates(src, allowed)
-    out = folder / KINDS["onnx"].main_file
+    check_folder(folder, main)
+    made = _onnx(src, opset, simplify, limit, cache, folder / main)
+    write_folder(made, source.folder)
+    return made
+
+
+def _onnx(
+    src: Artifact, opset: int, simplify: bool, limit: float | None, cache: StageCache, out: Path | None
+) -> Artifact:
+    gates = decoder_gates(src, limit or usual_limit(src))
     try:
-        made = to_onnx(src, to_onnx_config("torch", opset=opset), simplify, limit, cache, out, gates)
+        return to_onnx(src, to_onnx_config("torch", opset=opset), simplify, limit, cache, out, gates)
     except StageFailed:
         _check_own_cache(src, gates[0])
         raise
+
+
+def export_stateful(
+    src: Artifact, source: Source, *, opset: int, simplify: bool, limit: float | None, cache: StageCache, folder: Path
+) -> Artifact:
+    """Exports the opened decoder ``src`` to ``folder`` as an OpenVINO IR that keeps the cache in the runtime, in the
+    form of openvino-genai. ``src`` is a PyTorch model, or an ONNX decoder with a cache.
+
+    The IR is compared with ``src`` itself. Raises the errors of ``export_decoder``.
+    """
+    from accel.converters.to_openvino.stateful_from_onnx import StatefulFromOnnxConfig
+
+    main = OPENVINO_GENAI
+    check_out(folder, source.text)
+    check_folder(folder, main)
+    cached = src if src.kind == "onnx" else _onnx(src, opset, simplify, limit, cache, None)
+    context = special_tokens(src).context or sum(src.signature.dims[dim].max for dim in step_sizes(src.signature, 1, 1))
+    allowed = limit or EXPORT_LIMITS.get(src.properties.get("precision", "fp32"), EXPORT_LIMITS["fp32"])
+    gate = DecoderGate(limit=allowed, context=context, against=src)
+    config = StatefulFromOnnxConfig()
+    made = run_stage("stateful_from_onnx", cached, config, gates=[gate], out=folder / main, cache=cache)
     write_folder(made, source.folder)
     return made

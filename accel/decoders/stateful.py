@@ -1,0 +1,84 @@
+"""Feeds texts through a decoder whose runtime keeps the KV cache between runs, as openvino-genai does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import TYPE_CHECKING
+
+from accel.errors import GateFailed, UnsupportedHere
+from accel.runtimes.base import Session
+from accel.runtimes.openvino import OpenVinoSession
+from accel.signature import numpy_dtype
+from accel.signature.decoder import BEAMS
+
+from .replay import Replay
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The precisions of matrix products that round more than float32 does.
+_ROUNDED = ("bf16", "f16")
+
+
+class StatefulReplay(Replay):
+    """Holds the mask and the order of the rows of a batch. The runtime holds the cache.
+
+    Raises ``GateFailed`` if the session was opened in float32 and computes a matrix product with fewer bits.
+    """
+
+    def __init__(self, session: Session, rows: int) -> None:
+        import numpy as np
+
+        opened = _openvino(session)
+        if opened.options.precision == "fp32":
+            check_float32(opened)
+        self._takes = {spec.name for spec in session.signature.inputs}
+        self._mask = np.zeros((rows, 0), np.int64)
+        self._next = opened.steps()
+        self._order = np.arange(rows, dtype=np.int32)
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        import numpy as np
+
+        outputs = self._next({**feeds, BEAMS: self._order})
+        self._order = np.arange(len(self._order), dtype=np.int32)
+        return outputs
+
+    def reorder(self, rows: Iterable[int]) -> None:
+        """Puts the rows of the cache into a new order at the next step. A row may be repeated."""
+        order = list(rows)
+        self._order = self._order[order]
+        self._mask = self._mask[order]
+
+    def first_broken_layer(self) -> int | None:
+        """Returns None, because the cache is in the runtime."""
+        return None
+
+
+def check_float32(session: OpenVinoSession) -> None:
+    """Raises ``GateFailed`` if a matrix product is computed with fewer bits than float32. On CPUs with bfloat16, this
+    is OpenVINO's default."""
+    found = session.computed_in()
+    if rounded := [name for name in found if name in _ROUNDED]:
+        raise GateFailed(
+            f"OpenVINO computes {found[rounded[0]]} matrix products of {session.artifact.path} in {rounded[0]} instead "
+            "of float32; open it with the precision bf16 if that is what you want"
+        )
+
+
+def state_bytes_a_token(session: Session) -> int:
+    """Returns the number of bytes that the state grows by for each token of a row."""
+    rows = _openvino(session).state()
+    return sum(
+        prod(size for size in spec.shape if isinstance(size, int)) * numpy_dtype(spec.dtype).itemsize for spec in rows
+    )
+
+
+def _openvino(session: Session) -> OpenVinoSession:
+    if not isinstance(session, OpenVinoSession) or not session.keeps_state:
+        raise UnsupportedHere(
+            f"the decoder takes {BEAMS}, so its runtime keeps the cache, but {session!r} keeps none; export it to "
+            "OpenVINO again"
+        )
+    return session
