@@ -293,6 +293,10 @@ def is_transformer(model: onnx.ModelProto) -> bool:
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
+# NNCF copies the model several times, but not weights in a second file. NNCF gets the weights of a model over this size
+# in a second file. For BERT-base, NNCF then needs 2.8 instead of 4.4 GiB of memory, and its result doesn't change.
+_APART_BYTES = 64 << 20
+
 # NNCF's error message if the ends of a range are NaN.
 _NO_RANGE = "only support input_high == output_high"
 
@@ -304,7 +308,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     """
     from ..graph.write import write_onnx
 
-    write_onnx(model, task.path)
+    write_onnx(model, task.path, limit=_APART_BYTES if task.config.form == "openvino" else None)
     environment = {"TMPDIR": str(task.path.parent), "NNCF_CI": "1"}  # NNCF_CI: no telemetry
     try:
         # ONNX Runtime's shape inference leaves files in the working folder. No quantizer needs torch.

@@ -11,10 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
+from accel.converters.quantize import stage
 from accel.converters.quantize.stage import QuantizeConfig, Task, make_task, run_task
 from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.runtimes.base import open_session
-from accel.sources.onnx.file import open_onnx
+from accel.sources.onnx.file import open_onnx, read_proto
 from accel.sources.onnx.weights import read_detached
 from accel.stage import run_stage
 from tests.support.cpu_features import needs_vnni
@@ -101,3 +102,32 @@ def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None
         task = make_task(src, QuantizeConfig(form="openvino", data=data, samples=count), model, folder)
         peaks.append(run_task(f"{__name__}:peak_of_nncf", task, model))
     assert peaks[1] - peaks[0] < 20, peaks
+
+
+@pytest.mark.slow
+def test_nncf_copies_no_large_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if NNCF copies weights that it gets in a second file, or if their place changes the result. NNCF copies
+    weights inside the model at least four times."""
+    rng = np.random.default_rng(4)
+    names = ("first", "second", "third")
+    weights = [numpy_helper.from_array(rng.standard_normal((2048, 2048)).astype(np.float32), name) for name in names]
+    values = ["x", *(f"{name}_out" for name in names[:-1]), "y"]
+    nodes = [
+        helper.make_node("MatMul", [values[at], name], [values[at + 1]], name=f"{name}_product")
+        for at, name in enumerate(names)
+    ]
+    taken, given = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2048]) for name in ("x", "y"))
+    graph = helper.make_graph(nodes, "products", [taken], [given], weights)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    src, peaks, made = open_onnx(path), [], []
+    for limit in (1 << 40, 0):
+        monkeypatch.setattr(stage, "_APART_BYTES", limit)
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        model = read_detached(src.path)
+        task = make_task(src, QuantizeConfig(form="openvino"), model, folder)
+        peaks.append(run_task(f"{__name__}:peak_of_nncf", task, model))
+        made.append(read_proto(task.out, weights=True).SerializeToString(deterministic=True))
+    assert peaks[0] - peaks[1] > 3 * path.stat().st_size >> 20, peaks
+    assert made[0] == made[1]
