@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, Unpack
 
 from accel.cache import StageCache
 from accel.optimizer.budget import Budget
+from accel.optimizer.earlier import Earlier
 from accel.optimizer.judge.comparison import Metric
 from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.request import OptimizeRequest
@@ -150,7 +151,7 @@ def optimize(
     machine. Raises ``NothingPassed`` if the target can't run here and no candidate has correct outputs.
     """
     named = Source.of(model, **about)
-    if is_decoder(named, None) and data is None and eval_data is None:
+    if data is None and eval_data is None and is_decoder(named, None):
         named = replace(named, decoder=True)
     with ExitStack() as stack:
         cache = open_cache(stack, use_cache)
@@ -190,6 +191,9 @@ def optimize(
         if not _makes_decoder(named):
             check_no_decoder(request.out)
         check_writable(request.out / REPORT)
+        earlier = Earlier.of(request, cache)
+        if (done := earlier.publish()) is not None:
+            return Optimized.of(*done)
         chosen_metric = request.loaded_metric()
         budget = Budget(request.budget_seconds, thorough=thorough)
         opened = _opened(request, cache, budget)
@@ -199,7 +203,9 @@ def optimize(
             return Optimized.of(
                 optimize_pipeline(request, opened.artifact, chosen_metric, cache, budget), opened.source
             )
-        return Optimized.of(run(request, opened, chosen_metric, cache, budget), opened.source)
+        result = run(request, opened, chosen_metric, cache, budget)
+        earlier.remember(result, opened.source, budget)
+        return Optimized.of(result, opened.source)
 
 
 def _makes_decoder(source: Source) -> bool:
