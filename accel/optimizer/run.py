@@ -41,9 +41,15 @@ from .search import Search
 from .stage_options import without_effect
 
 SOURCE_NAME = "source"
+_ON_DATA = "running the source on the data"
 
-# The number of samples on which the model runs before any candidate is made, if there are no calibration samples.
+# The number of samples on which the model runs before it is measured, if there are no calibration samples.
 _CHECKED_SAMPLES = 64
+# The number of samples on which a model of at least ``_LARGE_MEGABYTES`` runs before any candidate is made. The model
+# runs on the other samples before the first candidate that is calibrated on them, because it may take a minute for
+# them. A first result then comes earlier.
+_CHECKED_FIRST = 8
+_LARGE_MEGABYTES = 100.0
 
 
 class Opened(Protocol):
@@ -90,7 +96,10 @@ def run(
     if not request.thorough:
         made = costs.in_order(made)
     judge, request = judge_for(request, src, metric, samples)
-    warnings = _check_source(request, opened, judge, samples, cache, budget)
+    data_check = DataCheck(
+        request=request, opened=opened, judge=judge, samples=samples or _CHECKED_SAMPLES, cache=cache, budget=budget
+    )
+    data_check.begin()
     source = source_row(src, judge, request.cores)
     search = Search(
         source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
@@ -104,14 +113,16 @@ def run(
 
     rows: list[CandidateResult] = []
     first = FirstResult(search=search, budget=budget, publish=publish_first, expected=costs.expectations(made))
-    _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first)
+    _attempts(request, src, made, for_recipes, judge, cache, budget, rows, first, data_check)
+    data_check.finish()
     notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
     outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
     costs.remember(rows)
     rows += outcome.varied
     candidates = [source, *rows, *(not_tried(item) for item in left_out)]
     late = budget.note([row.name for row in rows if row.out_of_time])
-    warnings += [
+    warnings = [
+        *data_check.warnings(),
         seen_note(rows, judge),
         "" if budget.chosen_by_accel else late,
         without_effect(src, for_recipes.quantize),
@@ -191,20 +202,49 @@ def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream
     )
 
 
-def _check_source(
-    request: OptimizeRequest, opened: Opened, judge: Judge, samples: int, cache: StageCache, budget: Budget
-) -> list[str]:
-    """Runs the source on the data before any candidate is made. Returns warnings, some of which may be empty.
+@dataclass(kw_only=True)
+class DataCheck:
+    """Runs the source on ``samples`` samples of the data.
 
-    Raises ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
+    Every call may raise ``BadData`` if the source can't run on a sample, and ``UsageError`` if the metric fails.
     """
-    # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file that the user gives
-    # has no source to compare with. In addition, ``judge.check`` runs every source on the samples for judging.
-    real = request.data or (request.eval_data if opened.source else None)
-    with budget.spending("running the source on the data"):
-        apart, nan = opened.check(real, samples or _CHECKED_SAMPLES, cache) if real else ("", "")
-        judge.check(cache)
-        return [apart, judge.nan_note() or nan]
+
+    request: OptimizeRequest
+    opened: Opened
+    judge: Judge
+    samples: int
+    cache: StageCache
+    budget: Budget
+    _found: tuple[str, str] = ("", "")
+    _checked: int = 0
+
+    def begin(self) -> None:
+        """Runs the source on the data before any candidate is made. Leaves out most calibration samples if the model is
+        large, unless the search is thorough."""
+        large = megabytes(self.opened.artifact) >= _LARGE_MEGABYTES and not self.request.thorough
+        self._run(min(self.samples, _CHECKED_FIRST) if large else self.samples)
+        # In addition, every source runs on the samples for judging.
+        with self.budget.spending(_ON_DATA):
+            self.judge.check(self.cache)
+            self.judge.nan_note()
+
+    def finish(self) -> None:
+        """Runs the source on the samples that ``begin`` left out."""
+        if self._checked < self.samples:
+            self._run(self.samples)
+
+    def warnings(self) -> list[str]:
+        """Returns warnings, some of which may be empty."""
+        apart, nan = self._found
+        return [apart, self.judge.nan_note() or nan]
+
+    def _run(self, samples: int) -> None:
+        # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file that the user
+        # gives has no source to compare with.
+        real = self.request.data or (self.request.eval_data if self.opened.source else None)
+        with self.budget.spending(_ON_DATA):
+            self._found = self.opened.check(real, samples, self.cache) if real else ("", "")
+        self._checked = samples
 
 
 def _attempts(
@@ -217,11 +257,15 @@ def _attempts(
     budget: Budget,
     rows: list[CandidateResult],
     first: FirstResult,
+    data_check: DataCheck,
 ) -> None:
     """Makes and judges every candidate, and adds them to ``rows``. Starts a mixed-precision search for each int8
-    candidate whose outputs differ too much (``over_budget``). ``first`` publishes a first result."""
+    candidate whose outputs differ too much (``over_budget``). ``first`` publishes a first result. ``data_check``
+    runs the source on all calibration samples before the first candidate that is calibrated."""
 
     def tried(recipe: Recipe) -> None:
+        if recipe.search or any(getattr(step.config, "data", None) is not None for step in recipe.stages):
+            data_check.finish()
         rows.append(attempt(recipe, src, request.data, judge, request.max_drop, cache, budget))
         if not request.thorough:
             first.look(rows)

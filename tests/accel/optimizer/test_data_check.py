@@ -1,0 +1,57 @@
+"""Proves that the source runs on all calibration samples before a candidate is calibrated on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import BadData
+from accel.optimizer import run as module
+from tests.support.onnx_builder import FLOAT, INT64, artifact, node, save_data
+
+COUNT, BAD = 40, 15
+
+
+@pytest.fixture
+def lookup(tmp_path: Path) -> tuple[Artifact, Path]:
+    """Makes a model that looks up rows of a table, and samples of which one names a missing row."""
+    table = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    model = artifact(
+        tmp_path / "m.onnx",
+        [node("Gather", "table ids", "row"), node("MatMul", "row w", "y")],
+        {"ids": (INT64, ["batch"])},
+        {"y": (FLOAT, ["batch", 4])},
+        {"table": table, "w": table[:4]},
+    )
+    ids = np.arange(COUNT) % 8
+    ids[BAD] = 99
+    return model, save_data(tmp_path / "data.npz", ids=ids)
+
+
+def test_a_large_model_finds_its_bad_samples_later(
+    lookup: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the samples that are left out at first are never checked, or only after a candidate was calibrated on
+    them. A small model runs on all of them before any candidate is made."""
+    made: list[str] = []
+    attempt = module.attempt
+
+    def counting(recipe: Any, *rest: Any) -> Any:
+        made.append(recipe.name)
+        return attempt(recipe, *rest)
+
+    monkeypatch.setattr(module, "attempt", counting)
+    model, data = lookup
+    words = {"data": data, "target": "ort-cpu", "vary_session": False, "rounds": 5}
+    plain = ["ort-cpu fp32"]
+    for megabytes, precision, candidates in ((100.0, "fp32", []), (0.0, "fp32", plain), (0.0, "int8", [])):
+        made.clear()
+        monkeypatch.setattr(module, "_LARGE_MEGABYTES", megabytes)
+        with pytest.raises(BadData, match=f"sample {BAD}: "):
+            accel.optimize(model.path, out=tmp_path / "out", precision=precision, **words)
+        assert made == candidates
