@@ -238,7 +238,7 @@ def _whole_texts(
         session = stack.enter_context(open_session(second, gate_runtime(second), PATIENT))
         for sizes in second.signature.cases():
             ids = second.signature.inputs_at(sizes)[IDS]
-            yield case_name(sizes), {LOGITS: whole(ids)}, {LOGITS: Replay.of(session, len(ids)).step(ids)}
+            yield case_name(sizes), {LOGITS: whole(ids)}, {LOGITS: Replay(session, len(ids)).step(ids)}
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:

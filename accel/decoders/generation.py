@@ -74,7 +74,7 @@ class Generation:
         import numpy as np
 
         sampler = Sampler(self.sampling, len(self.rows))
-        running = Replay.of(self.decoder.session, len(self.rows))
+        running = Replay(self.decoder.session, len(self.rows))
         active = list(self.rows)
         started = time.perf_counter()
         logits = running.step(*padded([row.tokens for row in active]))[:, -1]

@@ -152,7 +152,7 @@ class DecoderGate:
         import numpy as np
 
         count = min(_GREEDY, self.context - len(text))
-        running = Replay.of(session, 1)
+        running = Replay(session, 1)
         logits = running.step(text[None])
         tokens = list(text)
         for _ in range(count):
@@ -196,4 +196,4 @@ def whole_logits(artifact: Artifact, stack: ExitStack) -> Whole:
         assert isinstance(module, CachedDecoder), "the source was opened as a decoder"
         return lambda ids: to_array(module.whole(to_tensor(ids))).astype("float32")
     session = stack.enter_context(open_session(artifact, gate_runtime(artifact), PATIENT))
-    return lambda ids: Replay.of(session, len(ids)).step(ids)
+    return lambda ids: Replay(session, len(ids)).step(ids)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
 from accel.runtimes.base import Session
+from accel.runtimes.kv_cache import KvCache, open_cache
 from accel.signature import Signature
-from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, is_stateful, reordered
+from accel.signature.decoder import IDS, MASK, PARTS, POSITIONS, Cache, is_stateful
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from .stateful import StatefulCache
 
 
 class Replay:
@@ -23,21 +26,9 @@ class Replay:
     def __init__(self, session: Session, rows: int) -> None:
         import numpy as np
 
-        cache = cache_of(session.signature)
-        self._session = session
         self._takes = {spec.name for spec in session.signature.inputs}
-        self._layout = cache
-        self._cache: Mapping[str, np.ndarray] = cache.empty(rows)
+        self._cache = _opened(session, rows)
         self._mask = np.zeros((rows, 0), np.int64)
-
-    @staticmethod
-    def of(session: Session, rows: int) -> Replay:
-        """Returns the replay for the form of the decoder in ``session``."""
-        if not is_stateful(session.signature):
-            return Replay(session, rows)
-        from .stateful import StatefulReplay
-
-        return StatefulReplay(session, rows)
 
     def step(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         """Runs the next tokens ``ids`` [rows, count] and returns their logits [rows, count, vocabulary]. ``mask``
@@ -48,27 +39,33 @@ class Replay:
         self._mask = np.concatenate([self._mask, np.ones_like(ids) if mask is None else mask], axis=1)
         positions = np.maximum(self._mask.cumsum(axis=1) - 1, 0)[:, -count:]
         feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions}
-        outputs = self._run({name: value for name, value in feeds.items() if name in self._takes})
-        return np.asarray(outputs[LOGITS], np.float32)
-
-    def _run(self, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        outputs = self._session.run({**feeds, **self._cache})
-        self._cache = self._layout.after(outputs)
-        return outputs
+        logits = self._cache.step({name: value for name, value in feeds.items() if name in self._takes})
+        return np.asarray(logits, np.float32)
 
     def first_broken_layer(self) -> int | None:
-        """Returns the first layer whose keys or values have a NaN or an infinity, or None if there is none."""
+        """Returns the first layer whose keys or values have a NaN or an infinity. Returns None if there is none, or if
+        the runtime keeps the cache."""
         import numpy as np
 
-        broken = (n for n, value in enumerate(self._cache.values()) if not np.isfinite(value.astype(np.float32)).all())
+        parts = enumerate(self._cache.arrays().values())
+        broken = (n for n, value in parts if not np.isfinite(value.astype(np.float32)).all())
         found = next(broken, None)
         return None if found is None else found // len(PARTS)
 
     def reorder(self, rows: Iterable[int]) -> None:
         """Puts the rows of the cache into a new order. A row may be repeated."""
         order = list(rows)
-        self._cache = reordered(self._cache, order)
+        self._cache.reorder(order)
         self._mask = self._mask[order]
+
+
+def _opened(session: Session, rows: int) -> KvCache | StatefulCache:
+    """Returns an empty cache for ``rows`` rows, as the runtime of ``session`` keeps it."""
+    if not is_stateful(session.signature):
+        return open_cache(session, cache_of(session.signature), rows)
+    from .stateful import StatefulCache
+
+    return StatefulCache(session, rows)
 
 
 def cache_of(signature: Signature) -> Cache:
@@ -120,7 +117,7 @@ def replay(
     assert sum(steps) == ids.shape[1], "the steps cover the longest text"
     found: list[np.ndarray] = []
     start = 0
-    running = Replay.of(session, len(texts))
+    running = Replay(session, len(texts))
     for number, size in enumerate(steps):
         if order is not None and number == 1:
             running.reorder(order)

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from accel.errors import GateFailed, UnsupportedHere
 from accel.runtimes.base import Session
 from accel.runtimes.openvino import OpenVinoSession
-from accel.signature import numpy_dtype
-from accel.signature.decoder import BEAMS
-
-from .replay import Replay
+from accel.signature import Feeds, numpy_dtype
+from accel.signature.decoder import BEAMS, LOGITS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,8 +19,9 @@ if TYPE_CHECKING:
 _ROUNDED = ("bf16", "f16")
 
 
-class StatefulReplay(Replay):
-    """Holds the mask and the order of the rows of a batch. The runtime holds the cache.
+class StatefulCache:
+    """Runs the steps of a batch of ``rows`` rows, as ``KvCache`` does. The runtime holds the cache, and this class the
+    order of its rows.
 
     Raises ``GateFailed`` if the session was opened in float32 and computes a matrix product with fewer bits.
     """
@@ -33,27 +32,25 @@ class StatefulReplay(Replay):
         opened = _openvino(session)
         if opened.options.precision == "fp32":
             check_float32(opened)
-        self._takes = {spec.name for spec in session.signature.inputs}
-        self._mask = np.zeros((rows, 0), np.int64)
         self._next = opened.steps()
         self._order = np.arange(rows, dtype=np.int32)
 
-    def _run(self, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def step(self, feeds: Feeds) -> np.ndarray:
+        """Runs the model with the inputs ``feeds`` beside the cache. Returns the logits [rows, new tokens, vocabulary],
+        and adds the new tokens to the cache."""
         import numpy as np
 
         outputs = self._next({**feeds, BEAMS: self._order})
         self._order = np.arange(len(self._order), dtype=np.int32)
-        return outputs
+        return outputs[LOGITS]
 
     def reorder(self, rows: Iterable[int]) -> None:
-        """Puts the rows of the cache into a new order at the next step. A row may be repeated."""
-        order = list(rows)
-        self._order = self._order[order]
-        self._mask = self._mask[order]
+        """Puts the rows of the cache into a new order at the next step. A row may be repeated or left out."""
+        self._order = self._order[list(rows)]
 
-    def first_broken_layer(self) -> int | None:
-        """Returns None, because the cache is in the runtime."""
-        return None
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """Returns no arrays, because the cache is in the runtime."""
+        return {}
 
 
 def check_float32(session: OpenVinoSession) -> None:

@@ -10,10 +10,20 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
+from accel.decoders.decoder import special_tokens
+from accel.decoders.proof import DecoderGate
+from accel.errors import (
+    AccelError,
+    CannotWrite,
+    GateFailed,
+    StageFailed,
+    UnsupportedHere,
+    UsageError,
+    one_line,
+)
 from accel.progress import report
 from accel.proof.gates import OutputGate, gate_runtime
-from accel.stage import run_stage
+from accel.stage import Gate, run_stage
 
 from .budget import Budget, OutOfTime
 from .candidate import CandidateResult, megabytes
@@ -28,6 +38,10 @@ _BUILDING = 0.6
 _GIVING_UP = 0.75
 # The stages that reduce the precision.
 _ROUNDING = ("quantize", "cast")
+# A candidate is made without a stage of these if the stage fails.
+_OPTIONAL = ("fuse_decoder",)
+# The tokens that a decoder is proved with if nothing records its context.
+_USUAL_CONTEXT = 128
 
 
 def attempt(
@@ -136,9 +150,15 @@ class _Attempt:
                 return None
             self.stage, self.unfinished = stage, f"its stage {stage} was over"
             report(f"{recipe.name}: {stage}")
-            gates = [OutputGate(limit=limit, data=data)]
-            with self.budget.spending(f"{recipe.name}: {stage}", quantizing=stage == "quantize"):
-                artifact = run_stage(stage, artifact, config, gates=gates, cache=self.cache)
+            try:
+                with self.budget.spending(f"{recipe.name}: {stage}", quantizing=stage == "quantize"):
+                    gates = gates_of(stage, self.src, limit, data)
+                    artifact = run_stage(stage, artifact, config, gates=gates, cache=self.cache)
+            except (StageFailed, GateFailed) as error:
+                if stage not in _OPTIONAL:
+                    raise
+                self.row.notes.append(f"the stage {stage} was left out: {one_line(error)}")
+                continue
             if gate_runtime(artifact) is not None:
                 runnable = artifact
         self.stage = ""
@@ -157,6 +177,14 @@ class _Attempt:
 def _rounding(recipe: Recipe) -> Mapping[str, Any]:
     """Returns the options that make the graph of an engine round as the engine does. Only TF32 isn't in the graph."""
     return {"precision": "tf32"} if recipe.precision == "tf32" else {}
+
+
+def gates_of(stage: str, src: Artifact, limit: float, data: Path | None) -> list[Gate]:
+    """Returns the gates of a stage. A stage that changes the cache of a decoder is proved step by step, as a generation
+    runs."""
+    if stage == "fuse_decoder":
+        return [DecoderGate(limit=limit, context=special_tokens(src).context or _USUAL_CONTEXT)]
+    return [OutputGate(limit=limit, data=data)]
 
 
 def judged(

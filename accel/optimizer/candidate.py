@@ -35,7 +35,8 @@ class CandidateResult:
     ``missed_final`` is set if the candidate was eliminated after a short measurement. ``hidden_by_noise`` is set if the
     candidate seems faster than the chosen candidate, but the noise is too large to tell. ``unsupported`` is set if the
     attempt raised ``UnsupportedHere``. ``over_budget`` is set if the candidate's outputs differ too much from the
-    source's outputs. ``out_of_time`` is set if there was too little time to try or measure the candidate.
+    source's outputs. ``out_of_time`` is set if there was too little time to try or measure the candidate. ``notes`` are
+    for the user, about stages that were left out.
     """
 
     name: str
@@ -58,6 +59,7 @@ class CandidateResult:
     unsupported: bool = False
     over_budget: bool = False
     out_of_time: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row in the format of ``optimize.json``."""

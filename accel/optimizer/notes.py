@@ -30,6 +30,7 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
     if asked is not None and samples < asked:
         found.append(f"calibrated on {samples} samples, not {asked}: the others are needed to judge")
     found += dict.fromkeys(filter(None, map(_plugin_note, rows)))
+    found += dict.fromkeys(note for row in rows for note in row.notes)
     for row in rows:
         if row.precision.startswith("int8") and row.artifact is not None and (said := partly_quantized(row.artifact)):
             found.append(f"{row.name}: {said}")

@@ -32,7 +32,7 @@ from .notes import data_notes, not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
 from .recipes.order import Costs
-from .recipes.recipe import Recipe, RecipeRequest
+from .recipes.recipe import Recipe, RecipeRequest, finer
 from .report.command import command_line
 from .report.page import PAGE, write_page
 from .request import OptimizeRequest
@@ -259,9 +259,10 @@ def _attempts(
     first: FirstResult,
     data_check: DataCheck,
 ) -> None:
-    """Makes and judges every candidate, and adds them to ``rows``. Starts a mixed-precision search for each int8
-    candidate whose outputs differ too much (``over_budget``). ``first`` publishes a first result. ``data_check``
-    runs the source on all calibration samples before the first candidate that is calibrated."""
+    """Makes and judges every candidate, and adds them to ``rows``. If the outputs of a candidate differ too much
+    (``over_budget``), tries smaller blocks for int4, and starts a mixed-precision search for int8. ``first`` publishes
+    a first result. ``data_check`` runs the source on all calibration samples before the first candidate that is
+    calibrated."""
 
     def tried(recipe: Recipe) -> None:
         if recipe.search or any(getattr(step.config, "data", None) is not None for step in recipe.stages):
@@ -272,6 +273,8 @@ def _attempts(
 
     for recipe in made:
         tried(recipe)
+        if rows[-1].over_budget and (smaller := finer(recipe)) is not None:
+            tried(smaller)
     for row in list(rows):
         if row.recipe and row.over_budget and (again := searched(src, row.recipe, for_recipes)) is not None:
             tried(again)

@@ -6,6 +6,8 @@ import ctypes
 import math
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,13 +18,15 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from accel.artifact import Artifact
 from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.machine import trim_memory
-from accel.signature import Feeds, numpy_dtype, shapes_of
+from accel.signature import Feeds, decoder, numpy_dtype, shapes_of
 from accel.sources.onnx.refusal import plain_reason
 
 from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from .kv_cache import KvCache
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the operator names of accel's convolutions.
@@ -64,8 +68,48 @@ class OnnxRuntimeSession(BaseSession):
         self._plain = not set(dtypes) & set(_BY_BITS)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        try:
+        if self._in_place and self._by_row(feeds):
+            rows = [
+                {name: value[row : row + 1] for name, value in feeds.items()} for row in range(len(feeds[decoder.IDS]))
+            ]
+            return joined([self._run(row) for row in rows])
+        with self._explained(feeds):
             return self._run_native(feeds)
+
+    def open_cache(self, layout: decoder.Cache, rows: int) -> KvCache | None:
+        """Returns an empty cache that grows in place, or None if the model copies its cache."""
+        if not self._in_place:
+            return None
+        from .onnxruntime_cache import InPlaceCache
+
+        return InPlaceCache(self, layout, rows)
+
+    def run_bound(self, binding: Any, feeds: Feeds) -> None:
+        """Runs the model with the inputs and outputs of ``binding``. ``feeds`` are the inputs for error messages."""
+        with self._explained(feeds):
+            self.session.run_with_iobinding(binding)
+
+    @cached_property
+    def _in_place(self) -> bool:
+        """Tells whether the model is a decoder whose cache grows in place. The file is read only for a decoder."""
+        layout = decoder.Cache.of(self.artifact.signature)
+        if layout is None or self.provider != OnnxRuntimeSession.provider:
+            return False
+        from .kv_cache import grows_in_place
+
+        return grows_in_place(self.artifact.path, layout)
+
+    def _by_row(self, feeds: Feeds) -> bool:
+        from .kv_cache import runs_by_row
+
+        rows, new = feeds[decoder.IDS].shape
+        return runs_by_row(rows, new, feeds[decoder.past_name(0, decoder.PARTS[0])].shape[2])
+
+    @contextmanager
+    def _explained(self, feeds: Feeds) -> Iterator[None]:
+        """Turns an error of ONNX Runtime during a run with ``feeds`` into an error that names the fix."""
+        try:
+            yield
         except _FAILURES as error:
             sizes = shapes_of(feeds)
             failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {plain_reason(error)}"
@@ -122,6 +166,13 @@ class OnnxRuntimeSession(BaseSession):
         super().close()
         self.session = None
         trim_memory()
+
+
+def joined(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the outputs of a batch from the outputs of each row."""
+    import numpy as np
+
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 class OnnxRuntimeCudaSession(OnnxRuntimeSession):

@@ -109,6 +109,14 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxruntime", "nncf"),
     ),
     Stage(
+        name="fuse_decoder",
+        function="accel.converters.decoder.stage:fuse_decoder",
+        config="accel.converters.decoder.stage:FuseDecoderConfig",
+        takes=("onnx",),
+        gives="onnx",
+        packages=("onnx", "onnxruntime"),
+    ),
+    Stage(
         name="fuse_kernels",
         version=4,
         function="accel.converters.graph.fuse_kernels:fuse_kernels",

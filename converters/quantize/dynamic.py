@@ -46,7 +46,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
         [],
         excluded,
         list(config.ops or ("MatMul", "Gemm", "LSTM")),
-        {"MatMulConstBOnly": True},
+        {"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT},
     )
     quantizer.quantize_model()
     write_onnx(quantizer.model.model, task.out)

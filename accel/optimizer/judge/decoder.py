@@ -112,7 +112,7 @@ class DecoderJudge(Judge):
         with open_session(candidate, runtime, settings) as session:
             for number, (ids, reference) in enumerate(zip(windows, wanted, strict=True)):
                 report("judging", number / len(windows))
-                found = Replay.of(session, 1).step(ids[None])[0]
+                found = Replay(session, 1).step(ids[None])[0]
                 largest = max(largest, float(abs(found - reference).max()))
                 total += sums(ids, reference, found)
         finite = math.isfinite(total.divergence)
@@ -138,7 +138,7 @@ class DecoderJudge(Judge):
             with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 decoder = Decoder(self.source, session, self._folder)
                 self._windows = list(_windows(decoder, self._text))
-                self._logits = [Replay.of(session, 1).step(ids[None])[0] for ids in self._windows]
+                self._logits = [Replay(session, 1).step(ids[None])[0] for ids in self._windows]
             import numpy as np
 
             if not all(np.isfinite(logits).all() for logits in self._logits):

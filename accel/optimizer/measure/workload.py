@@ -38,13 +38,15 @@ class Workload:
     """The requests of one timed pass.
 
     ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
-    runs the mix. ``note`` describes the workload.
+    runs the mix. ``note`` describes the workload. If ``in_cache`` is True, the requests are steps of a decoder, which
+    run with the cache as a generation holds it.
     """
 
     objective: Objective
     mix: tuple[Feeds, ...]
     repeats: int
     note: str
+    in_cache: bool = False
 
     @property
     def requests(self) -> int:
@@ -53,7 +55,7 @@ class Workload:
 
     def candidate(self, candidate: Candidate) -> Candidate:
         """Returns ``candidate`` for timing, as a ``PassCandidate`` if a pass has several requests."""
-        if self.requests == 1:
+        if self.requests == 1 and not self.in_cache:
             return candidate
         return PassCandidate(
             name=candidate.name,
@@ -62,6 +64,7 @@ class Workload:
             options=candidate.options,
             mix=self.mix,
             repeats=self.repeats,
+            opener="accel.optimizer.measure.decoding:DecodingPass" if self.in_cache else PassCandidate.opener,
         )
 
 
@@ -179,7 +182,8 @@ def decode_steps(
     note += f", {batch} rows" if batch > 1 else ""
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
-    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)
+    # Concurrent requests would need a cache each.
+    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note, in_cache=repeats == 1)
 
 
 def _known(objective: str) -> Objective:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import QuantizeConfig
+from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
-from .recipe import STATIC, Recipe, RecipeRequest, Step, recipe
-from .steps import fused, has_large_products, prepared, quantized, weights_only, with_options
+from .recipe import COARSE, COARSE_BLOCK, STATIC, Recipe, RecipeRequest, Step, recipe
+from .steps import fuse_decoder, fused, has_large_products, prepared, quantized, weights_only, with_options
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
     """Returns the recipes for ``precision``. The precision int8 has up to three recipes, because each of these recipes
-    is the fastest for some models."""
-    head = prepared(src, target)
+    is the fastest for some models. A decoder in int4 begins with large blocks (see ``recipe.finer``)."""
+    head = [*prepared(src, target), *fuse_decoder(src)]
     found = [
         recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)
         for variant, steps in _variants(src, target, precision, request)
@@ -24,7 +25,9 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
 
 def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[tuple[str, list[Step]]]:
     if precision == "int4":
-        return [("", weights_only(src, target, precision, request))]
+        coarse = Cache.of(src.signature) is not None and "block_size" not in request.quantize
+        variant, size = (COARSE, COARSE_BLOCK) if coarse else ("", None)
+        return [(variant, weights_only(src, target, precision, request, size))]
     if precision != "int8" or src.properties.get("precision") == "int8":
         return [("", fused(src, precision, request))]
     found: list[tuple[str, list[Step]]] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.converters.quantize.stage import QuantizeConfig
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
 from accel.tables.target import Target
@@ -79,6 +80,25 @@ def as_search(found: Recipe) -> Recipe | None:
 
 # The variant of an int8 recipe with calibrated activation ranges.
 STATIC = " static"
+
+
+# The variant of an int4 recipe with few scales, and the number of weights that share a scale.
+COARSE, COARSE_BLOCK = " in blocks of 128", 128
+
+
+def finer(found: Recipe) -> Recipe | None:
+    """Returns the int4 recipe ``found`` with the usual, smaller blocks, which read more scales and lose less. Returns
+    None if ``found`` has no large blocks."""
+    if found.variant != COARSE:
+        return None
+    usual = QuantizeConfig().block_size
+    stages = tuple(
+        step._replace(config=replace(step.config, block_size=usual))
+        if isinstance(step.config, QuantizeConfig)
+        else step
+        for step in found.stages
+    )
+    return replace(found, name=found.name.removesuffix(COARSE), variant="", stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import QuantizeConfig
+from accel.runtimes.kv_cache import grows_in_place
 from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.precision import PRECISIONS
@@ -24,6 +25,17 @@ _LARGE_WEIGHTS = 25_000_000
 def precision_of(src: Artifact) -> str:
     """Returns the precision of ``src``."""
     return str(src.properties.get("precision", "fp32"))
+
+
+def fuse_decoder(src: Artifact) -> list[Step]:
+    """Returns the step that fuses the attention of a decoder, whose cache then grows in place. Returns no step if
+    ``src`` has no KV cache, or if its file has fused attention already."""
+    from accel.converters.decoder.stage import FuseDecoderConfig
+
+    layout = Cache.of(src.signature)
+    if layout is None or precision_of(src) != "fp32" or grows_in_place(src.path, layout):
+        return []
+    return [Step("fuse_decoder", FuseDecoderConfig(), STAGE_LIMITS["simplify"])]
 
 
 def has_large_products(src: Artifact) -> bool:
