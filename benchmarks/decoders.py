@@ -5,10 +5,15 @@ Usage:
     python benchmarks/decoders.py                                  # PyTorch and accel
     python benchmarks/decoders.py --packages FOLDER                # also the tools that FOLDER holds
     python benchmarks/decoders.py --forms accel-int4,genai-int4    # only these forms
+    python benchmarks/decoders.py --make                           # only makes the files, which takes minutes
 
 ``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai``. The model is a Llama of 12 layers of
 1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M parameters). Its weights are random, so
-the figures say nothing about quality.
+the divergences (KL) compare the forms with one another, and say nothing about a trained model.
+
+``accel-fp32`` is the plain export. The other forms of accel are made by ``accel optimize``, ``accel-int4`` with one
+scale for 32 weights, as in genai's file, and ``accel-int4-128`` with the default. genai's files are made by its own
+builder, and ``genai-accel-int4`` is its loop on accel's file.
 
 Every form runs in a process of its own. The processes take turns in short blocks, so that other work on the machine
 slows all of them. A decode time is the median over the blocks of the fastest step of a block, with the quartiles. The
@@ -34,8 +39,17 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (128, 1024)
 PROMPT, STEPS, ROUNDS = 512, 12, 9
-PRECISIONS = {"accel-fp32": None, "accel-int8": "int8", "accel-int4": "int4"}
-FORMS = ("pytorch", *PRECISIONS, "genai-fp32", "genai-int4")
+# The precision and the options of the quantization of each form, or None for the export.
+ACCEL: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "accel-fp32": None,
+    "accel-fp32-fused": ("fp32", {}),
+    "accel-int8": ("int8", {}),
+    "accel-int4": ("int4", {"block_size": 32}),
+    "accel-int4-128": ("int4", {}),
+}
+ON_ACCEL = "genai-accel-int4"
+GENAI = {"genai-fp32": (), "genai-int4": ("int4_accuracy_level=4", "int4_block_size=32")}
+FORMS = ("pytorch", *ACCEL, *GENAI, ON_ACCEL)
 THREADS = 2
 
 
@@ -55,23 +69,75 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_forms(folder: Path) -> dict[str, float]:
-    """Exports and quantizes the model, and returns the seconds that each step took."""
+def make_forms(folder: Path, forms: list[str], packages: Path | None) -> dict[str, float]:
+    """Makes the files of ``forms`` that don't exist, and returns the seconds that each took."""
     import accel
 
     source, seconds = make_model(folder / "llama"), {}
-    for form, precision in PRECISIONS.items():
+    for form in dict.fromkeys(["accel-fp32", *forms]):  # the other forms of accel begin with the export
         out, started = folder / form, time.perf_counter()
-        if (out / "model.onnx").is_file():
+        if form not in (*ACCEL, *GENAI) or (out / "model.onnx").is_file():
             continue
-        if precision is None:
+        if form in GENAI:
+            make_by_genai(source, out, form, packages)
+        elif (how := ACCEL[form]) is None:
             accel.export(source, out=out)
         else:
             accel.optimize(
-                folder / "accel-fp32", out=out, target="ort-cpu", precision=precision, metric="kl", max_drop=0.9
+                folder / "accel-fp32",
+                out=out,
+                target="ort-cpu",
+                precision=how[0],
+                quantize=how[1],
+                contexts=CONTEXTS,
+                metric="kl",
+                max_drop=0.9,
             )
         seconds[form] = round(time.perf_counter() - started, 1)
     return seconds
+
+
+def make_by_genai(source: Path, out: Path, form: str, packages: Path | None) -> None:
+    """Makes the form by genai's builder, which needs a tokenizer. The tokenizer is never used."""
+    from tokenizers import Tokenizer, models
+
+    precision = form.removeprefix("genai-")
+    with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
+        with_tokenizer = Path(scratch) / "source"
+        with_tokenizer.mkdir()
+        for file in source.iterdir():
+            (with_tokenizer / file.name).symlink_to(file.absolute())
+        Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(with_tokenizer / "tokenizer.json"))
+        about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (with_tokenizer / "tokenizer_config.json").write_text(json.dumps(about))
+        words = ["-i", str(with_tokenizer), "-o", str(out), "-p", precision, "-e", "cpu", "-c", scratch]
+        words += ["--extra_options", *GENAI[form]] if GENAI[form] else []
+        subprocess.run(
+            [sys.executable, "-m", "onnxruntime_genai.models.builder", *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment_with(packages),
+        )
+
+
+def environment_with(packages: Path | None) -> dict[str, str]:
+    """Returns the environment of a process that finds accel and the tools in ``packages``."""
+    path = [os.environ.get("PYTHONPATH", ""), *([str(packages)] if packages else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def divergences(folder: Path, forms: list[str]) -> dict[str, float]:
+    """Returns the mean divergence (KL) of each optimized form of accel from the export, in nats a token. genai's int4
+    rounds to the same steps as ``accel-int4``."""
+    import accel
+    from accel.optimizer.judge.decoder import DecoderJudge
+
+    judge = DecoderJudge(accel.Source(folder / "accel-fp32").open(), None)
+    made = [form for form in forms if ACCEL.get(form)]
+    return {
+        form: float(f"{judge.judge(accel.Source(folder / form / 'model.onnx').open(), {}).drop:.4g}") for form in made
+    }
 
 
 def of_pytorch(folder: Path) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
@@ -121,10 +187,10 @@ def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
 
 
 def of_genai(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
-    """Returns the functions of ``of_pytorch`` for onnxruntime-genai. Its forms are the files of accel."""
+    """Returns the functions of ``of_pytorch`` for onnxruntime-genai."""
     import onnxruntime_genai as genai
 
-    own = folder / form.replace("genai", "accel")
+    own = folder_of(folder, form)
     config = json.loads((own / "genai_config.json").read_text())
     options = {"intra_op_num_threads": THREADS}
     config["model"]["decoder"]["session_options"] |= options
@@ -171,13 +237,12 @@ class Worker:
     """A process that runs one form."""
 
     def __init__(self, form: str, folder: Path, packages: Path | None) -> None:
-        path = [str(Path(__file__).parents[1]), *([str(packages)] if packages else [])]
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", form, "--folder", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), *path[1:]])},
+            env=environment_with(packages),
         )
         assert self.process.stdout is not None
         while (line := self.process.stdout.readline().strip()) != "ready":
@@ -214,9 +279,14 @@ def bandwidth() -> float:
     return best
 
 
+def folder_of(folder: Path, form: str) -> Path:
+    """Returns the folder with the file of a form."""
+    return folder / {"pytorch": "accel-fp32", ON_ACCEL: "accel-int4"}.get(form, form)
+
+
 def bytes_of_a_step(folder: Path, form: str, context: int) -> float:
     """Returns the bytes that a step reads: the weights without the table of token embeddings, and the cache."""
-    own = folder / form.replace("genai", "accel").replace("pytorch", "accel-fp32")
+    own = folder_of(folder, form)
     weights = sum(file.stat().st_size for file in own.iterdir() if file.suffix in (".onnx", ".weights", ".data"))
     table = 32000 * 1024 * 4
     cache = 12 * 2 * 4 * 64 * 4 * context
@@ -267,8 +337,8 @@ def table(body: dict[str, Any]) -> str:
         "Written by `python benchmarks/decoders.py`.",
         "",
         "| form | " + " | ".join(f"decode at {size}, ms | times PyTorch | over the floor" for size in CONTEXTS)
-        + " | prefill 512, tokens/s |",
-        "|---|" + "---|" * (3 * len(CONTEXTS) + 1),
+        + " | prefill 512, tokens/s | KL |",
+        "|---|" + "---|" * (3 * len(CONTEXTS) + 2),
     ]  # fmt: skip
     for form, row in body["rows"].items():
         cells = []
@@ -276,7 +346,8 @@ def table(body: dict[str, Any]) -> str:
             one = row["decode"][str(size)]
             low, high = one["quartiles"]
             cells += [f"{one['ms']} ({low} to {high})", str(one["over_pytorch"]), f"{one['ms'] / one['floor_ms']:.2f}"]
-        lines.append(f"| {form} | {' | '.join(cells)} | {row['prefill_tokens_a_second']} |")
+        lost = body["divergences"].get(form, "")
+        lines.append(f"| {form} | {' | '.join(cells)} | {row['prefill_tokens_a_second']} | {lost} |")
     made = ", ".join(f"{form} {seconds} s" for form, seconds in body["seconds"].items())
     return "\n".join([*lines, "", f"Making the files took: {made or 'made earlier'}.", ""])
 
@@ -286,6 +357,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "accel-decoders")
     parser.add_argument("--packages", type=Path)
     parser.add_argument("--forms", default="")
+    parser.add_argument("--make", action="store_true")
     parser.add_argument("--worker")
     given = parser.parse_args()
     if given.worker:
@@ -294,8 +366,16 @@ def main() -> None:
     from accel.timing.environment import environment
 
     forms = given.forms.split(",") if given.forms else [f for f in FORMS if given.packages or "genai" not in f]
-    seconds = make_forms(given.folder)
-    body = {"environment": environment(THREADS), "seconds": seconds, **measure(forms, given.folder, given.packages)}
+    seconds = make_forms(given.folder, forms, given.packages)
+    if given.make:
+        print(json.dumps(seconds))
+        return
+    body = {
+        "environment": environment(THREADS),
+        "seconds": seconds,
+        **measure(forms, given.folder, given.packages),
+        "divergences": divergences(given.folder, forms),
+    }
     (RESULTS / "decoders.json").write_text(json.dumps(body, indent=2) + "\n")
     (RESULTS / "decoders.md").write_text(table(body))
     print(table(body))

@@ -10,6 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact, beside, manifest_path
 from accel.errors import CannotWrite
+from accel.runtimes.kv_cache import grows_in_place
 from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, is_stateful, past_name, present_name
 from accel.spelling import option
 from accel.tables.kinds import KINDS, main_files
@@ -100,7 +101,7 @@ def genai_config(artifact: Artifact) -> dict[str, Any]:
             "min_length": 0,
             "num_beams": 1,
             "num_return_sequences": 1,
-            "past_present_share_buffer": False,
+            "past_present_share_buffer": artifact.kind == "onnx" and grows_in_place(artifact.path, cache),
             "repetition_penalty": 1.0,
             "temperature": 1.0,
             "top_k": 50,

@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadFeeds, BadRepository
+from accel.runtimes.kv_cache import KvCache, open_cache
 from accel.signature import Dim, Signature, TensorSpec, free_dims, numpy_dtype, size_at
+from accel.signature.decoder import LOGITS, Cache
 
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
@@ -182,17 +184,21 @@ class TokenLoopSession:
                 "least one new token; shorten the prompt"
             )
         others = {name: value for name, value in feeds.items() if name != loop.tokens}
+        cache = self._own_cache(len(given))
         states = {name: self._zeros(self._specs[name], feeds) for name in loop.states.values()}
         ended = np.zeros(len(given), dtype=bool)
         before = 0  # number of earlier tokens that are already in the model's states
         for _ in range(min(loop.steps, room)):
             pieces = np.split(given, given.shape[1], axis=1) if self._one_by_one else [given]
             for piece in pieces:
-                outputs = self._session.run({**others, **states, **self._made(piece, before)})
-                if loop.states:
+                made = {**others, **self._made(piece, before)}
+                if cache is not None:
+                    logits = cache.step(made)
+                else:
+                    outputs = self._session.run({**states, **made})
                     states = {to: outputs[out] for out, to in loop.states.items()}
-                    before += piece.shape[1]
-            logits = outputs[loop.logits]
+                    logits = outputs[loop.logits]
+                before += piece.shape[1] if loop.states else 0
             token = (logits if logits.ndim == 2 else logits[:, -1]).argmax(axis=-1).astype(given.dtype)
             if loop.ends:
                 token[ended] = loop.ends[0]
@@ -201,6 +207,13 @@ class TokenLoopSession:
             if ended.all():
                 return
             given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
+
+    def _own_cache(self, rows: int) -> KvCache | None:
+        """Returns the empty cache of a decoder, or None for a model whose states are others."""
+        layout = Cache.of(self._session.signature)
+        pairs = {present: past for past, present in layout.presents.items()} if layout is not None else None
+        fits = layout is not None and pairs == self._loop.states and self._loop.logits == LOGITS
+        return open_cache(self._session, layout, rows) if fits and layout is not None else None
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
         """Returns the model's inputs for the tokens ``piece``: the tokens, the mask and the positions. ``before`` is

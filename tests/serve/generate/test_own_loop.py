@@ -15,15 +15,19 @@ import torch
 
 import accel
 from accel.artifact import Artifact
+from accel.converters.decoder.stage import FuseDecoderConfig
 from accel.errors import BadSource
+from accel.runtimes.base import open_session
 from accel.serve.client.grpc import InferenceClient
 from accel.serve.generate.own_loop import declare_own_loop
-from accel.serve.generate.token_loop import token_loop
+from accel.serve.generate.token_loop import TokenLoop, TokenLoopSession, token_loop
 from accel.serve.models.config import parse
 from accel.serve.models.places import NamedModels
 from accel.serve.process import message_limit
 from accel.serve.protocol.inference import ServeError
 from accel.signature import Signature, TensorSpec
+from accel.signature.decoder import IDS, LOGITS, MASK, POSITIONS, Cache
+from accel.stage import run_stage
 from tests.support.serving import Start
 from tests.support.small_decoder import small_decoder
 
@@ -76,6 +80,24 @@ def test_a_decoder_streams_without_a_config(folder: Path, start: Start) -> None:
         next(begun)
         begun.close()  # type: ignore[attr-defined]
         assert _streamed(client, [PROMPTS[0]])[0] == wanted[0], "a stream that the client left disturbs the next"
+
+
+def test_a_fused_decoder_streams_with_its_cache_in_place(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the stream of a fused decoder copies its cache through ``run``, or has other tokens."""
+    artifact = run_stage("fuse_decoder", accel.Source(folder).open(), FuseDecoderConfig(), out=tmp_path / "model.onnx")
+    layout = Cache.of(artifact.signature)
+    assert layout is not None
+    states = {present: past for past, present in layout.presents.items()}
+    loop = TokenLoop(
+        tokens=IDS, logits=LOGITS, states=states, mask=MASK, positions=POSITIONS, ends=(), steps=8, context=CONTEXT
+    )
+    wanted = accel.generate(folder, [PROMPTS[1]], max_new_tokens=8).ids[0]
+    with open_session(artifact) as session:
+        monkeypatch.setattr(session, "run", None)
+        streamed = TokenLoopSession(session, loop, session.signature).stream({IDS: np.array([PROMPTS[1]])})
+        assert [int(answer["token"][0, 0]) for answer in streamed] == wanted
 
 
 @pytest.mark.parametrize("http_port", [0, None])
