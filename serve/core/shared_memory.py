@@ -75,8 +75,8 @@ class SharedMemory:
         if byte_size <= 0 or offset < 0:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"failed to register shared memory region '{name}': invalid args: byte_size has to be above 0, and offset "
-                "0 or more",
+                f"failed to register shared memory region '{name}': invalid args: byte_size has to be above 0, and "
+                "offset 0 or more",
             )
         with self._lock:
             self._check_new(name)

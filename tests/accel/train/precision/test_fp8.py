@@ -16,7 +16,7 @@ from accel.errors import BadConfig, MissingExtra
 from accel.train.config.rules import problems
 from accel.train.config.schema import PrecisionConfig
 from accel.train.precision.fp8 import convert, rounded
-from tests.support.runs import SMALL, config_of, rows_of, trainer_of
+from tests.support.runs import config_of, rows_of, trainer_of
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
