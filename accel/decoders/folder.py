@@ -10,7 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact, beside, manifest_path
 from accel.errors import CannotWrite
-from accel.runtimes.kv_cache import grows_in_place
+from accel.runtimes.kv.cache import grows_in_place
 from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, POSITIONS, Cache, is_stateful, past_name, present_name
 from accel.spelling import option
 from accel.tables.kinds import KINDS, main_files

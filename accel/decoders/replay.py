@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
 from accel.runtimes.base import Session
-from accel.runtimes.kv_cache import KvCache, open_cache
+from accel.runtimes.kv.cache import KvCache, open_cache
 from accel.signature import Signature
 from accel.signature.decoder import IDS, MASK, PARTS, POSITIONS, Cache, is_stateful
 

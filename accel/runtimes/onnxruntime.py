@@ -26,7 +26,7 @@ from .base import BaseSession, SessionOptions
 if TYPE_CHECKING:
     import numpy as np
 
-    from .kv_cache import KvCache
+    from .kv.cache import KvCache
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the operator names of accel's convolutions.
@@ -80,7 +80,7 @@ class OnnxRuntimeSession(BaseSession):
         """Returns an empty cache that grows in place, or None if the model copies its cache."""
         if not self._in_place:
             return None
-        from .onnxruntime_cache import InPlaceCache
+        from .kv.in_place import InPlaceCache
 
         return InPlaceCache(self, layout, rows)
 
@@ -95,12 +95,12 @@ class OnnxRuntimeSession(BaseSession):
         layout = decoder.Cache.of(self.artifact.signature)
         if layout is None or self.provider != OnnxRuntimeSession.provider:
             return False
-        from .kv_cache import grows_in_place
+        from .kv.cache import grows_in_place
 
         return grows_in_place(self.artifact.path, layout)
 
     def _by_row(self, feeds: Feeds) -> bool:
-        from .kv_cache import runs_by_row
+        from .kv.cache import runs_by_row
 
         rows, new = feeds[decoder.IDS].shape
         return runs_by_row(rows, new, feeds[decoder.past_name(0, decoder.PARTS[0])].shape[2])

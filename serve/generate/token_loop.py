@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadFeeds, BadRepository
-from accel.runtimes.kv_cache import KvCache, open_cache
+from accel.runtimes.kv.cache import KvCache, open_cache
 from accel.signature import Dim, Signature, TensorSpec, free_dims, numpy_dtype, size_at
 from accel.signature.decoder import LOGITS, Cache
 

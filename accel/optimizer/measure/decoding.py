@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel.proof.gates import cast_feeds
 from accel.runtimes.base import BaseSession, open_session
-from accel.runtimes.kv_cache import open_cache
+from accel.runtimes.kv.cache import open_cache
 from accel.signature import Feeds, Signature
 from accel.signature.decoder import IDS, LOGITS, Cache
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import QuantizeConfig
-from accel.runtimes.kv_cache import grows_in_place
+from accel.runtimes.kv.cache import grows_in_place
 from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.precision import PRECISIONS

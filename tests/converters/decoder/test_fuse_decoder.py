@@ -17,8 +17,8 @@ from accel.converters.decoder.stage import DecoderNotFused, FuseDecoderConfig
 from accel.decoders.proof import DecoderGate
 from accel.decoders.replay import cache_of
 from accel.runtimes.base import open_session
-from accel.runtimes.kv_cache import KvCache, grows_in_place, open_cache
-from accel.runtimes.onnxruntime_cache import InPlaceCache
+from accel.runtimes.kv.cache import KvCache, grows_in_place, open_cache
+from accel.runtimes.kv.in_place import InPlaceCache
 from accel.signature.decoder import IDS, MASK, POSITIONS
 from accel.stage import GateResult, run_stage
 from tests.support.small_decoder import save_decoder

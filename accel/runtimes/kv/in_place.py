@@ -10,12 +10,12 @@ import onnxruntime
 from accel.signature import Feeds
 from accel.signature.decoder import IDS, LOGITS, Cache
 
-from .kv_cache import KvCache, runs_by_row
+from .cache import KvCache, runs_by_row
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .onnxruntime import OnnxRuntimeSession
+    from ..onnxruntime import OnnxRuntimeSession
 
 # A buffer has room for a multiple of this number of tokens, and grows by half.
 _ROOM = 256

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accel.signature import Feeds
 from accel.signature.decoder import LOGITS, MASK, Cache, reordered
 
-from .base import Session
+from ..base import Session
 
 if TYPE_CHECKING:
     import numpy as np
