@@ -132,3 +132,13 @@ def test_a_folder_of_transformers_brings_its_tokenizer(source: Path, tmp_path: P
     assert {"ort-cpu int4", "ort-cpu int8 weights", "ort-cpu int8 dynamic"} <= names
     assert not any("--data" in note or "data=" in note for note in made.notes)
     assert accel.generate(tmp_path / "q", "to be", max_new_tokens=2).texts != [None]
+
+
+@pytest.mark.slow
+def test_a_decoder_that_cannot_be_fused_keeps_its_graph(tmp_path: Path) -> None:
+    """Fails if another form of attention ends the run or rejects the candidate, or if no note says that the stage was
+    left out."""
+    source = accel.export(save_decoder(tmp_path / "bloom", "bloom"), out=tmp_path / "dec")
+    found = accel.optimize(source, out=tmp_path / "q", target="ort-cpu", precision="fp32", rounds=5)
+    assert [row.reason for row in found.candidates if row.status == "rejected"] == []
+    assert any("the stage fuse_decoder was left out: the attention of" in note for note in found.notes)
