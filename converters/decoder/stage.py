@@ -46,4 +46,9 @@ def fuse_decoder(src: Artifact, config: FuseDecoderConfig, out: Path) -> Artifac
     norms = fuse_norms(wires)
     packed = pack_products(wires)
     wires.finish()
+    read = {name for node in model.graph.node for name in node.input} & set(cache.presents.values())
+    if read:
+        raise DecoderNotFused(
+            f"the attention of {src.path.name} can't be fused, because more than one attention reads {min(read)}"
+        )
     return onnx_artifact(src, model, out, {"attentions": layers, "norms": norms, "packed": packed})
