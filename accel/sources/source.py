@@ -209,10 +209,10 @@ class Source:
         check_name(Path(self.text))
         form = self.form
         if form is None:
-            if self.graph_inputs:
+            if self.graph_inputs and self.native:
                 raise UsageError(
-                    f"{self.text} is no TensorFlow model; declare the inputs with {option('inputs')} instead of "
-                    f"{option('graph_inputs')}"
+                    f"{self.text} is no TensorFlow model; leave out {option('graph_inputs')}, and declare the inputs "
+                    f"with {option('inputs')}"
                 )
             self._refuse(TENSORFLOW_OPTIONS, "is no TensorFlow model")
         found = self.hub_model
