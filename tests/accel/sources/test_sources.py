@@ -215,7 +215,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
         ("{dir}/number.py:make", "returned int"),
         ("{dir}/number.py", "write .*number.py:NAME, where NAME is one of these: make"),
         ("{dir}/net.py:make", "pass inputs="),
-        ("{dir}", "holds no model"),
+        ("{dir}", "is no model itself"),
         ("{dir}/text.pt", "is no PyTorch file or is damaged"),
         ("{dir}/text.pt2", "no exported program"),
         ("{dir}/gone.pt2", "does not exist"),
