@@ -41,7 +41,8 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             if name not in model.outputs:
                 raise invalid(f"unexpected inference output '{name}' for model '{model.name}'")
         if len(set(names)) != len(names):
-            raise invalid(f"an output is requested twice for model '{model.name}'")
+            twice = next(name for name in names if names.count(name) > 1)
+            raise invalid(f"output '{twice}' already exists in request for model '{model.name}'")
     return _with_parameters(
         InferenceRequest(
             model=model.name,

@@ -148,7 +148,9 @@ def _flat(name: str, kind: str, data: Any) -> Any:
 
 def _leaves(name: str, data: list[Any], depth: int) -> Iterator[Any]:
     if depth >= _DEEPEST:
-        raise invalid(f"the data of input '{name}' is nested more than {_DEEPEST} times; send a flat list")
+        raise invalid(
+            f"JSON nesting depth exceeds maximum allowed limit ({_DEEPEST}) in input '{name}'; send a flat list"
+        )
     for value in data:
         if isinstance(value, list):
             yield from _leaves(name, value, depth + 1)
