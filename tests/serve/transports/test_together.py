@@ -182,3 +182,33 @@ def test_a_grpcio_that_is_not_known(
     assert said in record.reason  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedHere, match="--transport auto"):
         chosen(CYGRPC)
+
+
+def test_calls_that_are_cancelled_at_once(watched: Any, transport: str) -> None:
+    """Fails if calls that clients reset as soon as they have sent them (rapid reset) take threads, stay open, or end
+    the service for others."""
+    if transport != CYGRPC:
+        pytest.skip("grpcio's own server passes each call to a thread")
+    process, _ = watched
+    request = triton.service_pb2.ModelInferRequest(model_name="linear")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    request.raw_input_contents.append(np.ones(4, np.float32).tobytes())
+    body, method = request.SerializeToString(), "/inference.GRPCInferenceService/ModelInfer"
+    with client(process.ports["grpc"]) as made:
+        ask(made)
+        names = {thread.name for thread in threading.enumerate()}
+        for number in range(5):
+            options = [("grpc.use_local_subchannel_pool", 1), ("number", number)]
+            with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}", options=options) as channel:
+                grpc.channel_ready_future(channel).result(30)
+                send = channel.unary_unary(method)
+                calls = [send.future(body) for _ in range(200)]
+                for call in calls:
+                    call.cancel()
+        ask(made)
+        until(lambda: process.server.under_way == 0 and state_of(process).active_rpc_count == 0)
+    assert not {thread.name for thread in threading.enumerate()} - names - {"accel-grpc-1"}
+
+
+def state_of(process: Any) -> Any:
+    return process.transports["grpc"]._grpc._state
