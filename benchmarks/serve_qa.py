@@ -41,6 +41,7 @@ WHY = {
     "test_descriptive_status_code": "an idle instance of accel doesn't wait for a preferred batch size",
     "test_negative_dimensions": "accel answers 400 where Triton answers 500",
     "causes total element count to exceed": "accel refuses the shape in other words",
+    "test_repository_index_deeply_nested_json": "accel refuses JSON this deep in other words",
     "GPUs not supported": "needs a GPU",
     "test_infer_integer_overflow": "accel's integers don't overflow, so it refuses the slice for its end",
     "[StatusCode.INVALID_ARGUMENT] failed to register shared memory region 'test_shm'": "accel checks the size first",

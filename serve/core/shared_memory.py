@@ -60,17 +60,17 @@ class SharedMemory:
         Raises ``ServeError`` ALREADY_EXISTS if the name is taken, and NOT_FOUND if the object ``key`` doesn't exist.
         Raises ``ServeError`` INVALID_ARGUMENT if the object is too small, or if ``key`` can't be an object's name.
         """
-        if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
-            # The words are Triton's.
-            text = f"cannot register shared memory region '{name}' - invalid shm key '{key}'"
-            raise ServeError(
-                Code.INVALID_ARGUMENT, text if name else "failed to register shared memory region: no name"
-            )
         if key.lstrip("/").startswith(_RESERVED):
             raise ServeError(
                 Code.INVALID_ARGUMENT,
                 f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved "
                 f"prefix '{_RESERVED}'",
+            )
+        if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
+            # The words are Triton's.
+            text = f"cannot register shared memory region '{name}' - invalid shm key '{key}'"
+            raise ServeError(
+                Code.INVALID_ARGUMENT, text if name else "failed to register shared memory region: no name"
             )
         if byte_size <= 0 or offset < 0:
             raise ServeError(
@@ -197,7 +197,7 @@ class SharedMemory:
         found = self._regions.get(part.region)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
-        beyond = not 0 <= part.offset < found.byte_size
+        beyond = part.offset < 0 or part.offset + min(part.byte_size, 1) > found.byte_size
         if beyond or part.byte_size < 0 or part.offset + part.byte_size > found.byte_size:
             which = "offset" if beyond else "offset + byte size"
             raise ServeError(Code.INVALID_ARGUMENT, f"Invalid {which} for shared memory region: '{part.region}'")
