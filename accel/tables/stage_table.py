@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=4,
+        version=5,
         proves=True,
     ),
     Stage(

@@ -3,10 +3,14 @@ large number."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from .missing_operators import operators
+
+# The axes of the keys of an attention, with the last two swapped.
+_SWAPPED = [0, 1, 3, 2]
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -54,7 +58,7 @@ def _attention(
     """Computes attention. If a mask excludes all keys of a query, the result for this query is 0, as in PyTorch.
 
     torch's exporter adds the smallest float32 to the scores of excluded keys. A query without keys would then get the
-    mean of all values.
+    mean of all values. To transpose the keys, torch's exporter adds eight nodes that compute shapes.
     """
     import onnx_ir as ir
     from onnxscript.function_libs.torch_lib.ops import nn
@@ -62,8 +66,16 @@ def _attention(
     op = operators()
 
     def attend(mask: Any) -> Any:
-        arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-        return nn.aten_scaled_dot_product_attention(*arguments)
+        size = query.shape[-1]
+        plain = isinstance(size, int) and len(key.shape) == len(_SWAPPED)
+        if dropout_p or is_causal or enable_gqa or not plain:
+            arguments = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+            return nn.aten_scaled_dot_product_attention(*arguments)
+        factor = size**-0.5 if scale is None else scale
+        root = abs(factor) ** 0.5  # scaling both sides keeps their product small in float16
+        signed, root = (op.Constant(value=ir.tensor(n, dtype=query.dtype)) for n in (math.copysign(root, factor), root))
+        scores = op.MatMul(op.Mul(query, signed), op.Mul(op.Transpose(key, perm=_SWAPPED), root))
+        return op.MatMul(op.Softmax(scores if mask is None else op.Add(scores, mask), axis=-1), value)
 
     if attn_mask is None or attn_mask.dtype != ir.DataType.BOOL:
         return attend(attn_mask)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -331,6 +332,45 @@ def test_a_query_without_keys(tmp_path: Path) -> None:
     torch.testing.assert_close(found, Masked()(x, mask), rtol=1e-5, atol=1e-6)
     assert not found[0, :3].any()
     assert not found[1, 3:].any()
+
+
+class Attends(torch.nn.Module):
+    """Calls attention with ``words``. ``heads`` is the number of heads of the keys and the values."""
+
+    def __init__(self, heads: int = 2, **words: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.words = heads, words
+        self.project = torch.nn.Linear(8, 8 + 8 * heads)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        sizes = (8, 4 * self.heads, 4 * self.heads)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.project(x).split(sizes, -1))
+        masked = {} if self.words.get("is_causal") else {"attn_mask": bias[:, None, None, :]}
+        found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, **masked, **self.words)
+        return found.transpose(1, 2).flatten(2) + bias[..., None]
+
+
+@pytest.mark.parametrize(
+    ("net", "plain"),
+    [
+        (Attends(), True),
+        (Attends(scale=0.3), True),
+        (Attends(scale=-0.3), True),
+        (Attends(is_causal=True), False),
+        (Attends(heads=1, enable_gqa=True), False),
+    ],
+    ids=["mask", "scale", "negative scale", "causal", "grouped"],
+)
+def test_attention_without_shapes(net: torch.nn.Module, plain: bool, tmp_path: Path) -> None:
+    """Fails if the file computes shapes to transpose the keys, or if an argument of the attention is lost."""
+    given = (torch.randn(2, 5, 8), torch.randn(2, 5))
+    dynamic = {name: {0: "batch", 1: "length"} for name in ("x", "bias")}
+    made = accel.export(net, example=given, dynamic=dynamic, out=tmp_path / "m.onnx")
+    swaps = [list(n.attribute[0].ints) for n in onnx.load(made.path).graph.node if n.op_type == "Transpose"]
+    assert ([0, 2, 1] not in swaps) == plain
+    with accel.load(made) as session:
+        torch.testing.assert_close(session(*given), net(*given), rtol=1e-4, atol=1e-5)
 
 
 class Shortcut(torch.nn.Module):
