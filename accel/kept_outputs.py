@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -47,3 +47,12 @@ def keep(run: Run, outputs: dict[str, np.ndarray]) -> None:
     _kept[run] = outputs
     while sum(value.nbytes for kept in _kept.values() for value in kept.values()) > _MOST_BYTES:
         _kept.popitem(last=False)
+
+
+def rename(model: str, digest: str, names: Sequence[str]) -> None:
+    """Keeps the outputs of the model that was called ``model`` until its sha256 ``digest`` was known. ``names`` are the
+    names of the outputs, in order."""
+    for run in [run for run in _kept if run.model == model]:
+        outputs = _kept.pop(run)
+        if len(outputs) == len(names):
+            _kept[run._replace(model=digest)] = dict(zip(names, outputs.values(), strict=True))

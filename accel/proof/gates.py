@@ -126,8 +126,9 @@ class OutputGate:
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)
         cases = common.cases()
-        for seed in (len(cases) - 1 + number for number in rounds):
-            feeds = dataset.shaped(cases[0], seed) if dataset else common.example_inputs(seed=seed, **cases[0])
+        for number in rounds:
+            seed = len(cases) - 1 + number
+            feeds = dataset.shaped(cases[0], seed) if dataset else common.repeated_inputs(number, cases[0])
             yield f"{case_name(cases[0])} seed {seed}", feeds
 
 

@@ -157,6 +157,11 @@ class Signature:
         cases = self.cases()
         return self.example_inputs(seed=cases.index(dict(sizes)) if sizes in cases else 0, **sizes)
 
+    def repeated_inputs(self, number: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Returns random inputs for the run with the ``number`` 1, 2, 3... at ``sizes`` that follows the runs of
+        ``cases``. No case has these inputs."""
+        return self.example_inputs(seed=len(self.cases()) - 1 + number, **sizes)
+
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts. Equal seeds give equal inputs. ``sizes`` sets the sizes of
         dynamic dims.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel import kept_outputs
 from accel.errors import BadInputSpec, BadSource, one_line
+from accel.kept_outputs import Run
 from accel.signature import Feeds, Signature, TensorSpec, shapes_of
 from accel.sources.structure import Template, describe
 from accel.spelling import options
@@ -25,8 +27,12 @@ from .random_draws import random_draws
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of additional random inputs for a model whose output sizes may depend on the values of its inputs.
+# The number of additional random inputs for a model whose output sizes may depend on the values of its inputs. The gate
+# of an export runs the model on the first inputs, too. The other inputs are small, because a large model may take a
+# second for each run.
 _SEEDS = 8
+_OF_THE_GATE = 2
+_SMALL_SIZE = 8
 
 # Layers that use batch statistics or random numbers in training mode only.
 _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
@@ -142,6 +148,27 @@ def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.nd
         return result
 
 
+class Runs:
+    """Runs a module that has no sha256 yet, and keeps the outputs for later runs on the same inputs (see
+    ``accel.kept_outputs``)."""
+
+    def __init__(self) -> None:
+        self.name = f"opened {uuid.uuid4().hex}"
+
+    def of(self, module: NamedModule, signature: Signature) -> Callable[[Feeds], dict[str, np.ndarray]]:
+        """Returns a function that runs ``module`` on inputs of ``signature`` (see ``run_named``)."""
+
+        def run(feeds: Feeds) -> dict[str, np.ndarray]:
+            known = Run.of(self.name, "torch", feeds)
+            found = kept_outputs.find(known)
+            if found is None:
+                found = run_named(module, signature, feeds)
+                kept_outputs.keep(known, found)
+            return found
+
+        return run
+
+
 def in_training(module: torch.nn.Module) -> str:
     """Returns a message about dropout and batch norm layers that run in training mode although ``module`` was set to
     evaluation mode. Returns "" if no layer runs in training mode."""
@@ -174,29 +201,29 @@ class ByValue(TorchDispatchMode):
 @dataclass(frozen=True, kw_only=True)
 class DiscoveredOutputs:
     """The outputs of a module. ``specs`` has their names, dtypes and dims, and ``result`` the structure of the module's
-    result. ``runs`` has the inputs and outputs of the runs that found the outputs."""
+    result."""
 
     specs: tuple[TensorSpec, ...]
     result: Template
-    runs: tuple[tuple[Feeds, dict[str, np.ndarray]], ...]
 
 
 def discover_outputs(
-    module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
+    module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str, kept: Runs
 ) -> DiscoveredOutputs:
     """Runs the module at several sizes, and returns its outputs. ``names`` lists the names that the user gave to the
-    outputs, in order. ``where`` names the source in messages.
+    outputs, in order. ``where`` names the source in messages. ``kept`` has the outputs of earlier runs.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """
     named = NamedModule(module, [spec.name for spec in signature.inputs])
+    run = kept.of(named, signature)
     cases = probe_cases(signature)
     inputs, runs = [], []
     for sizes in cases:
         feeds = signature.inputs_at(sizes)
         inputs.append(feeds)
         try:
-            runs.append(run_named(named, signature, feeds))
+            runs.append(run(feeds))
         except Exception as error:
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
@@ -204,21 +231,21 @@ def discover_outputs(
                 raise BadSource(
                     f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
                 ) from error
-            run = partial(run_named, named, signature)
             fix = smaller_tables(signature, run) or step_advice(signature, run)
             raise BadSource(
                 f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"
             ) from error
-    far, found = far_runs(signature, partial(run_named, named, signature))
+    far, found = far_runs(signature, run)
     first = runs[0]
     with ByValue() as by_value:
         result = run_own(named, signature, inputs[0])
     if by_value.seen:  # the size of an output may depend on the values of the inputs
-        for seed in range(1, _SEEDS + 1):
+        for number in range(1, _SEEDS + 1):
+            sizes = cases[0] if number <= _OF_THE_GATE else _small(signature)
             with contextlib.suppress(Exception):  # the gates report an error
-                found.append(run_named(named, signature, signature.example_inputs(seed=seed, **cases[0])))
-                far.append(cases[0])
+                found.append(run(signature.repeated_inputs(number, sizes)))
+                far.append(sizes)
     again = {name: to_array(value) for name, value in named.by_name(result).items()}
     for name, value in first.items():
         if not same_output(value, again[name]):
@@ -246,5 +273,9 @@ def discover_outputs(
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]
     specs = output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
-    named_runs = ({spec.name: run[name] for spec, name in zip(specs, first, strict=True)} for run in runs)
-    return DiscoveredOutputs(specs=specs, result=structure, runs=tuple(zip(inputs, named_runs, strict=True)))
+    return DiscoveredOutputs(specs=specs, result=structure)
+
+
+def _small(signature: Signature) -> dict[str, int]:
+    """Returns a small size for each dim. A size of 1 may hide that the values determine an output's size."""
+    return {dim: min(r.opt, r.up(max(r.min, _SMALL_SIZE))) for dim, r in signature.dims.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from accel import kept_outputs
 from accel.artifact import Artifact, canonical_json, file_sha256, text_sha256
 from accel.errors import BadInputSpec, UsageError
-from accel.kept_outputs import Run
 from accel.signature import Signature, TensorSpec
 from accel.sources.structure import Template
 from accel.spelling import option
@@ -25,7 +23,7 @@ from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
 from .arguments import class_name
-from .call import NamedModule, discover_outputs, in_training, run_named
+from .call import NamedModule, Runs, discover_outputs, in_training
 from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
 from .fingerprint import code_sha256, state_sha256
@@ -74,9 +72,10 @@ def open_torch(
     ranges = parse_dims(dims or {})
     found.module.eval()
     reached = ""
+    runs = Runs()
     if found.forms:
-        sampled = (_sampled(found, form) for form in found.forms)
-        form = found.forms[0] if given else that_runs(found.module, tuple(sampled), ranges)
+        sampled = (_sampled(found, form, runs) for form in found.forms)
+        form = found.forms[0] if given else that_runs(found.module, tuple(sampled), ranges, runs)
         names_of = [spec.name for spec in form.inputs]
         before = next(one for one in found.forms if [spec.name for spec in one.inputs] == names_of)
         reached = reach_words(before, form) if not given else ""
@@ -104,7 +103,7 @@ def open_torch(
     signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
     names = found.outputs if not given or found.outputs else ()
     named = NamedModule(found.module, [one.name for one in specs])
-    run = partial(run_named, named, signature)
+    run = runs.of(named, signature)
     if given or not found.forms:  # otherwise the forms already have their samples
         signature = with_samples(signature, run, found.tensors)
     signature = with_table_ranges(signature, run)
@@ -115,7 +114,7 @@ def open_torch(
     guessed = [dim for dim in bounded.dims if dim not in known]
     signature = guessed_within_reach(bounded, run, guessed)
     reached = reached or reach_words(bounded, signature)
-    outputs = discover_outputs(found.module, signature, names, found.name or spec)
+    outputs = discover_outputs(found.module, signature, names, found.name or spec, runs)
     empty = refused_empty(signature, run)
     signature = replace(signature, outputs=outputs.specs)
     training = in_training(found.module)
@@ -131,8 +130,7 @@ def open_torch(
     facts = [canonical_json(about)] if about else []
     sha256 = text_sha256("\n".join([state, code, factory, *facts, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
-    for feeds, outcome in outputs.runs:
-        kept_outputs.keep(Run.of(sha256, "torch", feeds), outcome)
+    kept_outputs.rename(runs.name, sha256, [spec.name for spec in outputs.specs])
     return Artifact(
         path=found.path,
         kind="torch",
@@ -161,9 +159,9 @@ def open_torch(
     )
 
 
-def _sampled(found: Found, form: Signature) -> Signature:
+def _sampled(found: Found, form: Signature, runs: Runs) -> Signature:
     named = NamedModule(found.module, [spec.name for spec in form.inputs])
-    return with_samples(form, partial(run_named, named, form), found.tensors)
+    return with_samples(form, runs.of(named, form), found.tensors)
 
 
 def module_of(artifact: Artifact) -> torch.nn.Module:

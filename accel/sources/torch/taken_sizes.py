@@ -82,7 +82,7 @@ def refused_empty(signature: Signature, run: Run) -> dict[str, str]:
 def _failure(signature: Signature, run: Run, sizes: Mapping[str, int]) -> str:
     """Returns the reason why ``run`` fails on random inputs of ``sizes``, or "" if it runs."""
     try:
-        run(signature.example_inputs(**sizes))
+        run(signature.inputs_at(sizes))
     except Exception as error:  # a model may raise any type of error, which is reported later
         return one_line(error, 120) or type(error).__name__
     return ""

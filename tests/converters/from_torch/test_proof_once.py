@@ -25,6 +25,10 @@ import torch
 def small():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if len(torch.nonzero(x)) == 0 else x + 1
 """
 
 
@@ -77,3 +81,23 @@ def test_exporters_are_held_to_the_gate_of_the_run(source: Artifact, tmp_path: P
             gates=[OutputGate(limit=1e-12)],
             cache=StageCache(tmp_path / "c"),
         )
+
+
+def test_the_gate_runs_no_inputs_that_opening_the_model_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a model runs twice on the same inputs. Opening a model with a branch runs it on further inputs of the
+    usual size, which the gate compares, too."""
+    (tmp_path / "small.py").write_text(SMALL)
+    ran: Counter[tuple[int, ...]] = Counter()
+    run = BaseSession.run
+
+    def counting(self: BaseSession, feeds: Any, *rest: Any, **words: Any) -> Any:
+        ran[feeds["x"].shape] += 1
+        return run(self, feeds, *rest, **words)
+
+    monkeypatch.setattr(BaseSession, "run", counting)
+    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
+    model = Source(f"{tmp_path / 'small.py'}:Branch", inputs={"x": ("float32", ("batch", 4))}).open()
+    assert all(result.passed for result in OutputGate(limit=1e-6).check(model, model))
+    assert ran == {(8, 4): 1}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel.signature import BATCH, DimRange, Feeds, Signature, TensorSpec
+from accel.signature import BATCH, DimRange, Signature, TensorSpec
 
 from ...declare import input_example
 from ...output_specs import probe_cases
-from ..call import NamedModule, run_named
+from ..call import NamedModule, Runs
 from ..taken_sizes import runs_at, within_reach
 
 # The largest text length in a range that accel chooses. Gates run the model with texts up to this length, and longer
@@ -64,24 +63,21 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     return (decoded, seen) if module.can_generate() else (seen, decoded)
 
 
-def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
+def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange], runs: Runs) -> Signature:
     """Returns the first signature in ``found`` that lets the module run. Narrows the ranges of the dims to sizes that
     the module can take, because the config may not tell the largest size. Leaves the ranges in ``given`` unchanged. If
-    the module fails with every signature in ``found``, returns the first signature unchanged.
+    the module fails with every signature in ``found``, returns the first signature unchanged. ``runs`` keeps the
+    outputs.
     """
     module.eval()
     for form in found:
         fixed = {dim: bounds for dim, bounds in given.items() if dim in form.dims}
         asked = form.with_dims(fixed)
-        run = _run_of(module, asked)
+        run = runs.of(NamedModule(module, [spec.name for spec in asked.inputs]), asked)
         if len(found) > 1 and not all(runs_at(asked, run, case) for case in probe_cases(asked)):
             continue
         return within_reach(asked, run, [dim for dim in asked.dims if dim not in fixed and dim != BATCH])
     return found[0]
-
-
-def _run_of(module: Any, form: Signature) -> Callable[[Feeds], object]:
-    return partial(run_named, NamedModule(module, [spec.name for spec in form.inputs]), form)
 
 
 def example(module: Any) -> tuple[str, ...]:
