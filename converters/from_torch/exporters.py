@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -69,7 +70,11 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = named(src)
-    with torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _lengths_of_tensors(module), _roots():
+    with contextlib.ExitStack() as stack:
+        for block in (torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _no_collection()):
+            stack.enter_context(block)
+        stack.enter_context(_lengths_of_tensors(module))
+        stack.enter_context(_roots())
         tensors = example(src)
         program = torch.onnx.export(
             in_real_numbers(module, tensors, (shapes,)),
@@ -116,6 +121,19 @@ def _exact_constants() -> Iterator[None]:
     finally:
         for value, (relative, absolute) in zip(constants, before, strict=True):
             value._rel_tol, value._abs_tol = relative, absolute
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Stops Python's search for unreachable objects. An export makes millions of objects that stay reachable, and the
+    search would visit all of them many times."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -118,9 +118,10 @@ def _wire_format(model: onnx.ModelProto) -> Iterator[bytes]:
     heads, size = [], graph.ByteSize()
     for tensor in model.graph.initializer:
         # A tensor that isn't stored as raw data is written as it is.
-        count = raw_bytes(tensor)
-        head = _without(tensor, *_VALUES) if count else tensor
-        content = head.SerializeToString() + (_start(TENSOR_RAW_DATA, count) if count else b"")
+        raw = is_detached(tensor) or tensor.HasField("raw_data")
+        head = _without(tensor, *_VALUES) if raw else tensor
+        count = (raw_bytes(tensor) if is_detached(tensor) else _raw_bytes(tensor, head)) if raw else 0
+        content = head.SerializeToString() + (_start(TENSOR_RAW_DATA, count) if raw else b"")
         heads.append(_start(GRAPH_INITIALIZER, len(content) + count) + content)
         size += len(heads[-1]) + count
     yield _without(model, "graph").SerializeToString() + _start(MODEL_GRAPH, size)
@@ -133,11 +134,14 @@ def _wire_format(model: onnx.ModelProto) -> Iterator[bytes]:
 def _without(message: Any, *left_out: str) -> Any:
     """Returns a copy of a protobuf message without the fields ``left_out``."""
     made = type(message)()
-    for field, value in message.ListFields():
+    for field in message.DESCRIPTOR.fields:  # ListFields() would copy the weights
         if field.name in left_out:
             continue
+        value = getattr(message, field.name)
         if hasattr(value, "extend"):
             getattr(made, field.name).extend(value)
+        elif not message.HasField(field.name):
+            continue
         elif hasattr(value, "CopyFrom"):
             getattr(made, field.name).CopyFrom(value)
         else:
@@ -148,6 +152,15 @@ def _without(message: Any, *left_out: str) -> Any:
 def _start(field: int, length: int) -> bytes:
     """Returns the tag of the field with the number ``field``, and the length of its content."""
     return bytes([field << 3 | LENGTH]) + _varint(length)
+
+
+def _raw_bytes(tensor: onnx.TensorProto, head: onnx.TensorProto) -> int:
+    """Returns the number of bytes of ``tensor.raw_data``, which protobuf would copy. ``head`` is the tensor without its
+    values."""
+    rest = int(tensor.ByteSize()) - int(head.ByteSize())
+    return next(
+        count for digits in range(1, 11) if len(_start(TENSOR_RAW_DATA, count := rest - 1 - digits)) == 1 + digits
+    )
 
 
 def _varint(number: int) -> bytes:
