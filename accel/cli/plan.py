@@ -50,6 +50,7 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, help="Pipeline stages.")
 @click.option("--cp", type=int, help="Context-parallel ranks, which share sequences, and heads during attention.")
+@click.option("--cp-method", help="ulysses (ranks share heads during attention) or ring (keys and values travel).")
 @click.option("--ep", type=int, help="Data-parallel ranks that share the experts of a CONFIG's model.")
 @click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), ...; with --inference also int8, int4.")
 @click.option("--optimizer", help="adam, adamw, momentum or sgd.")
@@ -126,6 +127,7 @@ _TRAINING = (
     "tp",
     "pp",
     "cp",
+    "cp_method",
     "ep",
     "optimizer",
     "micro_batch",
@@ -146,8 +148,10 @@ def _refuse_unused(given: dict[str, Any], out: Path | None) -> None:
     for name in ("servers", "latency"):
         if given[name] is not None and not given["compare"]:
             raise BadConfig(f"--{name} is for --compare; leave it out, or pass --compare")
-    if given["hbm"] and given["ep"]:
-        raise BadConfig("--hbm lists layouts with ep 1 only; leave out --ep, or leave out --hbm to plan this layout")
+    for name in ("ep", "cp_method"):
+        if given["hbm"] and given[name]:
+            key = f"--{name.replace('_', '-')}"
+            raise BadConfig(f"--hbm doesn't vary {key[2:]}; leave out {key}, or leave out --hbm to plan this layout")
     if given["batch"] > 1 and not given["inference"]:
         raise BadConfig("--batch is the number of sequences of --inference; pass --global-batch for a training step")
 
@@ -162,6 +166,7 @@ def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
         "tp": "parallel.tp",
         "pp": "parallel.pp",
         "cp": "parallel.cp",
+        "cp_method": "parallel.cp_method",
         "ep": "parallel.ep",
         "recompute": "parallel.recompute",
         "pipeline": "parallel.pipeline",
@@ -199,7 +204,19 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
     extra = {name: given[name] for name in _EXTRA if given[name]}
     if base is not None:
         return plan(_spec(base, given), replace(layout_of_config(base, world), **extra), machine)
-    names = ("zero", "tp", "pp", "cp", "ep", "precision", "optimizer", "micro_batch", "recompute", "pipeline")
+    names = (
+        "zero",
+        "tp",
+        "pp",
+        "cp",
+        "cp_method",
+        "ep",
+        "precision",
+        "optimizer",
+        "micro_batch",
+        "recompute",
+        "pipeline",
+    )
     kept = {name: given[name] for name in names if given[name] is not None} | extra
     spec, batch = _spec(None, given), given["global_batch"]
     layout = Layout(world=world, **kept) if batch is None else Layout.for_batch(batch, world=world, **kept)

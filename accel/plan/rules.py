@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
+CP_METHODS = ("ulysses", "ring")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # A stated number of parameters contradicts the shape if it is this many times larger or smaller than the formula's
 # number. A mixture of experts has up to 40 times as many parameters, and a model that shares its layers has 20 times
@@ -24,6 +25,7 @@ class Axes:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    cp_method: str = "ulysses"
     ep: int = 1
     replicate: int = 1
     micro_batch: int = 1
@@ -34,6 +36,11 @@ class Axes:
     qgz: bool = False
     offload: bool = False
 
+    @property
+    def ring(self) -> bool:
+        """Tells whether context-parallel ranks pass keys and values around, instead of sharing the heads."""
+        return self.cp_method == "ring"
+
 
 def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
     """Yields a message for each problem of a layout with ``global_batch`` samples in a step, whatever the model is."""
@@ -41,7 +48,11 @@ def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
     for name, count in {**counts, "global_batch": global_batch}.items():
         if count < 1:
             yield f"{name} is {count}; use at least 1"
-    choices = (("recompute", axes.recompute, RECOMPUTE), ("pipeline", axes.pipeline, PIPELINES))
+    choices = (
+        ("recompute", axes.recompute, RECOMPUTE),
+        ("pipeline", axes.pipeline, PIPELINES),
+        ("cp_method", axes.cp_method, CP_METHODS),
+    )
     for name, value, known in choices:
         if value not in known:
             yield f"{name} is {value!r}; use one of {', '.join(known)}"
@@ -147,8 +158,11 @@ def shape_problems(
         )
 
 
-def fit_problems(*, tp: int, pp: int, cp: int, layers: int, heads: int, kv_heads: int, seq: int) -> Iterator[str]:
-    """Yields a message for each problem of a possible layout with a model's shape. A value of 0 means unknown."""
+def fit_problems(
+    *, tp: int, pp: int, cp: int, ring: bool, layers: int, heads: int, kv_heads: int, seq: int
+) -> Iterator[str]:
+    """Yields a message for each problem of a possible layout with a model's shape. A value of 0 means unknown. ``ring``
+    tells whether context parallel is ring attention, which doesn't divide the heads."""
     kv_heads = kv_heads or heads
     if pp > 1 and layers and pp > layers:
         yield f"{layers} layers can't be cut into {pp} pipeline stages; use a smaller pp"
@@ -157,7 +171,9 @@ def fit_problems(*, tp: int, pp: int, cp: int, layers: int, heads: int, kv_heads
             f"the tensor-parallel size {tp} has to divide {heads} query heads and {kv_heads} key-value heads evenly; "
             "use a common divisor"
         )
-    if heads % cp or kv_heads % cp or seq % cp:
+    if ring and seq % cp:
+        yield f"the context-parallel size {cp} has to divide {seq} tokens of a sequence evenly; use a divisor of {seq}"
+    elif not ring and (heads % cp or kv_heads % cp or seq % cp):
         yield (
             f"the context-parallel size {cp} has to divide {heads} query heads, {kv_heads} key-value heads and {seq} "
             "tokens of a sequence evenly; use a common divisor"

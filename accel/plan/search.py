@@ -46,7 +46,7 @@ class Plan:
                 "of experts, or ep 1"
             )
         sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
-        for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, **sizes):
+        for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, ring=layout.ring, **sizes):
             raise BadConfig(problem)
         return cls(
             spec=spec,
@@ -85,7 +85,7 @@ class Plan:
             "flops_per_step": flops(self.spec, self.layout) if timed else None,
             "step_seconds": t.step if timed else None,
             "compute_seconds": t.compute if timed else None,
-            "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp, "cp": t.cp},
+            "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp, "cp": t.cp, "ep": t.ep},
             "host_bytes_copied_per_step": round(host_bytes(self.spec, self.layout)),
             "host_seconds": t.host,
             "bubble_fraction": bubble(self.layout),
@@ -97,6 +97,8 @@ class Plan:
                 "tp": self.layout.tp,
                 "pp": self.layout.pp,
                 "cp": self.layout.cp,
+                "cp_method": self.layout.cp_method,
+                "ep": self.layout.ep,
                 "zero": self.layout.zero,
                 "precision": self.layout.precision,
                 "optimizer": self.layout.optimizer,

@@ -100,12 +100,18 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     outputs have s b h / c elements each, and keys and values have fewer elements under grouped-query attention. A rank
     sends (c - 1) / c of each tensor, where c is the context-parallel size. The backward pass sends as many bytes as the
     forward pass (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward
-    pass. With Gloo, the real traffic is c times as large, because Gloo uses a gather instead of an all-to-all.
+    pass. In ring attention, a rank passes on keys and values of all heads c - 1 times in each pass, and their gradients
+    c times (Liu et al. 2023, "Ring Attention", section 3). With Gloo, the real traffic of the all-to-alls is c times as
+    large, because Gloo uses a gather instead of an all-to-all.
     """
     if layout.cp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
     own = spec.seq * layout.micro_batch * spec.hidden * element / layout.cp
+    if layout.ring:
+        rounds, forward = layout.cp - 1, 1 if layout.recompute == "none" else 2
+        gradients = layout.cp * 2 * own / element * 4  # in float32, in one round more
+        return layout.accumulation * spec.layers * ((forward + 1) * rounds * 2 * own + gradients)
     passes = 2 if layout.recompute == "none" else 3
     tensors = 2 + 2 * spec.kv_heads / spec.heads
     return layout.accumulation * spec.layers * passes * tensors * ring(own, layout.cp)

@@ -65,6 +65,7 @@ class ParallelConfig:
     only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline
     stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. ``cp`` is the number of data-parallel ranks
     over which each sequence is split. ``cp_split`` names the last module that works on whole sequences.
+    ``cp_method`` is ``ulysses``, which shares the heads during attention, or ``ring``, which passes keys and values on.
     ``ep`` is the number of data-parallel ranks that share the experts of each block.
     ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of
     activation checkpointing.
@@ -84,6 +85,7 @@ class ParallelConfig:
     pipeline: str = "1f1b"
     cp: int = 1
     cp_split: str = "embed"
+    cp_method: str = "ulysses"
     ep: int = 1
     hpz: int = 0
     qwz: bool = False

@@ -27,6 +27,7 @@ from ..batch import call, to_device
 from ..config.schema import TrainConfig
 from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
+from .ring import Ring
 
 _HEADS, _POSITIONS = 1, 2
 _FIX = (
@@ -61,7 +62,7 @@ class Ulysses(AroundAttention):
                 raise BadConfig(
                     f"attention gets a tensor of shape {list(tensor.shape)}, but takes only the shape [batch, heads, "
                     f"positions, width], in which heads is a multiple of cp {self.mesh.size()}; use a cp that divides "
-                    "the number of heads"
+                    "the number of heads, or parallel.cp_method = ring"
                 )
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
         found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)
@@ -95,7 +96,8 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
         expected = part(call(module, inputs), mesh)
         # Copies the part, because a view would keep the whole output in memory until the backward pass.
         embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
-        Ulysses(mesh).wrap(module)
+        around: AroundAttention = Ring(mesh) if config.parallel.cp_method == "ring" else Ulysses(mesh)
+        around.wrap(module)
         try:
             found = call(module, inputs)
         except BadConfig:

@@ -17,7 +17,7 @@ from accel.train.config.schema import OptimizerConfig
 from accel.train.loss import cross_entropy
 from accel.train.optimizer.master import MasterOptimizer
 from accel.train.parallel.zero import micro_batch, shard
-from accel.train.precision import autocast, parameter_dtype
+from accel.train.precision.modes import autocast, parameter_dtype
 from accel.train.recompute import recompute
 from accel.train.simulate import _default_dtype, _fake_world, _meshes
 

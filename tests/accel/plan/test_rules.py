@@ -35,6 +35,7 @@ _CONFIGS = st.fixed_dictionaries(
                 "tp": st.sampled_from([1, 1, 2, 3, 4]),
                 "pp": st.sampled_from([1, 1, 2, 3, 4, 8]),
                 "cp": st.sampled_from([1, 1, 2, 4]),
+                "cp_method": st.sampled_from(["ulysses", "ring", "star"]),
                 "ep": st.sampled_from([1, 1, 1, 2]),
                 "replicate": st.sampled_from([1, 2, 3]),
                 "hpz": st.sampled_from([1, 2, 4, 8]),

@@ -76,6 +76,7 @@ def test_the_page_has_every_key_and_style() -> None:
         "optimizer.name": config.OPTIMIZERS,
         "precision.mode": config.MODES,
         "precision.fp8": config.FP8,
+        "parallel.cp_method": rules.CP_METHODS,
         "parallel.recompute": rules.RECOMPUTE,
         "parallel.compression": config.COMPRESSION,
         "parallel.pipeline": rules.PIPELINES,

@@ -212,7 +212,9 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
     for rank in results[world]["ranks"]:
         seen = rank["on"][name]
         assert seen["offload"] == ("CPU offload" in name)
-        assert seen["shards between the passes"] == ([2 if "hpZ 2" in name else shards] if p.zero == 3 else [])
+        # Fewer ranks hold the same experts.
+        sizes = {2} if "hpZ 2" in name else {shards, shards // p.ep}
+        assert seen["shards between the passes"] == (sorted(sizes) if p.zero == 3 else [])
         assert set(seen["compiled"]) <= {"compiled" in name}
         assert (seen["frames"] > 0) == ("compiled" in name)
 
