@@ -129,7 +129,7 @@ def test_a_folder_of_transformers_brings_its_tokenizer(source: Path, tmp_path: P
         source, text=tmp_path / "text.txt", out=tmp_path / "q", target="ort-cpu", max_kl=0.9, rounds=5
     )
     names = {candidate.name for candidate in made.candidates}
-    assert {"ort-cpu int4", "ort-cpu int8 weights", "ort-cpu int8 dynamic"} <= names
+    assert {"ort-cpu int4 in blocks of 128", "ort-cpu int8 weights", "ort-cpu int8 dynamic"} <= names
     assert not any("--data" in note or "data=" in note for note in made.notes)
     assert accel.generate(tmp_path / "q", "to be", max_new_tokens=2).texts != [None]
 
