@@ -93,6 +93,18 @@ def export(
     )
     if as_decoder:
         named = replace(named, decoder=True)
+    from .decoder.pair import export_pair, is_pair
+
+    if not is_onnx and to == "onnx" and is_pair(named, Path(out) if out is not None else None):
+        with ExitStack() as stack, _limit_named(limit):
+            return export_pair(
+                named,
+                opset=opset or DEFAULT_OPSET,
+                simplify=simplify,
+                limit=limit,
+                cache=open_cache(stack, use_cache),
+                folder=_folder_of(out, "an encoder and a decoder", preprocess),
+            )
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
     if as_decoder or (to == "openvino" and named.decoder is not False and Cache.of(src.signature) is not None):
         with ExitStack() as stack, _limit_named(limit):

@@ -28,6 +28,8 @@ from accel.tables.limits import VERIFY_LIMITS
 from accel.tables.precision import PRECISIONS
 from accel.timing.columns import as_text
 
+from .decoder.pair import checked_pair
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -137,6 +139,8 @@ def verify(
     from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
     from accel.proof.runs import failed_on_data
 
+    if data is None and (pair := _checked_pair(reference, candidate, about, limit)) is not None:
+        return pair
     first, second = _open(reference, candidate, about)
     first = widened(first, Path(data) if data else None, declared_dims(reference, about))
     for artifact in (first, second):
@@ -215,6 +219,28 @@ def verify(
         cases=tuple(cases),
         problems=tuple(problems),
         notes=(note,) if note else (),
+    )
+
+
+def _checked_pair(reference: Model, candidate: Model, about: SourceOptions, asked: float | None) -> Verification | None:
+    """Returns the result for an encoder-decoder, or None for any other model."""
+    one, two = shared((reference, candidate), about)
+    checked = checked_pair(one, two, asked)
+    if checked is None:
+        return None
+    whole, results, limit = checked
+    bad = [f"output {one.output!r} at {one.case}: {one.finding}" for one in results if not one.passed]
+    if whole.problem or whole.rel_l2 > limit:
+        bad.append(
+            f"output {whole.output!r}: {whole.problem or f'rel_l2 {whole.rel_l2:.3g} is over the limit {limit:g}'}"
+        )
+    return Verification(
+        passed=not bad,
+        limit=limit,
+        outputs={whole.output: whole},
+        middle_sample={},
+        cases=tuple(one.case for one in results),
+        problems=tuple(bad),
     )
 
 

@@ -15,7 +15,7 @@ from accel.runtimes.base import Session
 from accel.signature.decoder import IDS, LOGITS
 
 from .folder import GENAI_CONFIG
-from .replay import bytes_a_token
+from .replay import Replay, bytes_a_token
 from .tokenizer import Tokenizer
 
 
@@ -46,6 +46,14 @@ class Decoder:
         sizes = [vocabulary, *([bounds[1] + 1] if bounds else [])]
         self.vocabulary = min(size for size in sizes if isinstance(size, int))
         self.tokens = special_tokens(artifact)
+        # Only the answers of an encoder-decoder begin with tokens of their own, and never have some tokens.
+        self.start: list[int] = []
+        self.suppressed: tuple[int, ...] = ()
+        self.longest_prompt = self.tokens.context
+
+    def begin(self, sources: Sequence[Sequence[int]]) -> Replay:
+        """Returns a replay with a row for each of ``sources``, which only an encoder reads."""
+        return Replay(self.session, len(sources))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -59,7 +67,7 @@ def special_tokens(artifact: Artifact) -> SpecialTokens:
 
     Raises ``BadSource`` if a recorded special token isn't a token id, or if the file isn't a decoder's config.
     """
-    about: Mapping[str, Any] | None = artifact.source.get("decoder")
+    about: Mapping[str, Any] | None = artifact.source.get("decoder") or artifact.source.get("encoder_decoder")
     if about is None:
         path = artifact.path.parent / GENAI_CONFIG
         about = _genai_facts(path) if path.is_file() else {}

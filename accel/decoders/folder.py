@@ -24,6 +24,7 @@ OPENVINO_GENAI = KINDS["openvino"].other_names[0]
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
+    "source.spm", "target.spm", "preprocessor_config.json", "processor_config.json", "normalizer.json",
 )  # fmt: skip
 # onnxruntime-genai refuses other types, but runs every model with these inputs and outputs in the same way.
 _OTHER_TYPE = "llama"
@@ -53,16 +54,20 @@ def write_folder(artifact: Artifact, source: Path | None) -> None:
     """Writes genai_config.json beside the decoder ``artifact``, and copies the configs and the tokenizer of the folder
     ``source``. Beside an OpenVINO IR, writes the tokenizer's own IR instead of genai_config.json."""
     folder = artifact.path.parent
-    if source is not None:
-        for name in _COPIED:
-            if (source / name).is_file():
-                with beside(folder / name) as temporary:
-                    shutil.copyfile(source / name, temporary)
+    copy_configs(folder, source)
     if is_stateful(artifact.signature):
         write_tokenizer_ir(folder)
         return
     with beside(folder / GENAI_CONFIG) as temporary:
         temporary.write_text(json.dumps(genai_config(artifact), indent=2) + "\n", encoding="utf-8")
+
+
+def copy_configs(folder: Path, source: Path | None) -> None:
+    """Copies the configs and the tokenizer of the folder ``source``, if there is one, to ``folder``."""
+    for name in _COPIED if source is not None else ():
+        if (source / name).is_file():  # type: ignore[operator]
+            with beside(folder / name) as temporary:
+                shutil.copyfile(source / name, temporary)  # type: ignore[operator]
 
 
 def genai_config(artifact: Artifact) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from accel.cancel import check_cancelled
@@ -45,6 +46,7 @@ class Row:
     prompt: int
     tokens: list[int]
     stream: TextStream
+    source: list[int] = field(default_factory=list)
     shown: int = 0
     finish: Finish = ""
 
@@ -74,7 +76,7 @@ class Generation:
         import numpy as np
 
         sampler = Sampler(self.sampling, len(self.rows))
-        running = Replay(self.decoder.session, len(self.rows))
+        running = self.decoder.begin([row.source for row in self.rows])
         active = list(self.rows)
         started = time.perf_counter()
         logits = running.step(*padded([row.tokens for row in active]))[:, -1]
@@ -172,6 +174,9 @@ def begin(
             raise UsageError(f"prompt {number + 1} has no tokens; give at least one")
         for token in tokens:
             _check_token(token, decoder.vocabulary, f"prompt {number + 1}")
+        if decoder.start:  # an encoder reads the prompt
+            rows.append(_answer(decoder, number, tokens, TextStream(tokenizer), truncate))
+            continue
         if context is not None and len(tokens) >= context:
             if not truncate:
                 raise UsageError(
@@ -189,7 +194,24 @@ def begin(
             "a time, or export the decoder with a mask"
         )
     _check_room(decoder, rows, most)
+    if decoder.suppressed:
+        never = dict.fromkeys(decoder.suppressed, -math.inf)
+        sampling = replace(sampling, logit_bias={**never, **sampling.logit_bias})
     return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops))
+
+
+def _answer(decoder: Decoder, number: int, source: list[int], stream: TextStream, truncate: bool) -> Row:
+    """Returns the row of an answer to ``source``, which the encoder reads. A first token that the model forces counts
+    as generated."""
+    most = decoder.longest_prompt
+    if most is not None and len(source) > most:
+        if not truncate:
+            raise UsageError(
+                f"prompt {number + 1} has {len(source)} tokens, but the encoder reads {most}; shorten the prompt, or "
+                f"pass {option('truncate', True)} to drop its beginning"
+            )
+        source = source[-most:]
+    return Row(number=number, prompt=1, tokens=list(decoder.start), stream=stream, source=source)
 
 
 def _check_token(token: int, vocabulary: int, where: str) -> None:

@@ -129,7 +129,7 @@ class DecoderGate:
                     found = _replayed(session, scenario, texts)
                     rows = scenario.texts if scenario.order is None else [scenario.texts[n] for n in scenario.order]
                     results.append(self._worst(scenario.name, [wanted[n][:length] for n, length in rows], found))
-                results.append(self._greedy(session, whole, texts[0][:8]))
+                results.append(self._greedy(Replay(session, 1), whole, texts[0][:8]))
         return results
 
     def _texts(self, src: Artifact) -> list[np.ndarray]:
@@ -146,13 +146,12 @@ class DecoderGate:
         differences = [compare({LOGITS: one}, {LOGITS: other})[0] for one, other in pairs]
         return output_result(self.name, case, max(differences, key=lambda one: one.rel_l2), self.limit)
 
-    def _greedy(self, session: Session, whole: Whole, text: np.ndarray) -> GateResult:
+    def _greedy(self, running: Replay, whole: Whole, text: np.ndarray) -> GateResult:
         """Generates tokens greedily, and limits the share of the logits' spread by which a chosen token falls behind
         the reference's best token. Two tokens whose logits differ by rounding alone are equally good."""
         import numpy as np
 
         count = min(_GREEDY, self.context - len(text))
-        running = Replay(session, 1)
         logits = running.step(text[None])
         tokens = list(text)
         for _ in range(count):

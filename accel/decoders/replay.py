@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import BadSource
 from accel.runtimes.base import Session
-from accel.runtimes.kv.cache import KvCache, open_cache
-from accel.signature import Signature
+from accel.runtimes.kv.cache import open_cache
+from accel.signature import Feeds, Signature
 from accel.signature.decoder import IDS, MASK, PARTS, POSITIONS, Cache, is_stateful
+from accel.signature.encoder_decoder import Caches
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .stateful import StatefulCache
+
+class StepCache(Protocol):
+    """The keys and values of a batch, wherever they are kept: in arrays, in the runtime, or beside an encoder's."""
+
+    def step(self, feeds: Feeds) -> np.ndarray:
+        """Runs the model with the inputs ``feeds`` beside the cache. Returns the logits [rows, new tokens, vocabulary],
+        and adds the new tokens to the cache."""
+
+    def reorder(self, rows: Iterable[int]) -> None:
+        """Puts the rows into a new order. A row may be repeated or left out."""
+
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """Returns the keys and values of each layer by name. Returns no arrays if the runtime keeps them."""
 
 
 class Replay:
     """Holds the cache, the mask and the number of tokens of a batch while texts run through a decoder.
 
-    Texts of unequal lengths are padded on the left.
+    Texts of unequal lengths are padded on the left. ``cache`` is by default an empty one for ``rows`` rows.
     """
 
-    def __init__(self, session: Session, rows: int) -> None:
+    def __init__(self, session: Session, rows: int, cache: StepCache | None = None) -> None:
         import numpy as np
 
         self._takes = {spec.name for spec in session.signature.inputs}
-        self._cache = _opened(session, rows)
+        self._cache = cache or _opened(session, rows)
         self._mask = np.zeros((rows, 0), np.int64)
 
     def step(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
@@ -59,7 +72,7 @@ class Replay:
         self._mask = self._mask[order]
 
 
-def _opened(session: Session, rows: int) -> KvCache | StatefulCache:
+def _opened(session: Session, rows: int) -> StepCache:
     """Returns an empty cache for ``rows`` rows, as the runtime of ``session`` keeps it."""
     if not is_stateful(session.signature):
         return open_cache(session, cache_of(session.signature), rows)
@@ -82,6 +95,8 @@ def cache_of(signature: Signature) -> Cache:
 def bytes_a_token(session: Session) -> int:
     """Returns the number of bytes that a decoder's cache grows by for each token of a row. Raises ``BadSource`` if the
     model is no decoder with a cache."""
+    if (pair := Caches.of(session.signature)) is not None:
+        return pair.bytes_a_token()
     if not is_stateful(session.signature):
         return cache_of(session.signature).bytes_a_token()
     from .stateful import state_bytes_a_token
@@ -105,11 +120,13 @@ def replay(
     texts: Sequence[np.ndarray],
     steps: Sequence[int],
     order: Sequence[int] | None = None,
+    running: Replay | None = None,
 ) -> list[np.ndarray]:
     """Returns the logits of each text, [length, vocabulary].
 
     ``texts`` are padded on the left to equal lengths, and run in steps of the sizes ``steps``. ``order`` puts the rows
-    into a new order after the first step, and the results are in the new order.
+    into a new order after the first step, and the results are in the new order. ``running`` has begun already, if the
+    decoder needs more than the texts.
     """
     import numpy as np
 
@@ -117,7 +134,7 @@ def replay(
     assert sum(steps) == ids.shape[1], "the steps cover the longest text"
     found: list[np.ndarray] = []
     start = 0
-    running = Replay(session, len(texts))
+    running = running or Replay(session, len(texts))
     for number, size in enumerate(steps):
         if order is not None and number == 1:
             running.reorder(order)

@@ -181,16 +181,18 @@ class Source:
 
         return form_of(self.text) if self.native and not self.hub_model else None
 
-    def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
+    def open(self, *, like: Callable[[], Signature] | None = None, part: str = "") -> Artifact:
         """Finds, reads and describes the model.
 
         ``like`` is a function that returns the signature of another version of the model. The function is called only
         if nothing else declares the inputs.
 
+        ``part`` opens only the encoder or the decoder of an encoder-decoder of transformers.
+
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that doesn't apply to this model.
         """
-        artifact = self._open(like)
+        artifact = self._open(like, part)
         facts = {} if isinstance(self.spec, Artifact) else facts_about(Path(self.text))
         if facts:
             call = {**artifact.source.get("call", {}), **facts["call"]}
@@ -201,7 +203,7 @@ class Source:
             artifact = replace(artifact, source={**artifact.source, "spec": found.spec, "hub": found.facts})
         return artifact
 
-    def _open(self, like: Callable[[], Signature] | None) -> Artifact:
+    def _open(self, like: Callable[[], Signature] | None, part: str) -> Artifact:
         if isinstance(self.spec, Artifact):
             return self.spec
         if self.spec == "":
@@ -239,6 +241,7 @@ class Source:
                     dims=dims,
                     like=like,
                     decoder=bool(self.decoder),
+                    part=part,
                 )
             except MadeByTensorFlow:
                 self._refuse((*_WEIGHTS, "adapters"), "is a model of TensorFlow, which has its own weights")

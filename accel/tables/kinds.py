@@ -59,6 +59,7 @@ KINDS: dict[str, Kind] = {
             reader="accel.converters.graph.read_back:onnx",
             mend="accel.converters.graph.annotations:mend",
             export_as="onnx",
+            other_names=("decoder_with_past_model.onnx",),
         ),
         Kind(
             name="openvino",

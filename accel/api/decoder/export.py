@@ -21,7 +21,7 @@ from accel.tables.limits import EXPORT_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 
 
 def is_decoder(source: Source, out: Path | None) -> bool:
@@ -32,7 +32,7 @@ def is_decoder(source: Source, out: Path | None) -> bool:
     if source.inputs or (out is not None and out.suffix) or not source.native or source.form is not None:
         return False
     try:
-        config = json.loads((source.path / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
         names = config["architectures"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

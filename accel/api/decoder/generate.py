@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Unpack
 
+from accel.artifact import Artifact
 from accel.decoders.decoder import Decoder
+from accel.decoders.encoder_decoder import TextPair
 from accel.decoders.generation import Generation, Row, Token, begin
 from accel.decoders.sampling import Sampling
 from accel.decoders.tokenizer import NoTokenizer, Tokenizer
@@ -15,6 +17,8 @@ from accel.errors import BadSource, UsageError
 from accel.runtimes.base import open_session
 from accel.sources.source import Model, Source, SourceOptions
 from accel.spelling import option
+
+from .pair import open_pair
 
 Prompt = str | Sequence[int]
 
@@ -73,7 +77,7 @@ class Answers:
     @property
     def prompts(self) -> list[list[int]]:
         """Returns the token ids of the prompts."""
-        return [row.tokens[: row.prompt] for row in self._generation.rows]
+        return [row.source or row.tokens[: row.prompt] for row in self._generation.rows]
 
     @property
     def finishes(self) -> list[str]:
@@ -114,10 +118,11 @@ def generate(
 ) -> Answers:
     """Generates up to ``max_new_tokens`` tokens after each of ``prompts``, and yields each ``Token`` as it is chosen.
 
-    ``model`` is the folder of an exported decoder, a model of transformers that generates text, or a source opened with
-    ``decoder=True``. A prompt is a text, or a list of token ids. Without sampling options, the most likely token is
-    chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``sequences`` is the number of answers
-    to each prompt. With ``chat``, each prompt is a message of the user, in the form of the model's chat template.
+    ``model`` is the folder of an exported decoder or encoder-decoder, a model of transformers that generates text, or a
+    source opened with ``decoder=True``. A prompt is a text, or a list of token ids. Without sampling options, the most
+    likely token is chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``sequences`` is the
+    number of answers to each prompt. With ``chat``, each prompt is a message of the user, in the form of the model's
+    chat template.
 
     The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
 
@@ -142,11 +147,11 @@ def generate(
         raise UsageError(f"{option('sequences', sequences)} gives no answer; give at least 1")
     given = _listed(prompts)
     source = Source.of(model, **about)
-    if source.native and source.form is None:
+    pair = open_pair(source)
+    if pair is None and source.native and source.form is None:
         source = replace(source, decoder=True)
-    artifact = source.open()
     with ExitStack() as stack:
-        decoder = Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
+        decoder = _opened(source, pair, stack, runtime, options)
         needed = chat or any(isinstance(prompt, str) for prompt in given)
         tokenizer = _tokenizer(decoder, needed)
         encoded = [_encoded(prompt, tokenizer, chat) for prompt in given for _ in range(sequences)]
@@ -161,6 +166,21 @@ def generate(
             truncate=truncate,
         )
         return Answers(generation, tokenizer, stack.pop_all())
+
+
+def _opened(
+    source: Source,
+    pair: tuple[Artifact, Artifact] | None,
+    stack: ExitStack,
+    runtime: str | None,
+    options: Mapping[str, Any] | None,
+) -> Decoder:
+    """Opens the decoder, or both parts of an encoder-decoder."""
+    if pair is None:
+        artifact = source.open()
+        return Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
+    encoder, session = (stack.enter_context(open_session(part, runtime, options)) for part in pair)
+    return TextPair(pair[1], session, encoder)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:

@@ -30,6 +30,7 @@ from .fingerprint import code_sha256, state_sha256
 from .found import Found
 from .integer_bounds import bounds_words, find_bounds, with_samples, with_table_ranges
 from .live import SUFFIX, open_captured
+from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about_pair, as_part
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
@@ -52,6 +53,7 @@ def open_torch(
     dims: Dims | None = None,
     like: Callable[[], Signature] | None = None,
     decoder: bool = False,
+    part: str = "",
 ) -> Artifact:
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
@@ -61,13 +63,14 @@ def open_torch(
     the factory's module. ``weights_dtype`` rounds these weights, or the weights of a run folder. ``adapters`` is the
     folder of a LoRA adapter, which is merged into the model. ``like`` is a function that returns the signature of
     another version of the model. ``like`` is called if neither ``spec`` nor ``inputs`` declares the inputs. With
-    ``decoder``, the model gets a KV cache as inputs and outputs.
+    ``decoder``, the model gets a KV cache as inputs and outputs. ``part`` opens only the encoder or the decoder of an
+    encoder-decoder of transformers.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
     """
     found, adapted = _adapted(find(spec, weights, weights_dtype), adapters)
-    found = as_decoder(found) if decoder else found
+    found = as_part(found, part) if part else as_decoder(found) if decoder else found
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
     found.module.eval()
@@ -127,7 +130,8 @@ def open_torch(
     # factory's name, because two factories in one file may make modules that differ only in attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     about = about_decoder(found.module) if isinstance(found.module, CachedDecoder) else None
-    facts = [canonical_json(about)] if about else []
+    pair = about_pair(found.module.parts) if isinstance(found.module, EncoderPart | DecoderPart) else None
+    facts = [canonical_json(about)] if about else [canonical_json([part, pair])] if pair else []
     sha256 = text_sha256("\n".join([state, code, factory, *facts, *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     kept_outputs.rename(runs.name, sha256, [spec.name for spec in outputs.specs])
@@ -150,6 +154,7 @@ def open_torch(
             "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": outputs.result},
             **_pipeline(found.module),
             **({"decoder": about} if about else {}),
+            **({"encoder_decoder": pair, "part": part} if pair else {}),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,
@@ -179,7 +184,11 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
         found = find(artifact.source["spec"], Path(weights) if weights else None, rounded)
         module = _adapted(found, Path(adapters["path"]) if adapters else None)[0].module.eval()
         # The signature is known, so the dims of a decoder needn't be found again.
-        _opened[sha256] = CachedDecoder(module).eval() if "decoder" in artifact.source else module
+        part = artifact.source.get("part")
+        if part:
+            _opened[sha256] = (EncoderPart if part == ENCODER else DecoderPart)(module).eval()
+        else:
+            _opened[sha256] = CachedDecoder(module).eval() if "decoder" in artifact.source else module
     return _opened[sha256]
 
 

@@ -64,6 +64,18 @@ def generates(architecture: str) -> bool:
     return any(architecture in (names if isinstance(names, tuple) else (names,)) for names in known.values())
 
 
+def answers(architecture: str) -> bool:
+    """Tells whether transformers knows ``architecture`` as a model that answers text or sound with text, by an encoder
+    and a decoder."""
+    quiet_transformers()
+    from transformers.models.auto import modeling_auto
+
+    text: Mapping[str, Any] = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    sound: Mapping[str, Any] = modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    known = (names for table in (text, sound) for names in table.values())
+    return any(architecture in (names if isinstance(names, tuple) else (names,)) for names in known)
+
+
 def own_code(name: str) -> BadSource:
     """Returns the error for a model that needs Python code from its own folder."""
     return BadSource(
