@@ -148,13 +148,14 @@ def verify(
             raise UnsupportedHere(
                 f"{artifact.path} can't run on this machine; verify it on a machine with an NVIDIA GPU"
             )
-    stateful = is_stateful(second.signature)
-    if stateful and data is not None:
-        raise UsageError(
-            f"{second.path} keeps its cache between runs and takes texts of its own; leave out {option('data')}"
-        )
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
-    if names[0] != names[1] and not stateful:
+    # A decoder of another form takes other inputs, but has the same logits.
+    other_form = is_decoder(second.signature) and (names[0] != names[1] or is_stateful(second.signature))
+    if other_form and data is not None:
+        raise UsageError(
+            f"{second.path} is a decoder with other inputs and takes texts of its own; leave out {option('data')}"
+        )
+    if names[0] != names[1] and not other_form:
         raise UsageError(
             f"the two models have different inputs: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
             "give two versions of one model"
@@ -164,7 +165,7 @@ def verify(
     cases: list[str] = []
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
-    for case, wanted, got in _whole_texts(first, second) if stateful else ():
+    for case, wanted, got in _whole_texts(first, second) if other_form else ():
         found.append(compare(wanted, got))
         cases.append(case)
         errors.setdefault(LOGITS, []).append(sample_errors(wanted[LOGITS], got[LOGITS]))
@@ -172,7 +173,7 @@ def verify(
         open_session(first, gate_runtime(first), PATIENT) as one,
         open_session(second, gate_runtime(second), PATIENT) as two,
     ):
-        for case, feeds in () if stateful else _feeds(first, second, Path(data) if data else None, samples):
+        for case, feeds in () if other_form else _feeds(first, second, Path(data) if data else None, samples):
             report("verify")
             try:
                 wanted, got = one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))
@@ -186,7 +187,7 @@ def verify(
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     note = (
         None
-        if stateful
+        if other_form
         else integers_note(_common(first, second))
         if data is None
         else rounding_note(Path(data), first.signature)
@@ -256,15 +257,25 @@ def _context(first: Artifact, second: Artifact) -> int:
 def _whole_texts(
     first: Artifact, second: Artifact
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Yields the logits of whole texts for two decoders with different inputs, at the shapes of ``second``."""
+    """Yields the logits of whole texts for two decoders with different inputs."""
+    import numpy as np
+
     from accel.proof.gates import PATIENT, case_name, gate_runtime
+
+    low, high = first.signature.input(IDS).range_at({}) or (0, 1)
+    drawn = np.random.default_rng(0)
+    context = _context(first, second)
 
     with ExitStack() as stack:
         whole = whole_logits(first, stack)
         session = stack.enter_context(open_session(second, gate_runtime(second), PATIENT))
-        for sizes in second.signature.cases():
-            ids = second.signature.inputs_at(sizes)[IDS]
-            yield case_name(sizes), {LOGITS: whole(ids)}, {LOGITS: Replay(session, len(ids)).step(ids)}
+        for rows, length in ((1, 8), (2, 16), (8, 4)):
+            ids = drawn.integers(low, high, (rows, min(length, context)), endpoint=True)
+            yield (
+                case_name({"batch": rows, "sequence": ids.shape[1]}),
+                {LOGITS: whole(ids)},
+                {LOGITS: Replay(session, len(ids)).step(ids)},
+            )
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:

@@ -18,6 +18,9 @@ from .folder import GENAI_CONFIG
 from .replay import Replay, bytes_a_token
 from .tokenizer import Tokenizer
 
+# The fields of config.json that give the largest number of tokens.
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
@@ -63,14 +66,14 @@ class Decoder:
 
 
 def special_tokens(artifact: Artifact) -> SpecialTokens:
-    """Reads the special tokens from the manifest, or else from genai_config.json, which other tools write.
+    """Reads the special tokens from the manifest, or else from the configs that other tools write.
 
     Raises ``BadSource`` if a recorded special token isn't a token id, or if the file isn't a decoder's config.
     """
     about: Mapping[str, Any] | None = artifact.source.get("decoder") or artifact.source.get("encoder_decoder")
     if about is None:
         path = artifact.path.parent / GENAI_CONFIG
-        about = _genai_facts(path) if path.is_file() else {}
+        about = _genai_facts(path) if path.is_file() else _config_facts(artifact.path.parent)
     context = about.get("context")
     ends = _ids(about.get("eos"), artifact.path)
     first = _ids(about.get("bos"), artifact.path)
@@ -85,6 +88,18 @@ def _genai_facts(path: Path) -> Mapping[str, Any]:
         }  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadSource(f"the file {path} holds no valid config of a decoder; export the decoder again") from error
+
+
+def _config_facts(folder: Path) -> Mapping[str, Any]:
+    """Returns the facts in the configs of transformers, which optimum copies."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):  # the generation config counts more
+        try:
+            found |= json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue
+    context = next((found[name] for name in _CONTEXTS if found.get(name)), None)
+    return {"context": context, "eos": found.get("eos_token_id"), "bos": found.get("bos_token_id")}
 
 
 def _ids(value: Any, where: Path) -> tuple[int, ...]:

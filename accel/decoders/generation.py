@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from accel.cancel import check_cancelled
 from accel.errors import RunFailed, UnsupportedHere, UsageError
 from accel.machine import available_memory
-from accel.signature.decoder import MASK
+from accel.signature.decoder import MASK, POSITIONS
 from accel.spelling import option
 
 from .decoder import Decoder
@@ -187,11 +187,13 @@ def begin(
         rows.append(Row(number=number, prompt=len(tokens), tokens=tokens, stream=TextStream(tokenizer)))
     if not rows:
         raise UsageError(f"there is no prompt; give one with {option('prompts')}")
-    masked = any(spec.name == MASK for spec in decoder.session.signature.inputs)
-    if not masked and len({row.prompt for row in rows}) > 1:
+    takes = {spec.name for spec in decoder.session.signature.inputs}
+    # GroupQueryAttention counts the tokens by itself, and counts padding on the left. accel's own files are proven.
+    missing = MASK if MASK not in takes else POSITIONS if decoder.artifact.manifest is None else MASK
+    if missing not in takes and len({row.prompt for row in rows}) > 1:
         raise UsageError(
-            "the decoder has no attention_mask, so prompts of unequal lengths can't share a batch; give one prompt at "
-            "a time, or export the decoder with a mask"
+            f"the decoder has no {missing}, so prompts of unequal lengths can't share a batch; give one prompt at a "
+            "time, or export the decoder with accel"
         )
     _check_room(decoder, rows, most)
     if decoder.suppressed:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack
 
 from accel.artifact import Artifact, manifest_path
+from accel.child import resolve
 from accel.errors import BadSource, UsageError
+from accel.signature import Signature
 from accel.spelling import option
-from accel.tables.kinds import framework_suffixes, kind_of
+from accel.tables.kinds import KINDS, framework_suffixes, kind_of
 
 from .declare import Dims, Inputs, parse_dims, parse_inputs
 from .hub.download import Located, locate
@@ -26,8 +28,6 @@ from .nearby import or_nearby
 if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
-
-    from accel.signature import Signature
 
 # A live model is a callable (such as an nn.Module), an exported program or an ONNX ModelProto.
 Model: TypeAlias = "str | Path | Artifact | Source | Callable[..., Any] | ExportedProgram | ModelProto"
@@ -258,12 +258,16 @@ class Source:
         """Opens an artifact or an ONNX file."""
         path = self.path
         if kind_of(path) == "onnx":
+            from .onnx.decoder_sizes import with_cache_sizes
             from .onnx.file import open_onnx
 
-            return open_onnx(path, dims=parse_dims(self.dims or {}), inputs=parse_inputs(self.inputs or ()))
+            opened = open_onnx(path, dims=parse_dims(self.dims or {}), inputs=parse_inputs(self.inputs or ()))
+            return with_cache_sizes(opened)
         self._refuse(("inputs",), "has its own inputs")
         if not path.is_file():
             raise BadSource(f"{path} does not exist; {or_nearby(str(path))}")
+        if path.name in KINDS["openvino"].other_names and not manifest_path(path).is_file():
+            return _described(path)
         return Artifact.open(path)
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
@@ -271,6 +275,16 @@ class Source:
         for name in names:
             if getattr(self, name):
                 raise UsageError(f"{self.text} {why}; leave out {option(name)}")
+
+
+def _described(path: Path) -> Artifact:
+    """Returns the IR of another tool. Raises ``InvalidModel`` if it can't be read."""
+    row = KINDS["openvino"]
+    assert row.reader is not None, "an IR can be read"
+    signature, properties = resolve(row.reader)(path, Signature(()))
+    return Artifact(
+        path=path, kind=row.name, signature=signature, properties=properties, companions=row.companions_of(path)
+    )
 
 
 def is_live(model: Model) -> bool:
