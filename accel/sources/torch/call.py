@@ -21,8 +21,8 @@ from accel.sources.structure import Template, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
-from .integer_bounds import smaller_tables
-from .random_draws import random_draws
+from .probe.integer_bounds import smaller_tables
+from .probe.random_draws import random_draws
 
 if TYPE_CHECKING:
     import numpy as np

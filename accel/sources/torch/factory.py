@@ -22,8 +22,8 @@ from ..pipeline import Pipeline
 from ..python_object import load_object, raised
 from .call import NamedModule, flatten, run_named, script_parameters
 from .found import Found
-from .integer_bounds import with_table_ranges
 from .live import capture, open_captured
+from .probe.integer_bounds import with_table_ranges
 from .weights import load_weights
 
 # The largest number of runs that look for a suggestion. Runs with unsuitable inputs mostly fail at the first layer.

@@ -28,13 +28,13 @@ from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
-from .integer_bounds import bounds_words, find_bounds, with_samples, with_table_ranges
 from .live import SUFFIX, open_captured
 from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about_pair, as_part
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
+from .probe.integer_bounds import bounds_words, find_bounds, with_samples, with_table_ranges
+from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .saved import open_exported_program, open_torchscript, weights_without_code
-from .taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .train_folder import final_folder, open_train_folder
 from .weights import DTYPES
 

@@ -24,7 +24,7 @@ def open_folder(folder: Path, name: str = "") -> Found:
     Raises ``BadSource`` if a file is missing or the model needs its own code. Raises ``InvalidModel`` if the library
     can't load the model. Raises ``MissingExtra`` if the library is not installed.
     """
-    if not name and not any((folder / known).is_file() for known in (MODULES, _CONFIG)):
+    if not name and not any((folder / known).is_file() for known in (MODULES, ADAPTER_CONFIG, _CONFIG)):
         raise BadSource(f"the folder {folder} {no_model(folder)}")
     name = name or str(folder)
     if (folder / MODULES).is_file():

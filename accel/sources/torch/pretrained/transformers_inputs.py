@@ -14,7 +14,7 @@ from accel.signature import BATCH, DimRange, Signature, TensorSpec
 from ...declare import input_example
 from ...output_specs import probe_cases
 from ..call import NamedModule, Runs
-from ..taken_sizes import runs_at, within_reach
+from ..probe.taken_sizes import runs_at, within_reach
 
 # The largest text length in a range that accel chooses. Gates run the model with texts up to this length, and longer
 # texts would take too long.

@@ -218,7 +218,7 @@ HEAD = "base_model.model.lm_head"
         ({f"{HEAD}.lora_A.weight": (3, 64), f"{HEAD}.lora_B.weight": (99, 3)}, r"product of the shape \[99, 64\] for"),
         ({f"{HEAD}.lora_A.weight": (3, 32)}, "has A of lm_head, not A and B"),
         ({f"{HEAD}.lora_magnitude_vector": (99,)}, "more than LoRA's A and B"),
-        ({f"{HEAD}.weight": (98, 32)}, r"the shape \[98, 32\], not \[99, 32\]"),
+        ({f"{HEAD}.weight": (98, 32)}, r"the shape \[98, 32\], not \[259, 32\]"),
         ({"base_model.model.score.weight": (2, 32)}, "score, which the model doesn't have"),
         ({"lm_head.weight": (99, 32)}, "doesn't begin with base_model.model."),
     ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 from accel.errors import BadInputSpec, one_line
 from accel.signature import DimRange, Feeds, Signature
 
-from ..output_specs import farthest, probe_cases
+from ...output_specs import farthest, probe_cases
 
 Run = Callable[[Feeds], object]
 
