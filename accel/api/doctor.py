@@ -65,6 +65,7 @@ _PARTS = (
     ("opentelemetry-sdk", "opentelemetry.sdk", "tracing", "collecting them"),
     ("opentelemetry-exporter-otlp-proto-http", "opentelemetry.exporter.otlp.proto.http", "tracing", "sending them"),
     ("tensorboard", "tensorboard", "train", "the event files of accel train"),
+    ("torchao", "torchao", "fp8", "products of accel train in fp8 on GPUs"),
     ("torchdata", "torchdata", "train", "the data loader of accel train"),
 )
 # The packages that onnx2tf needs. No extra of accel contains onnx2tf, which has its own install command.

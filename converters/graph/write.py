@@ -120,7 +120,7 @@ def _wire_format(model: onnx.ModelProto) -> Iterator[bytes]:
         # A tensor that isn't stored as raw data is written as it is.
         raw = is_detached(tensor) or tensor.HasField("raw_data")
         head = _without(tensor, *_VALUES) if raw else tensor
-        count = (raw_bytes(tensor) if is_detached(tensor) else _raw_bytes(tensor, head)) if raw else 0
+        count = (raw_bytes(tensor) if is_detached(tensor) else _raw_bytes(tensor)) if raw else 0
         content = head.SerializeToString() + (_start(TENSOR_RAW_DATA, count) if raw else b"")
         heads.append(_start(GRAPH_INITIALIZER, len(content) + count) + content)
         size += len(heads[-1]) + count
@@ -154,10 +154,9 @@ def _start(field: int, length: int) -> bytes:
     return bytes([field << 3 | LENGTH]) + _varint(length)
 
 
-def _raw_bytes(tensor: onnx.TensorProto, head: onnx.TensorProto) -> int:
-    """Returns the number of bytes of ``tensor.raw_data``, which protobuf would copy. ``head`` is the tensor without its
-    values."""
-    rest = int(tensor.ByteSize()) - int(head.ByteSize())
+def _raw_bytes(tensor: onnx.TensorProto) -> int:
+    """Returns the number of bytes of ``tensor.raw_data``, which protobuf would copy."""
+    rest = int(tensor.ByteSize()) - int(_without(tensor, "raw_data").ByteSize())
     return next(
         count for digits in range(1, 11) if len(_start(TENSOR_RAW_DATA, count := rest - 1 - digits)) == 1 + digits
     )

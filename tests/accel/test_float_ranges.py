@@ -96,7 +96,7 @@ def test_optimize_follows_the_advice_on_nan(roots: Path, tmp_path: Path, cli: An
     ran = cli("optimize", roots, *options, "-o", tmp_path / "a")
     assert ran.code == 0, ran.stderr
     advised = "give the range of random inputs with --input x:float32[batch,2]{0.1..1}"
-    assert advised in " ".join(ran.stderr.split())
+    assert advised in " ".join(ran.stdout.split())
     ranges = [word for text in RANGES for word in ("--input", text)]
     ran = cli("optimize", roots, *options, "-o", tmp_path / "b", *ranges)
     assert ran.code == 0, ran.stderr

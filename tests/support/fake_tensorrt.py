@@ -63,6 +63,7 @@ class FakeTensorRT(ModuleType):
         self.registry = Registry()
         self.parsed = onnx.ModelProto()
         self.plugin = quick_plugins(self.registry)
+        self.BuilderFlag = SimpleNamespace(TF32="TF32")
         self.Runtime = lambda logger: SimpleNamespace(logger=logger)
 
     def get_plugin_registry(self) -> Registry:

@@ -60,7 +60,7 @@ def test_defaults_are_those_of_the_function() -> None:
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),
         ({"budget_seconds": 0.0}, UsageError, "a budget of 0 s is too short"),
         ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),
-        ({"precision": ("fp7",)}, UnknownName, "unknown precision 'fp7'; use one of fp32, fp16"),
+        ({"precision": ("fp7",)}, UnknownName, "unknown precision 'fp7'; use one of fp32, tf32, fp16"),
         ({"quantize": ("smooth=2",)}, BadInputSpec, "smooth=0.5"),
         ({"cast": ("keep-io=maybe",)}, BadInputSpec, "keep-io=no"),
         ({"engine": ("speed=9",)}, BadInputSpec, "builder-level"),

@@ -76,7 +76,7 @@ def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
 def test_products_round_their_inputs_to_tf32(tmp_path: Path, inside: bool) -> None:
     """Fails if a TF32 session doesn't round the inputs of a product to 10 bits of mantissa, rounds its sums, or turns a
     huge value into NaN. An expected value is computed from the bits of float32. The product may be inside a branch."""
-    taken = [node("MatMul", "x", "w", "t"), node("MatMul", "x", "w", "e")]
+    taken = [node("MatMul", "x w", "t"), node("MatMul", "x w", "e")]
     branches = [
         helper.make_graph([one], one.output[0], [], [helper.make_tensor_value_info(one.output[0], FLOAT, None)])
         for one in taken
@@ -84,7 +84,7 @@ def test_products_round_their_inputs_to_tf32(tmp_path: Path, inside: bool) -> No
     chosen = node("If", "c", "p", then_branch=branches[0], else_branch=branches[1])
     src = artifact(
         tmp_path / "m.onnx",
-        [chosen if inside else node("MatMul", "x", "w", "p"), node("Add", "p", "b", "y")],
+        [chosen if inside else node("MatMul", "x w", "p"), node("Add", "p b", "y")],
         {"x": (FLOAT, ["batch", 64]), **({"c": (TensorProto.BOOL, [])} if inside else {})},
         {"y": (FLOAT, ["batch", 8])},
         {"w": np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32), "b": np.full(8, 1.0001, "f4")},

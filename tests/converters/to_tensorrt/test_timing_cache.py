@@ -39,6 +39,9 @@ class FakeConfig:
         self.known = cache.data or self.gpu
         return True
 
+    def clear_flag(self, flag: object) -> None:
+        """Ignores the flag of TF32, which this config doesn't have."""
+
     def get_timing_cache(self) -> Any:
         return None if self.known is None else self.create_timing_cache(self.known)
 
@@ -136,7 +139,7 @@ def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return b"engine"
 
     network = SimpleNamespace(num_inputs=0, num_outputs=0)
-    trt = SimpleNamespace(__version__="11.0.0", Runtime=lambda _: None)
+    trt = SimpleNamespace(__version__="11.0.0", Runtime=lambda _: None, BuilderFlag=SimpleNamespace(TF32="TF32"))
     for name, value in {
         "load_toolkit": lambda _: trt,
         "make_logger": lambda *_: None,
