@@ -2,8 +2,8 @@
 file like any other file.
 
 The file ``FACTS`` beside the cached model holds the name of the model's ``class`` and a ``note`` about its batch dim.
-The field ``call`` of ``FACTS`` holds the structure of the model's arguments and result (see
-``accel.sources.structure``).
+The field ``inputs`` holds the names of the inputs in the order of the call, if the file of the model has no order. The
+field ``call`` holds the structure of the arguments and the result of the model (see ``accel.sources.structure``).
 """
 
 from __future__ import annotations

@@ -197,7 +197,9 @@ class Source:
         if facts:
             call = {**artifact.source.get("call", {}), **facts["call"]}
             live = {name: facts[name] for name in ("class", "note", "not_finite") if name in facts}
-            artifact = replace(artifact, source={**artifact.source, "live": live, "call": call})
+            signature = artifact.signature.with_inputs_in_order(facts.get("inputs", ()))
+            source = {**artifact.source, "live": live, "call": call}
+            artifact = replace(artifact, source=source, signature=signature)
         found = self.hub_model
         if found and artifact.manifest is None:
             artifact = replace(artifact, source={**artifact.source, "spec": found.spec, "hub": found.facts})

@@ -91,7 +91,9 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         called = {"arguments": dict(zip(_parameters(model), parts, strict=False)), "result": describe(result)[0]}
         with cache.scratch() as folder:
             _save(model, call, shapes, {name: value.dtype for name, value in arrays.items()}, folder / path.name)
-            (folder / FACTS).write_text(json.dumps({"class": _name(model), "note": "", "call": called}))
+            # A SavedModel keeps its inputs in no order.
+            facts = {"class": _name(model), "note": "", "call": called, "inputs": list(arrays)}
+            (folder / FACTS).write_text(json.dumps(facts))
             cache.keep(key, folder)
     return path
 
