@@ -43,6 +43,10 @@ def twice(parts, x):
 def pipeline():
     import accel
     return accel.Pipeline(twice, net=make()), (torch.ones(2, 4),)
+
+def decoder():
+    from tests.support.small_decoder import small_decoder
+    return small_decoder(hidden_size=64)
 """
 
 
@@ -97,6 +101,7 @@ INT8 = (*OPTIMIZE, "--target", "openvino", "--precision", "int8")
 ENGINE = (*OPTIMIZE, "--target", "tensorrt-rtx", "--precision", "fp16")
 SAVED_MODEL = ("export", "m.onnx", "--to", "saved_model", "-o", "saved")
 TFLITE = ("export", "m.onnx", "--to", "tflite", "-o", "lite")
+DECODER = ("export", "net.py:decoder", "--decoder")
 # Maps each stage to a list of commands. The last command runs the stage.
 COMMANDS = {
     "onnx_from_torch": (EXPORT,),
@@ -108,6 +113,11 @@ COMMANDS = {
     "cast": (EXPORT, ENGINE),
     "quantize": (EXPORT, INT8),
     "fuse_kernels": (EXPORT, (*OPTIMIZE, "--target", "ort-cpu", "--precision", "fp32", "--kernels")),
+    "fuse_decoder": (
+        (*DECODER, "-o", "dec"),
+        ("optimize", "dec", "--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", "out"),
+    ),
+    "stateful_from_onnx": ((*DECODER, "--to", "openvino", "-o", "dec-ov"),),
     "fit_tensorrt": (EXPORT, ("preflight", "m.onnx", "--fix", "-o", "fixed.onnx")),
     "engine_from_onnx": (EXPORT, ENGINE),
     "openvino_from_onnx": (EXPORT, INT8),
@@ -192,6 +202,8 @@ NOT_KILLED_IN = {
     "fit_tensorrt": _HERE,
     "pipeline_from_parts": _HERE,
     "torch_from_onnx": _HERE,
+    "fuse_decoder": _HERE,
+    "stateful_from_onnx": "its child is that of openvino_from_onnx",
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
     "ncnn_from_onnx": "pnnx is over in no time: tests/converters/to_others/test_export_to.py kills one that isn't",
 }
