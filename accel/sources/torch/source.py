@@ -22,7 +22,7 @@ from ..declare import Dims, Inputs, gaps_words, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
-from .arguments import class_name
+from .arguments import Called, class_name
 from .call import NamedModule, Runs, discover_outputs, in_training
 from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
@@ -131,8 +131,10 @@ def open_torch(
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     about = about_decoder(found.module) if isinstance(found.module, CachedDecoder) else None
     pair = about_pair(found.module.parts) if isinstance(found.module, EncoderPart | DecoderPart) else None
-    facts = [canonical_json(about)] if about else [canonical_json([part, pair])] if pair else []
-    sha256 = text_sha256("\n".join([state, code, factory, *facts, *(f["sha256"] for f in files)]))
+    facts: list[Any] = [about] if about else [[part, pair]] if pair else []
+    # The example's constants are part of the graph.
+    facts += [found.module.templates] if isinstance(found.module, Called) else []
+    sha256 = text_sha256("\n".join([state, code, factory, *map(canonical_json, facts), *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     kept_outputs.rename(runs.name, sha256, [spec.name for spec in outputs.specs])
     return Artifact(
