@@ -132,6 +132,22 @@ def _class(path: str) -> Callable[..., Any]:
     return kind if fits else SimpleNamespace
 
 
+def constants_in(template: Template, name: str = "") -> dict[str, Any]:
+    """Returns the constants in the template of a result, such as numbers and strings, by names like those of tensors
+    (see ``describe``)."""
+    kind, body = next(iter(template.items()))
+    if kind == "tensor":
+        return {}
+    if kind == "value":
+        return {} if body is None else {name or "output": body}
+    sequence = kind in ("list", "tuple")
+    items = enumerate(body) if sequence else template["fields"] if kind == "class" else body
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= constants_in(item, f"{name}_{key}" if name else f"output_{key}" if sequence else str(key))
+    return found
+
+
 def arguments_of(
     parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], rest: str = ""
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from accel import kept_outputs
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.kept_outputs import Run
 from accel.signature import Feeds, Signature, TensorSpec, shapes_of
-from accel.sources.structure import Template, describe
+from accel.sources.structure import Template, constants_in, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
@@ -272,8 +273,34 @@ def discover_outputs(
     taken = {spec.name for spec in signature.inputs}
     renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
     structure = describe(result, names=renamed)[0]
+    _check_constants(named, signature, structure, where)
     specs = output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
     return DiscoveredOutputs(specs=specs, result=structure)
+
+
+def _check_constants(named: NamedModule, signature: Signature, result: Template, where: str) -> None:
+    """Raises ``BadSource`` if a constant in ``result``, such as a Python number, is another at other sizes or values
+    of the inputs, because an exported model always returns the same constant. Also raises for NaN and infinity."""
+    constants = constants_in(result)
+    if not constants:
+        return
+    usual, *others = probe_cases(signature)
+    found = constants
+    for feeds in [*(signature.inputs_at(sizes) for sizes in others), signature.repeated_inputs(1, usual)]:
+        with contextlib.suppress(Exception):  # the gates report an error
+            found = constants_in(describe(run_own(named, signature, feeds))[0])
+        for name, value in constants.items():
+            if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
+                raise BadSource(
+                    f"the output {name!r} of {where} is the Python value {value}, which a manifest can't hold; return "
+                    f"torch.tensor(float('{value}')), or leave this output out"
+                )
+            if (other := found.get(name)) != value:
+                raise BadSource(
+                    f"the output {name!r} of {where} is the Python value {value!r} on one input and {other!r} on "
+                    f"another ({shapes_of(feeds)}), but an exported model always returns the same; return a tensor, "
+                    "such as torch.tensor(x.shape[0]) for a size, or leave this output out"
+                )
 
 
 def _small(signature: Signature) -> dict[str, int]:

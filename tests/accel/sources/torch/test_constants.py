@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.errors import BadSource
 
 
 class Scaled(nn.Module):
@@ -20,6 +21,22 @@ class Scaled(nn.Module):
     ) -> torch.Tensor:
         both = x + y if how == "sum" else x * y
         return (-both if flip else both) * scale
+
+
+class Counted(nn.Module):
+    """Returns the size of an axis as ``form`` makes it, beside a tensor and a constant."""
+
+    def __init__(self, form: Any, axis: int = 0) -> None:
+        super().__init__()
+        self.form, self.axis = form, axis
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": x * 2, "n": self.form(x.shape[self.axis]), "kind": "counted"}
+
+
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return x * 2, x.sum().item()
 
 
 def twice(parts: Any, x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
@@ -55,3 +72,27 @@ def test_constants_are_part_of_the_hash(other: dict[str, Any]) -> None:
         for constants in ({"scale": 3}, {"scale": 3}, other)
     )
     assert one == again != another
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Counted(int), r"the output 'n' of Counted is the Python value 2 on one input and 3 on another"),
+        (Counted(lambda _: float("inf")), r"value inf, .*; return torch.tensor\(float\('inf'\)\)"),
+        (Summed(), r"the output 'output_1' of Summed is the Python value .*; return a tensor, such as torch.tensor"),
+    ],
+)
+def test_a_python_number_that_changes_is_refused(model: nn.Module, message: str) -> None:
+    """Fails if an export returns the number of its example for all sizes or values of the inputs."""
+    with pytest.raises(BadSource, match=message):
+        accel.Source(model, example=(X,)).open()
+
+
+def test_a_size_is_returned_as_the_advice_says(own_cache: Path) -> None:
+    """Fails if the advised tensor doesn't follow the size, or if a constant that never changes is refused or lost."""
+    with accel.load(accel.export(Counted(torch.tensor), example=(X,))) as session:
+        found = session(torch.ones(7, 4))
+    assert (found["n"].item(), found["kind"]) == (7, "counted")
+    for axis, dynamic in ((1, None), (0, {})):
+        fixed = accel.Source(Counted(int, axis), example=(X,), dynamic=dynamic).open()
+        assert ["n", {"value": X.shape[axis]}] in fixed.source["call"]["result"]["dict"]
