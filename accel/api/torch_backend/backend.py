@@ -1,4 +1,4 @@
-"""Implements ``torch.compile(model, backend="accel")``, which runs exported or optimized parts of a model.
+"""Runs the graphs of TorchDynamo in sessions.
 
 TorchDynamo cuts a function into graphs and passes each graph to ``accel_backend``. A graph that accel can't run stays
 in eager mode, with a warning that gives the reason.
@@ -6,6 +6,9 @@ in eager mode, with a warning that gives the reason.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,12 +17,13 @@ import numpy as np
 import torch
 
 from accel.cache import StageCache
-from accel.errors import AccelError, one_line
+from accel.errors import AccelError, UsageError, one_line, shortened
 from accel.runtimes.base import BaseSession, open_session
-from accel.sources.source import Source
+from accel.sources.source import Source, SourceOptions
 
-from .as_onnx import as_onnx
-from .optimize import optimize
+from ..as_onnx import as_onnx
+from ..optimize import optimize
+from .weights import Weights, same_bits, unwatched
 
 # The largest allowed relative error of a part on the inputs of its first call. The limit is high, because the export's
 # gates already catch small errors.
@@ -27,6 +31,10 @@ _LIMIT = 1e-2
 # A part is compiled again if its weights or sizes change. After ``_MOST_COMPILED`` compilations, the part stays in
 # eager mode.
 _MOST_COMPILED = 4
+_OPTIONS = (
+    *(name for name, one in inspect.signature(optimize).parameters.items() if one.kind is one.KEYWORD_ONLY),
+    *SourceOptions.__annotations__,
+)
 
 
 def accel_backend(
@@ -41,9 +49,18 @@ def accel_backend(
 
     - Gradients are on.
     - An input isn't on the CPU.
-    - The graph writes to an input, or returns a view of an input.
+    - The graph writes to an input, a weight or a buffer, or returns a view of one.
     - The graph can't be exported with equal outputs.
+
+    Raises ``UsageError`` if an option isn't a keyword argument of ``accel.optimize``. torch.compile wraps the error in
+    its ``BackendCompilerFailed``.
     """
+    for name in options or {}:
+        if name not in _OPTIONS:
+            raise UsageError(
+                f'torch.compile(backend="accel") has no option {name!r}; the options are those of accel.optimize: '
+                f"{', '.join(_OPTIONS)}"
+            )
     tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return _eager(graph, "gradients are on; call the model inside torch.inference_mode()")
@@ -58,8 +75,29 @@ def accel_backend(
 def _eager(graph: torch.fx.GraphModule, reason: str) -> Callable[..., Any]:
     """Warns that ``graph`` stays in eager mode, and returns ``graph.forward``."""
     count = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
-    warnings.warn(f"accel: a part of {count} operators stays in eager mode: {reason}", stacklevel=2)
+    size = f"{count} operator{'' if count == 1 else 's'}"
+    warnings.warn(f"accel: a part of {size} stays in eager mode: {reason}", stacklevel=_user_level())
     return graph.forward
+
+
+def _user_level() -> int:
+    """Returns the ``stacklevel``, for a warning of the calling function, of the innermost line outside PyTorch and
+    accel."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("accel", "torch"):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _in_user_words(error: Exception) -> str:
+    """Returns the text of ``error`` in one line. Files that accel wrote to its cache are named "the compiled part", and
+    lines of code that PyTorch generated are left out."""
+    root = re.escape(str(StageCache().root))
+    text = re.sub(rf"(the model )?{root}/[^\s:;,'\"]*", "the compiled part", one_line(error, None))
+    text = re.sub(r" at <eval_with_key>\S*:\d+( and <eval_with_key>\S*:\d+)*", "", text)
+    return shortened(text)
 
 
 class _Part:
@@ -86,7 +124,7 @@ class _Part:
         self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
-        self._seen: list[tuple[torch.Tensor, int]] = []
+        self._seen = Weights([])
         self._count = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -95,12 +133,15 @@ class _Part:
     def _compiled(self, *args: Any) -> Any:
         """Runs the session. Makes a session at the first call, and makes a new session if a weight was replaced or
         overwritten. If the session takes only one size, also makes a new session for every other size."""
-        changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
-        changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
-        if self._session is None or changed:
+        if (
+            self._session is None
+            or any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
+            or self._seen.changed([args[i] for i in self._weights])
+        ):
             self._count += 1
-            # Inference mode is off, because PyTorch doesn't count writes to inference tensors.
-            with torch.inference_mode(False), torch.no_grad():
+            # Inference mode is off, because PyTorch doesn't count writes to inference tensors. The runs of the
+            # compilation draw no numbers from the user's generator.
+            with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)
@@ -108,25 +149,19 @@ class _Part:
         assert self._session is not None
         return self._session(*(args[i] for i in self._inputs))
 
-    def _of_weights(self) -> Sequence[tuple[int, tuple[torch.Tensor, int]]]:
-        return list(zip(self._weights, self._seen, strict=False))
-
     def _compile(self, args: Sequence[Any]) -> str:
         """Makes the session and compares the session's outputs with the graph's outputs. If the graph has to stay in
         eager mode, returns the reason. Otherwise returns ""."""
         if not self._inputs:
             return "it has no inputs"
+        weights = [args[i] for i in self._weights]
+        if reason := unwatched(weights):
+            return reason
+        seen = Weights(weights)
         inputs = [args[i].detach().clone() for i in self._inputs]
-        before = [one._version for one in inputs]
-        wanted = self._graph.forward(*self._merged(args, inputs))
-        if [one._version for one in inputs] != before:
-            return "it writes to its inputs"
-        if not all(isinstance(one, torch.Tensor) for one in wanted):
-            return "it returns something besides tensors"
-        held = {one.untyped_storage().data_ptr() for one in (*inputs, *(args[i] for i in self._weights))}
-        if any(one.untyped_storage().data_ptr() in held for one in wanted):
-            return "it returns a view of an input or a weight"
-        reason = ""
+        wanted, reason = self._tried(args, inputs)
+        if reason:
+            return reason
         # torch.compile may make an axis dynamic although its size is constant in this model, for example if two models
         # with the same code have different sizes. With such a dynamic axis, the exported part may fail at other sizes
         # than the example's. The export is tried with all dynamic axes, then with only axis 0 dynamic, and then with
@@ -138,24 +173,43 @@ class _Part:
                 session = self._made(args, inputs, dynamic)
                 found = session(*inputs)
             except (AccelError, OSError) as error:
-                reason = reason or one_line(error, 300)
+                reason = reason or _in_user_words(error)
                 continue
             except Exception as error:  # the exporters may raise any type of error
-                reason = reason or f"{type(error).__name__}: {one_line(error, 300)}"
+                reason = reason or f"{type(error).__name__}: {_in_user_words(error)}"
                 continue
             if not all(map(_close, found, wanted)):
                 return "its outputs differ from those of PyTorch"
             self._session = session
             self._fixed = {(i, axis): args[i].shape[axis] for i, axis in self._symbols if (i, axis) not in dynamic}
-            self._seen = [(args[i], _version(args[i])) for i in self._weights]
+            self._seen = seen
             return ""
         return reason
 
-    def _merged(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
-        merged = list(args)
-        for i, value in zip(self._inputs, inputs, strict=True):
-            merged[i] = value
-        return merged
+    def _tried(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], str]:
+        """Returns the graph's outputs on copies of ``inputs`` and of the weights. Also returns the reason why the graph
+        has to stay in eager mode because of what it writes or returns, or ""."""
+        originals = {
+            **dict(zip(self._inputs, inputs, strict=True)),
+            **{i: args[i] for i in self._weights},
+        }
+        copies = list(args)
+        for i, value in originals.items():
+            copies[i] = value.detach().clone()
+        before = {i: copies[i]._version for i in originals}
+        wanted: Sequence[Any] = self._graph.forward(*copies)
+        # The values are compared too, because PyTorch doesn't count the writes of a batch norm to its running mean.
+        written = {
+            i for i, value in originals.items() if copies[i]._version != before[i] or not same_bits(copies[i], value)
+        }
+        if written:
+            return wanted, f"it writes to its {'inputs' if written & {*self._inputs} else 'weights or buffers'}"
+        if not all(isinstance(one, torch.Tensor) for one in wanted):
+            return wanted, "it returns something besides tensors"
+        held = {copies[i].untyped_storage().data_ptr() for i in originals}
+        if any(one.untyped_storage().data_ptr() in held for one in wanted):
+            return wanted, "it returns a view of an input or a weight"
+        return wanted, ""
 
     def _made(
         self, args: Sequence[Any], inputs: Sequence[torch.Tensor], dynamic: Collection[tuple[int, int]]
@@ -173,12 +227,6 @@ class _Part:
         if self._options:
             return optimize(program, **self._options).session
         return open_session(as_onnx(Source.of(program), StageCache()).artifact)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor`` was written to. Returns -1 for an inference tensor, because PyTorch doesn't count
-    writes to inference tensors."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _value(node: torch.fx.Node) -> Any:
@@ -199,7 +247,10 @@ class _Bound(torch.nn.Module):
         self.count = len(args)
         self.inputs = part._inputs
         for i in part._weights:
-            self.register_buffer(f"weight_{i}", args[i].detach())
+            own = args[i].detach()
+            # torch.export saves the whole storage of a weight that is a part of it, and warns.
+            is_part = own.untyped_storage().nbytes() != own.nbytes
+            self.register_buffer(f"weight_{i}", own.clone() if is_part else own)
         self.weights = part._weights
         where = {symbol: place for place, symbol in reversed(part._symbols.items())}
         self.sizes = {i: where[symbol] for i, symbol in part._size_symbols.items()}
