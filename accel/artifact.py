@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadInputSpec, ChainBroken, InvalidModel
-from accel.signature import DimRange, Signature, TensorSpec
+from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
 from accel.tables.kinds import KINDS, kind_of
 
 __all__ = ["Artifact", "DimRange", "Manifest", "Signature", "TensorSpec", "beside", "file_sha256", "manifest_path"]
@@ -27,6 +27,9 @@ FORMAT = 1
 # times. A small file can change twice within the resolution of the file system's clock, so it is always read.
 _LARGE_FILE_BYTES = 1 << 24
 _hashes: dict[tuple[str, int, int, int], str] = {}
+
+# The dtypes of indices. Integers of 8 bits are mostly pixels, which may hold any number.
+_INDICES = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
 
 
 def file_sha256(path: Path) -> str:
@@ -223,6 +226,25 @@ class Artifact:
             elif skipped:
                 found.append({"stage": record["name"], "passed": None, "worst": None, "summary": skipped[0]["note"]})
         return found
+
+    @property
+    def integer_ranges(self) -> IntegerRanges:
+        """Returns the ranges that the manifest declares for the integer inputs. Without a manifest, returns no ranges.
+
+        Models from PyTorch get exactly the declared ranges. In other models, a declared range from 0 to N becomes the
+        range from -N - 1 to N, because negative indices count from the end.
+        """
+        strict = self.source.get("kind") == "torch"
+        found = []
+        for spec in self.signature.inputs if self.manifest else ():
+            low, high = spec.range_at({}) or (1, 1)
+            if spec.dtype not in _INDICES:
+                found.append(replace(spec, values=None))
+            elif low == 0 and not strict:
+                found.append(replace(spec, values=(-high - 1, high)))
+            else:
+                found.append(spec)
+        return IntegerRanges(tuple(found))
 
     @property
     def files(self) -> tuple[Path, ...]:

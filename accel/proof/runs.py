@@ -252,4 +252,5 @@ def _bad_sample(
 
 def _reason(error: AccelError) -> str:
     """Returns only the reason from an error's text, without the model, the shapes and the advice."""
-    return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]
+    text = str(error)
+    return (text.partition(": ")[2] or text).partition("; check")[0].partition("; correct ")[0]

@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.artifact import Artifact
-from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere, UsageError
+from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere, UsageError, ValuesOutOfRange
 from accel.machine import cpu_limit
-from accel.signature import Feeds, Signature
+from accel.signature import Feeds, IntegerRanges, Signature
 from accel.tables.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -107,15 +108,25 @@ class BaseSession(ABC):
     def signature(self) -> Signature:
         return self.artifact.signature
 
+    @cached_property
+    def _integers(self) -> IntegerRanges:
+        """Returns the ranges to which ``check_feeds`` holds the integer inputs."""
+        return self.artifact.integer_ranges
+
     def check_feeds(self, feeds: Feeds) -> None:
         """Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if a dim is empty that the source takes only
-        with at least one entry."""
+        with at least one entry. Raises ``ValuesOutOfRange``, a ``BadFeeds`` too, for an integer outside its range,
+        because a runtime may silently read another row of a lookup table."""
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():
             refused: Mapping[str, str] = self.artifact.source.get("not_empty", {})
             for dim, reason in refused.items():
                 if sizes.get(dim) == 0:
                     raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
+        if found := self._integers.first_outside(feeds):
+            raise ValuesOutOfRange(
+                f"{found}; correct the values, or export the model with the right range for this input"
+            )
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Arrays of a narrower dtype are converted (see ``Signature.widened``). Raises

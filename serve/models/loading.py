@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadRepository, one_line
 from accel.machine import available_cores
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
-from accel.signature import IntegerRanges, Signature
+from accel.signature import Signature
 from accel.sources.onnx.file import ROWS_SHARE_SCALES
 
 from ..generate.own_loop import declare_own_loop
@@ -140,29 +140,8 @@ def load_version(
         executor=executor,
         labels=folder.labels(config),
         files=files,
-        ranges=_ranges(artifact),
+        ranges=artifact.integer_ranges,
     )
-
-
-def _ranges(artifact: Artifact) -> IntegerRanges:
-    """Returns the value ranges that the manifest declares for the integer inputs. Without a manifest, returns no
-    ranges.
-
-    Models from PyTorch get exactly the declared ranges. In other models, a declared range from 0 to N becomes the range
-    from -N - 1 to N, because negative indices count from the end.
-    """
-    integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
-    strict = artifact.source.get("kind") == "torch"
-    found = []
-    for spec in artifact.signature.inputs if artifact.manifest else ():
-        low, high = spec.range_at({}) or (1, 1)
-        if spec.dtype not in integers:
-            found.append(replace(spec, values=None))
-        elif low == 0 and not strict:
-            found.append(replace(spec, values=(-high - 1, high)))
-        else:
-            found.append(spec)
-    return IntegerRanges(tuple(found))
 
 
 def _share(cores: int, instances: int) -> int:

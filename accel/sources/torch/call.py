@@ -156,12 +156,15 @@ class Runs:
     def __init__(self) -> None:
         self.name = f"opened {uuid.uuid4().hex}"
 
-    def of(self, module: NamedModule, signature: Signature) -> Callable[[Feeds], dict[str, np.ndarray]]:
-        """Returns a function that runs ``module`` on inputs of ``signature`` (see ``run_named``)."""
+    def of(
+        self, module: NamedModule, signature: Signature, *, again: bool = False
+    ) -> Callable[[Feeds], dict[str, np.ndarray]]:
+        """Returns a function that runs ``module`` on inputs of ``signature`` (see ``run_named``). With ``again``, the
+        function runs the module even if the outputs are known, so that the run can be watched."""
 
         def run(feeds: Feeds) -> dict[str, np.ndarray]:
             known = Run.of(self.name, "torch", feeds)
-            found = kept_outputs.find(known)
+            found = None if again else kept_outputs.find(known)
             if found is None:
                 found = run_named(module, signature, feeds)
                 kept_outputs.keep(known, found)

@@ -109,7 +109,7 @@ def open_torch(
     run = runs.of(named, signature)
     if given or not found.forms:  # otherwise the forms already have their samples
         signature = with_samples(signature, run, found.tensors)
-    signature = with_table_ranges(signature, run)
+    signature = with_table_ranges(signature, run, runs.of(named, signature, again=True))
     bounded = find_bounds(signature, run, found.tensors)
     words = bounds_words(signature, bounded)
     # An exported program may have guards that its ranges don't tell, so its ranges are guesses too.

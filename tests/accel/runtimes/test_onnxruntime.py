@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession, with_tf32
@@ -108,6 +109,30 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
             session.run({"ids": np.array([0, 7])})
         assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
         assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # negative indices count from the end
+
+
+@pytest.mark.parametrize(("kind", "negative"), [("torch", False), ("onnx", True)])
+def test_a_declared_range(tmp_path: Path, kind: str, negative: bool) -> None:
+    """Fails if a session looks up an integer outside the manifest's range. ONNX Runtime itself would look up the last
+    row for -1, at which PyTorch fails. In ONNX models of users, negative indices count from the end."""
+    made = save(
+        tmp_path / "gather.onnx",
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        {"ids": (TensorProto.INT64, ["n"])},
+        {"y": (FLOAT, ["n", 2])},
+        {"table": np.zeros((4, 2), np.float32)},
+    )
+    declared = Signature((replace(made.signature.inputs[0], values=(0, 2)),), made.signature.outputs)
+    manifest = Manifest(kind="onnx", signature=declared, files=made.hashes(), source={"kind": kind})
+    manifest.write(manifest_path(made.path))
+    for runtime in ("onnxruntime", "onnx-rounded"):
+        with open_session(Artifact.open(made.path), runtime) as session:
+            assert session.run({"ids": np.array([0, 2])})["y"].shape == (2, 2)
+            for wrong in (3, -4) if negative else (3, -1):
+                with pytest.raises(ValuesOutOfRange, match=rf"'ids' holds {wrong}, it takes .*; correct the values"):
+                    session.run({"ids": np.array([0, wrong])})
+            if negative:
+                assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:

@@ -59,14 +59,16 @@ class _Lookups(TorchDispatchMode):
         return self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, torch.Tensor) else None
 
 
-def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> Signature:
+def with_table_ranges(
+    signature: Signature, run: Callable[[Feeds], object], watched: Callable[[Feeds], object] | None = None
+) -> Signature:
     """Returns ``signature`` with a range for each integer input that selects rows of an embedding. The range is 0 to
     the index of the last row.
 
     Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. If the
     columns have separate tables, sets ``seen`` to the range of the smallest table, and leaves ``values`` unset. Keeps
     declared ``values``. Returns ``signature`` unchanged if ``run`` works with the old ranges but fails with the new
-    ranges.
+    ranges. ``run`` may return kept outputs. ``watched`` really runs the model, and is ``run`` by default.
     """
     free = {spec.name for spec in signature.inputs if _is_free(spec)}
     if not free:
@@ -74,7 +76,7 @@ def with_table_ranges(signature: Signature, run: Callable[[Feeds], object]) -> S
     case = signature.cases(_LARGEST_BATCH)[0]
     feeds = signature.example_inputs(**case)
     with suppress(Exception), _Lookups({name: feeds[name] for name in free if feeds[name].size}) as lookups:
-        run(feeds)  # a model may raise any type of error
+        (watched or run)(feeds)  # a model may raise any type of error
     if not lookups.tables:
         return signature
     inputs = tuple(_ranged(spec, lookups.tables.get(spec.name, [])) for spec in signature.inputs)

@@ -89,6 +89,13 @@ def test_bounds_of_a_live_model_are_found(net: str) -> None:
     assert "lengths is in 1..length" in made.source["bounds"]
 
 
+def test_table_ranges_of_a_live_model_are_found() -> None:
+    """Fails if the rows of an embedding go unnoticed because the outputs of an earlier run are reused."""
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 4), torch.nn.Linear(4, 2))
+    made = accel.Source(model, example=torch.randint(3, 20, (1, 11))).open()
+    assert [one.values for one in made.signature.inputs] == [(0, 19)]
+
+
 def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
     """Fails if the upper bound of an index into a sequence is one too large."""
 
