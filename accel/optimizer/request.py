@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class OptimizeRequest:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         if any(context < 1 for context in self.contexts):
             raise UsageError(f"a context holds at least one token; give e.g. {option('contexts', (128, 1024))}")
         if not 0 <= self.max_drop < 1:
@@ -95,6 +97,17 @@ class OptimizeRequest:
             parse_quantize_options(self.quantize)
         if not isinstance(self.cast, CastOptions):
             parse_cast_options(self.cast)
+
+    def _check_numbers(self) -> None:
+        """Raises ``UsageError`` if a number has another type, such as a text."""
+        for kind, what, examples in (
+            (Real, "a number", {"max_drop": 0.01, "max_kl": 0.005, "budget_seconds": 60}),
+            (Integral, "a whole number", {"batch": 8, "threads": 2, "rounds": 9}),
+        ):
+            for name, example in examples.items():
+                given = getattr(self, name)
+                if given is not None and (not isinstance(given, kind) or isinstance(given, bool)):
+                    raise UsageError(f"{option(name)} takes {what}, not {given!r}; give e.g. {option(name, example)}")
 
     @property
     def quantize_fields(self) -> dict[str, Any]:

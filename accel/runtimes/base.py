@@ -93,6 +93,7 @@ class BaseSession(ABC):
 
     # True if several threads may call ``run`` at the same time and concurrent calls raise the throughput.
     concurrent: ClassVar[bool] = False
+    closed: bool = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         self.artifact = artifact
@@ -113,10 +114,16 @@ class BaseSession(ABC):
         """Returns the ranges to which ``check_feeds`` holds the integer inputs."""
         return self.artifact.integer_ranges
 
+    def check_open(self) -> None:
+        """Raises ``UsageError`` if the session is closed."""
+        if self.closed:
+            raise UsageError(f"the session of {self.artifact.path} is closed; open it again with accel.load")
+
     def check_feeds(self, feeds: Feeds) -> None:
-        """Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if a dim is empty that the source takes only
+        """Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if a dim is empty that the source takes only
         with at least one entry. Raises ``ValuesOutOfRange``, a ``BadFeeds`` too, for an integer outside its range,
         because a runtime may silently read another row of a lookup table."""
+        self.check_open()
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():
             refused: Mapping[str, str] = self.artifact.source.get("not_empty", {})
@@ -130,7 +137,7 @@ class BaseSession(ABC):
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Arrays of a narrower dtype are converted (see ``Signature.widened``). Raises
-        ``BadFeeds`` if ``feeds`` don't fit the signature."""
+        ``BadFeeds`` if ``feeds`` don't fit the signature, and ``UsageError`` if the session is closed."""
         feeds = self.signature.widened(feeds)
         self.check_feeds(feeds)
         return self._run(feeds)
@@ -164,6 +171,7 @@ class BaseSession(ABC):
 
     def close(self) -> None:
         """Free the model. A closed session can't run."""
+        self.closed = True
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

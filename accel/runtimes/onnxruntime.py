@@ -86,6 +86,7 @@ class OnnxRuntimeSession(BaseSession):
 
     def run_bound(self, binding: Any, feeds: Feeds) -> None:
         """Runs the model with the inputs and outputs of ``binding``. ``feeds`` are the inputs for error messages."""
+        self.check_open()
         with self._explained(feeds):
             self.session.run_with_iobinding(binding)
 

@@ -252,8 +252,7 @@ class OpenVinoSession(BaseSession):
 
     def _ready(self) -> None:
         """Load the model again if a run has failed."""
-        if self._core is None:
-            raise RunFailed(f"the session of {self.artifact.path} is closed; load it again")
+        self.check_open()
         if self._model is None:
             with self._loading:
                 if self._model is None:

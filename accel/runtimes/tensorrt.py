@@ -103,8 +103,7 @@ class TensorRTSession(BaseSession):
     def _run_marked(self, feeds: Feeds, mark: Callable[[], None]) -> dict[str, np.ndarray]:
         """Run once. Calls ``mark`` before copying the inputs, before the kernels, and before and after copying the
         outputs."""
-        if self._context is None:
-            raise EngineFailed(f"the session of {self.artifact.path} is closed; load it again")
+        self.check_open()
         self._log.errors.clear()
         shapes = {name: tuple(feeds[name].shape) for name in self._inputs}
         self._choose(shapes)

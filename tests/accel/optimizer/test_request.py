@@ -55,6 +55,9 @@ def test_defaults_are_those_of_the_function() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
+        ({"max_drop": "a"}, UsageError, "max_drop= takes a number, not 'a'; give e.g. max_drop=0.01"),
+        ({"budget_seconds": "1"}, UsageError, "budget_seconds= takes a number, not '1'"),
+        ({"rounds": 1.5}, UsageError, "rounds= takes a whole number, not 1.5"),
         ({"max_drop": 1.0}, UsageError, "the drop 1.0 has to be at least 0 and below 1"),
         ({"label_metric": "top1"}, UsageError, "pass the labels with labels="),
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels have a metric of their own"),

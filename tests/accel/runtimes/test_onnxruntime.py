@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact, Manifest, manifest_path
-from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
+from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, UsageError, ValuesOutOfRange
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession, with_tf32
 from accel.signature import Feeds, Signature, TensorSpec
@@ -400,3 +400,15 @@ def test_a_closed_session_holds_nothing(linear: Artifact) -> None:
     assert len(made) == 1
     session.close()
     assert ended(made)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "onnx-rounded"])
+def test_a_closed_session_says_so(linear: Artifact, runtime: str) -> None:
+    """Fails if a run of a closed session raises an error of Python, or gives outputs."""
+    session = open_session(linear, runtime)
+    x = np.zeros((1, 3), np.float32)
+    session.run({"x": x})
+    session.close()
+    for run in (lambda: session.run({"x": x}), lambda: session(x), lambda: session.run_many([{"x": x}])):
+        with pytest.raises(UsageError, match=r"linear.*is closed; open it again with accel\.load$"):
+            run()

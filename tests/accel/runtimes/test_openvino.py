@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadFeeds, InvalidModel, UnknownName, UnsupportedHere
+from accel.errors import AccelError, BadFeeds, InvalidModel, UnknownName, UnsupportedHere, UsageError
 from accel.runtimes import openvino as runtime_module
 from accel.runtimes.base import SessionOptions, open_session
 from accel.signature import numpy_dtype
@@ -265,7 +265,7 @@ def test_closed_is_closed(mlp: Artifact) -> None:
     feeds = session.example_inputs(batch=1)
     session.close()
     session.close()
-    with pytest.raises(AccelError, match="closed; load it again"):
+    with pytest.raises(UsageError, match="closed; open it again with accel"):
         session.run(feeds)
 
 

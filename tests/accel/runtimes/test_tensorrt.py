@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.artifact import Artifact, Manifest
-from accel.errors import AccelError, BadFeeds, InvalidModel, MissingExtra, UnsupportedHere
+from accel.errors import AccelError, BadFeeds, InvalidModel, MissingExtra, UnsupportedHere, UsageError
 from accel.runtimes import tensorrt as runtime_module
 from accel.runtimes.base import RUNTIMES, SessionOptions
 from accel.runtimes.cuda_memory import GRAIN, CudaRuntime, DeviceMemory
@@ -205,7 +205,7 @@ def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
     session.close()
     session.close()
     assert (cuda.live, cuda.host, cuda.streams) == ({}, {}, set())
-    with pytest.raises(EngineFailed, match="closed; load it again"):
+    with pytest.raises(UsageError, match="closed; open it again with accel"):
         session.run(feeds(2, 4))
 
 
