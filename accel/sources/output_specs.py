@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
 from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec, is_sum, size_at
+from accel.signature.decoder import PAST, SEQUENCE, TOTAL
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -141,11 +142,13 @@ def output_specs(
     has the outputs of each run.
 
     A dim with the same size in all runs is fixed. An output dim gets the name of an input dim, or of a sum of dims in
-    an input, if both always have the same size. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's
+    an input, if both always have the same size. The cache of a decoder may also have ``past+sequence`` tokens. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's
     output names to new names. Raises ``BadSource`` if the rank of an output varies.
     """
     specs = []
     known = dict.fromkeys([*signature.dims, *(d for spec in signature.inputs for d in spec.shape if is_sum(d))])
+    if {PAST, SEQUENCE} <= signature.dims.keys():
+        known[TOTAL] = None
     if other := next((run for run in runs if set(run) != set(runs[0])), None):
         name = sorted(set(other) ^ set(runs[0]))[0]
         raise BadSource(

@@ -93,6 +93,12 @@ def test_plain_onnxruntime_runs_both_files(source: Path, exported: Artifact) -> 
             assert np.linalg.norm(found["logits"][row, -1] - wanted) < 1e-4 * np.linalg.norm(wanted)
 
 
+def test_the_dims_of_the_cache_have_names(exported: Artifact) -> None:
+    """Fails if the tokens of the new cache have a made-up dim instead of the sum of the old and the new tokens."""
+    shapes = {spec.shape[2] for spec in exported.signature.outputs if spec.name.startswith("present.")}
+    assert shapes == {"past+sequence"}
+
+
 def test_every_scenario_was_run(source: Path, exported: Artifact, cli) -> None:
     """Fails if the manifest lacks a scenario of both files together, or verify passes another model."""
     results = [row for record in exported.history for row in record["gates"] if row["gate"] == "encoder and decoder"]
