@@ -120,9 +120,9 @@ class BaseSession(ABC):
             raise UsageError(f"the session of {self.artifact.path} is closed; open it again with accel.load")
 
     def check_feeds(self, feeds: Feeds) -> None:
-        """Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if a dim is empty that the source takes only
-        with at least one entry. Raises ``ValuesOutOfRange``, a ``BadFeeds`` too, for an integer outside its range,
-        because a runtime may silently read another row of a lookup table."""
+        """Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or
+        if a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a ``BadFeeds``
+        too, for an integer outside its range, because a runtime may silently read another row of a lookup table."""
         self.check_open()
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():

@@ -142,8 +142,9 @@ def output_specs(
     has the outputs of each run.
 
     A dim with the same size in all runs is fixed. An output dim gets the name of an input dim, or of a sum of dims in
-    an input, if both always have the same size. The cache of a decoder may also have ``past+sequence`` tokens. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's
-    output names to new names. Raises ``BadSource`` if the rank of an output varies.
+    an input, if both always have the same size. The cache of a decoder may also have ``past+sequence`` tokens. Any
+    other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names. Raises ``BadSource``
+    if the rank of an output varies.
     """
     specs = []
     known = dict.fromkeys([*signature.dims, *(d for spec in signature.inputs for d in spec.shape if is_sum(d))])

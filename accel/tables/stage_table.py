@@ -101,7 +101,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="quantize",
-        version=4,
+        version=5,
         function="accel.converters.quantize.stage:quantize",
         config="accel.converters.quantize.stage:QuantizeConfig",
         takes=("onnx",),

@@ -172,10 +172,12 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
         task = make_task(src, config, model, Path(folder))
         notes |= run_task(form.runs[config.mode], task, model)
         made = read_detached(task.out)
-        _restore_header(read_proto(src.path), made)
+        before = read_proto(src.path)
+        _restore_header(before, made)
+        _restore_dim_names(before, made)
         notes |= _counts(made)
         if not notes["quantized_weights"]:
-            raise QuantizeFailed(f"nothing in the model could be quantized for {config.form}; use fp32 or fp16 instead")
+            raise QuantizeFailed(_why_nothing(before, config))
         try:
             return onnx_artifact(src, made, out, notes)
         except StageFailed as error:
@@ -322,12 +324,30 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
                 f"{option('quantize', ['keep=NODE'])} for each node that reads the tensor"
             ) from error
         raise QuantizeFailed(
-            f"quantization for {task.config.form} failed ({error}); use fp32 or fp16 instead"
+            f"quantization for {task.config.form} failed ({error}); use {_floats(task.config.form)} instead"
         ) from error
     except OSError as error:
         raise CannotWrite(
             f"can't write the quantized model for {task.config.form} ({error}); free some space"
         ) from error
+
+
+def _why_nothing(model: onnx.ModelProto, config: QuantizeConfig) -> str:
+    """Returns the error for a model in which nothing was quantized, with what helps."""
+    from .products import product_weights
+
+    largest = max((count for _, count in product_weights(model)), default=0)
+    if config.mode in ("int8-weights", "int4-weights") and 0 < largest < config.smallest:
+        return (
+            f"no product of the model has the {config.smallest} weights from which accel quantizes them for "
+            f"{config.form} (the largest has {largest}); pass {option('quantize', ['smallest=1'])}"
+        )
+    return f"nothing in the model could be quantized for {config.form}; use {_floats(config.form)} instead"
+
+
+def _floats(form: str) -> str:
+    """Returns the float precisions that the targets of ``form`` have, for advice."""
+    return "fp32 or fp16" if form == "tensorrt" else "fp32"
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
@@ -340,6 +360,18 @@ def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     after.opset_import.extend(imports)
     del after.metadata_props[:]
     after.metadata_props.extend(before.metadata_props)
+
+
+def _restore_dim_names(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """Restores the names of the outputs' dynamic dims. ONNX Runtime's shape inference makes up names of its own."""
+    known = {output.name: output.type.tensor_type.shape.dim for output in before.graph.output}
+    for output in after.graph.output:
+        dims, old = output.type.tensor_type.shape.dim, known.get(output.name, ())
+        if len(dims) != len(old):
+            continue
+        for dim, wanted in zip(dims, old, strict=True):
+            if wanted.dim_param and not dim.HasField("dim_value"):
+                dim.dim_param = wanted.dim_param
 
 
 def _counts(model: onnx.ModelProto) -> dict[str, Any]:

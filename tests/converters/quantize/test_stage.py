@@ -207,6 +207,19 @@ def test_which_cpus_saturate(
     assert machine_module.int8_saturates() is saturates
 
 
+def test_the_dims_of_the_outputs_keep_their_names(tmp_path: Path) -> None:
+    """Fails if the batch of an output gets a name that ONNX Runtime's shape inference made up."""
+    weights = {"w1": np.ones((4, 3, 3, 3), np.float32), "w2": np.ones((4, 10), np.float32), "axes": [2, 3]}
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["c"]),
+        helper.make_node("ReduceMax", ["c", "axes"], ["r"], keepdims=0),
+        helper.make_node("Gemm", ["r", "w2"], ["y"]),
+    ]
+    src = save(tmp_path / "m.onnx", nodes, ["batch", 3, 16, 16], ["batch", 10], weights, opset=20)
+    made = quantize(src, QuantizeConfig(), tmp_path / "o.onnx")
+    assert made.signature.outputs == src.signature.outputs
+
+
 def test_dynamic_form(tmp_path: Path) -> None:
     """Fails if a residual or a product of two activations is quantized, or if dynamic quantization requires data. Also
     checks that the quantized model has the property ``ROWS_SHARE_SCALES``."""

@@ -22,7 +22,7 @@ from accel.runtimes.base import open_session
 from accel.sources.onnx.file import read_proto
 from accel.stage import run_stage
 from accel.tables.target import Target
-from tests.support.onnx_builder import FLOAT, artifact
+from tests.support.onnx_builder import FLOAT, artifact, node
 
 MODES = ("int8-weights", "int4-weights")
 LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has a higher limit, because it has only 15 levels
@@ -91,6 +91,16 @@ def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in ir.files) < 0.4 * src.path.stat().st_size
     small = next(t for t in read_proto(made.path, weights=True).graph.initializer if t.name == "w3")
     assert small.data_type == TensorProto.FLOAT
+
+
+def test_weights_below_the_limit_are_named(tmp_path: Path) -> None:
+    """Fails if the error for a model of small weights doesn't say how to quantize them."""
+    x, y = {"x": (FLOAT, ["batch", 32])}, {"y": (FLOAT, ["batch", 16])}
+    src = artifact(tmp_path / "s.onnx", [node("MatMul", "x w", "y")], x, y, {"w": np.ones((32, 16), np.float32)})
+    with pytest.raises(QuantizeFailed, match=r"the largest has 512\); pass quantize=\['smallest=1'\]"):
+        quantize(src, QuantizeConfig(mode="int8-weights"), tmp_path / "q.onnx")
+    made = quantize(src, QuantizeConfig(mode="int8-weights", smallest=1), tmp_path / "q.onnx")
+    assert made.notes["quantized_weights"]
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
