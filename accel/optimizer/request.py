@@ -100,10 +100,11 @@ class OptimizeRequest:
 
     def _check_numbers(self) -> None:
         """Raises ``UsageError`` if a number has another type, such as a text."""
-        for kind, what, examples in (
+        kinds: tuple[tuple[type, str, dict[str, float]], ...] = (
             (Real, "a number", {"max_drop": 0.01, "max_kl": 0.005, "budget_seconds": 60}),
             (Integral, "a whole number", {"batch": 8, "threads": 2, "rounds": 9}),
-        ):
+        )
+        for kind, what, examples in kinds:
             for name, example in examples.items():
                 given = getattr(self, name)
                 if given is not None and (not isinstance(given, kind) or isinstance(given, bool)):

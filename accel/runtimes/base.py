@@ -121,8 +121,8 @@ class BaseSession(ABC):
 
     def check_feeds(self, feeds: Feeds) -> None:
         """Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or
-        if a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a ``BadFeeds``
-        too, for an integer outside its range, because a runtime may silently read another row of a lookup table."""
+        if a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a kind of
+        ``BadFeeds``, for an integer outside its range, because a runtime may silently read another row of a table."""
         self.check_open()
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():
