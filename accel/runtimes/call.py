@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadFeeds
-from accel.sources.structure import arguments_of, fill, tensors_in
+from accel.sources.structure import arguments_of, fill, is_array, tensors_in
 
 if TYPE_CHECKING:
     from accel.artifact import Artifact
@@ -46,8 +46,13 @@ def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, 
     rest = next((name for name, template in templates.items() if name == recorded.get("rest")), "")
     if len(args) == 1 and not kwargs and isinstance(feeds := args[0], Mapping) and _only_tensors(templates):
         args, kwargs = (), feeds
-    given = arguments_of([name for name in templates if name != rest], args, kwargs, rest)
-    tensors = tensors_in(templates, given, recorded.get("defaults"))
+    left_out = recorded.get("left_out") or {}
+    names = [name for name in templates if name != rest]
+    order = names if rest else recorded.get("order") or names
+    if any(name in left_out and is_array(value) for name, value in zip(order, args, strict=False)):
+        order = names  # a tensor by position skips the arguments that the example left out
+    given = arguments_of(order, args, kwargs, rest)
+    tensors = tensors_in(templates, given, recorded.get("defaults"), left_out)
     if not tensors:
         raise BadFeeds(f"no tensor is given; the model takes {artifact.signature.describe_inputs()}")
     return tensors

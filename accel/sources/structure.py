@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from accel.errors import BadFeeds
+from accel.errors import BadFeeds, shortened
 
 Template = Mapping[str, Any]
 
 # The packages that define the classes of model outputs. accel imports the output classes named in a manifest only from
 # these packages, because a manifest may name any module, and importing a module runs its code.
 _IMPORTED_FROM = ("transformers", "diffusers", "torch")
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 
 
 def is_array(value: Any) -> bool:
@@ -46,7 +46,7 @@ def describe(
         name = name or "output"
         name = (names or {}).get(name, name)
         return {"tensor": name}, {name: value}
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return {"value": value}, {}
     items = _items(value)
     if items is None:
@@ -168,22 +168,27 @@ def arguments_of(
 
 
 def tensors_in(
-    templates: Mapping[str, Template], given: Mapping[str, Any], defaults: Mapping[str, str] | None = None
+    templates: Mapping[str, Template],
+    given: Mapping[str, Any],
+    defaults: Mapping[str, str] | None = None,
+    left_out: Mapping[str, Template] | None = None,
 ) -> dict[str, Any]:
     """Returns a dict of all tensors in the arguments ``given``. The arguments must match ``templates``. ``defaults``
-    holds the defaults of the model's function that differ from the constants in ``templates``, as texts.
+    holds the defaults of the model's function that differ from the constants in ``templates``, as texts. ``left_out``
+    holds the defaults of the arguments that aren't in ``templates``. Such an argument may be given with its default.
 
     Raises ``BadFeeds`` if an argument's structure or a constant in an argument differs from the template, or if an
     argument is left out whose default differs.
     """
-    if unknown := [name for name in given if name not in templates]:
+    usual = {name: template for name, template in (left_out or {}).items() if isinstance(given.get(name), PLAIN)}
+    if unknown := [name for name in given if name not in templates and name not in usual]:
         takes = ", ".join(templates)
         raise BadFeeds(
             f"the model was exported without the argument {unknown[0]!r}; give only the arguments {takes}, or export "
             f"the model again with an example that has {unknown[0]!r}"
         )
     found: dict[str, Any] = {}
-    for name, template in templates.items():
+    for name, template in {**templates, **usual}.items():
         if name in given:
             found |= _match(template, given[name], name)
         elif _has_tensor(template):
@@ -214,11 +219,12 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
             raise BadFeeds(f"the argument {where} is a {type(value).__name__}; give a tensor or an array")
         return {body: value}
     if kind == "value":
-        if isinstance(value, _PLAIN) and value == body:
+        if isinstance(value, PLAIN) and value == body:
             return {}
+        said = shortened(repr(value), 40) if isinstance(value, PLAIN) else f"a {type(value).__name__}"
         raise BadFeeds(
-            f"the argument {where} was {body!r} when the model was exported, so the model always uses the value "
-            f"{body!r}; give {body!r}, or export the model again with another value of {where}"
+            f"the argument {where} is {said}, but was {body!r} when the model was exported, so the model always uses "
+            f"the value {body!r}; give {body!r}, or export the model again with another value of {where}"
         )
     items = _items(value)
     if items is None:

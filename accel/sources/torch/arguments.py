@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from accel.errors import BadFeeds, BadInputSpec, shortened
-from accel.sources.structure import Template, arguments_of, describe, fill, is_array
+from accel.sources.structure import PLAIN, Template, arguments_of, describe, fill, is_array
 
 
 class Function(torch.nn.Module):
@@ -144,6 +145,30 @@ def defaults_replaced(module: torch.nn.Module, templates: Mapping[str, Template]
         if describe(parameter.default, name)[0] != templates[name]:
             found[name] = shortened(repr(parameter.default), 40)
     return found
+
+
+def left_out(module: torch.nn.Module, templates: Mapping[str, Template]) -> dict[str, Any]:
+    """Returns the facts about arguments that aren't in ``templates``, or an empty dict if there are none.
+
+    ``left_out`` maps the parameters of ``forward`` to their defaults, which the exported model computes with. Defaults
+    that JSON can't hold are left out. ``order`` lists the parameters that may be given by position, if ``templates``
+    has them in another order.
+    """
+    inner = module.module if isinstance(module, Called) else module
+    if isinstance(inner, torch.jit.ScriptModule):
+        return {}
+    parameters = _signature(inner).parameters
+    if not set(templates) <= set(parameters):  # they are passed by position, so their parameters are unknown
+        return {}
+    found: dict[str, Template] = {}
+    for name, parameter in parameters.items():
+        default = parameter.default
+        infinite = isinstance(default, float) and not math.isfinite(default)
+        if name not in templates and isinstance(default, PLAIN) and not infinite:
+            found[name] = describe(default)[0]
+    order = [name for name in positional_parameters(inner)[0] if name in templates or name in found]
+    order += [name for name in templates if name not in order]
+    return {**({"left_out": found} if found else {}), **({"order": order} if order != list(templates) else {})}
 
 
 def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

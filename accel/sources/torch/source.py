@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..declare import Dims, Inputs, gaps_words, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
-from .arguments import Called, class_name
+from .arguments import Called, class_name, left_out
 from .call import NamedModule, Runs, discover_outputs, in_training
 from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
@@ -153,7 +153,7 @@ def open_torch(
             **({"bounds": words} if words else {}),
             **({"sizes": reached} if reached else {}),
             **({"not_empty": empty} if empty else {}),
-            "call": {"arguments": _arguments(found, specs), **_live_call(found), "result": outputs.result},
+            "call": {**_call(found, specs), "result": outputs.result},
             **_pipeline(found.module),
             **({"decoder": about} if about else {}),
             **({"encoder_decoder": pair, "part": part} if pair else {}),
@@ -203,10 +203,10 @@ def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]
     return {name: {"tensor": name} for name in (order if len(order) == len(named) else named)}
 
 
-def _live_call(found: Found) -> Mapping[str, Any]:
-    """Returns the structure of the arguments of a live module, or an empty mapping for any other module."""
-    call: Mapping[str, Any] = found.live["call"] if found.live else {}
-    return call
+def _call(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Returns the structure of the module's arguments, and the constants that the call leaves out."""
+    call = {"arguments": _arguments(found, specs), **(found.live["call"] if found.live else {})}
+    return {**call, **left_out(found.module, call["arguments"])}
 
 
 def _pipeline(module: torch.nn.Module) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_a_class_of_a_stranger_is_not_imported() -> None:
 @pytest.mark.parametrize(
     ("given_value", "message"),
     [
-        ({"x": np.ones(1), "mode": "slow"}, "mode was 'fast' when the model was exported"),
+        ({"x": np.ones(1), "mode": "slow"}, "mode is 'slow', but was 'fast' when the model was exported"),
         ({"x": np.ones(1), "other": 1}, "exported without the argument 'other'"),
         ({"mode": "fast"}, "'x' is missing"),
         ({"x": [1, 2]}, "give a tensor or an array"),

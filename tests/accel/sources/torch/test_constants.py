@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.errors import BadSource
+from accel.errors import BadFeeds, BadSource
 
 
 class Scaled(nn.Module):
@@ -37,6 +37,11 @@ class Counted(nn.Module):
 class Summed(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
         return x * 2, x.sum().item()
+
+
+class Ordered(nn.Module):
+    def forward(self, x: torch.Tensor, k: int = 1, y: torch.Tensor | None = None) -> torch.Tensor:
+        return x - k * y
 
 
 def twice(parts: Any, x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
@@ -96,3 +101,31 @@ def test_a_size_is_returned_as_the_advice_says(own_cache: Path) -> None:
     for axis, dynamic in ((1, None), (0, {})):
         fixed = accel.Source(Counted(int, axis), example=(X,), dynamic=dynamic).open()
         assert ["n", {"value": X.shape[axis]}] in fixed.source["call"]["result"]["dict"]
+
+
+def test_a_left_out_default_may_be_given(own_cache: Path) -> None:
+    """Fails if a call with a default that the example left out is refused, or if another value is taken."""
+    model = Scaled()
+    for example in ((X, Y), {"x": X, "y": Y, "flip": False}):
+        with accel.load(model, example=example) as session:
+            for args, kwargs in (((X, Y, 1.0), {}), ((X, Y, 1.0, False, "sum"), {}), ((X,), {"y": Y, "scale": 1.0})):
+                assert torch.equal(session(*args, **kwargs), model(X, Y)), (args, kwargs)
+            for args, kwargs in (((X, Y, 2.0), {}), ((X, Y), {"scale": 2.0})):
+                with pytest.raises(BadFeeds, match=r"scale is 2.0, but was 1.0 when .* give 1.0, or export the model"):
+                    session(*args, **kwargs)
+            with pytest.raises(BadFeeds, match=r"without the argument 'scale'; .* with an example that has 'scale'"):
+                session(X, Y, scale=X)
+            with pytest.raises(BadFeeds, match="6 arguments are given, but the model takes only the arguments x, y, s"):
+                session(X, Y, 1.0, False, "sum", 3)
+
+
+def test_positions_are_those_of_the_module() -> None:
+    """Fails if the order of a dict decides which argument a position means, or if a tensor can no longer skip an
+    argument that the example left out."""
+    model = Ordered()
+    for example in ({"y": Y, "x": X, "k": 2}, {"y": Y, "x": X}):
+        with accel.load(model, example=example) as session:
+            wanted = model(X, y=Y, k=example.get("k", 1))
+            assert torch.equal(session(X, example.get("k", 1), Y), wanted)
+            if "k" not in example:
+                assert torch.equal(session(x=X, y=Y), wanted)

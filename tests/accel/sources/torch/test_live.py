@@ -167,7 +167,7 @@ def test_a_left_out_argument_means_its_default() -> None:
     with accel.load(Options(), example={"x": X, "scale": 2.0, "halve": False}) as session:
         with pytest.raises(BadFeeds, match=r"'scale' is left out and has the default 1.0, but was 2.0.*; give scale=2"):
             session(X)
-        with pytest.raises(BadFeeds, match=r"scale was 2.0 .* always uses the value 2.0; give 2.0, or export"):
+        with pytest.raises(BadFeeds, match=r"scale is 3.0, but was 2.0 .* uses the value 2.0; give 2.0, or export"):
             session(X, scale=3.0)
         assert torch.equal(session(X, scale=2.0).logits, session(X, scale=2.0, halve=False).logits)
 
