@@ -51,8 +51,16 @@ def tensors_given(artifact: Artifact, args: Sequence[Any], kwargs: Mapping[str, 
     order = names if rest else recorded.get("order") or names
     if any(name in left_out and is_array(value) for name, value in zip(order, args, strict=False)):
         order = names  # a tensor by position skips the arguments that the example left out
-    given = arguments_of(order, args, kwargs, rest)
-    tensors = tensors_in(templates, given, recorded.get("defaults"), left_out)
+    try:
+        given = arguments_of(order, args, kwargs, rest)
+        tensors = tensors_in(templates, given, recorded.get("defaults"), left_out)
+    except BadFeeds as error:
+        if "decoder" not in artifact.source:
+            raise
+        folder = repr(str(artifact.path.parent)) if artifact.manifest else "the same model"
+        raise BadFeeds(
+            f"{error}; to generate text, give {folder} and token ids to accel.generate, which keeps the KV cache"
+        ) from error
     if not tensors:
         raise BadFeeds(f"no tensor is given; the model takes {artifact.signature.describe_inputs()}")
     return tensors

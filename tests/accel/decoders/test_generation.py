@@ -20,7 +20,7 @@ from accel.decoders.decoder import Decoder
 from accel.decoders.generation import Generation, Row
 from accel.decoders.sampling import Sampler, Sampling
 from accel.decoders.tokenizer import TextStream, Tokenizer
-from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
+from accel.errors import BadFeeds, BadSource, RunFailed, UnsupportedHere, UsageError
 from tests.support.small_decoder import BYTE_VOCABULARY, save_byte_tokenizer, save_decoder, small_decoder
 
 
@@ -217,6 +217,14 @@ def test_bad_input(bad: str, folder: Path) -> None:
     arguments, error, said = BAD[bad]
     with pytest.raises(error, match=said):
         accel.generate(folder, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_call_of_a_decoder_hints_at_generate(folder: Path) -> None:
+    """Fails if a call with token ids alone doesn't say how to generate text, or if the advice doesn't run."""
+    with accel.load(folder) as session, pytest.raises(BadFeeds, match=r"'attention_mask' is missing") as refused:
+        session(np.array([[1, 2, 3]]))
+    assert f"give {str(folder)!r} and token ids to accel.generate" in str(refused.value)
+    assert len(accel.generate(folder, [[1, 2, 3]], max_new_tokens=4).ids[0]) == 4
 
 
 def test_a_long_prompt_loses_its_beginning(folder: Path) -> None:
