@@ -50,6 +50,7 @@ def accel_backend(
     - Gradients are on.
     - An input isn't on the CPU.
     - The graph writes to an input, a weight or a buffer, or returns a view of one.
+    - Changes of the weights can't be found (see ``unwatched``).
     - The graph can't be exported with equal outputs.
 
     Raises ``UsageError`` if an option isn't a keyword argument of ``accel.optimize``. torch.compile wraps the error in
