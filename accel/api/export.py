@@ -191,7 +191,8 @@ def _check_out(out: Path, to: str, main_file: str) -> None:
         raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
     if to != "onnx" and (out.is_file() or out.suffix):
         raise UsageError(
-            f"{option('to', to)} writes its files to a folder, but {out} is no folder; pass a folder, e.g. "
+            f"{option('to', to)} writes its files to a folder, but {out} "
+            f"{'is a file' if out.is_file() else f'ends in {out.suffix}, like a file'}; pass a folder, e.g. "
             f"{option('out', f'{out.stem}_{to}/')}"
         )
     check_writable(out if out.suffix else out / main_file)

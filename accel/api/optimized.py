@@ -20,6 +20,7 @@ from accel.runtimes.base import BaseSession, open_session
 from accel.sources.main_file import REPORT
 from accel.timing.columns import as_text
 from accel.timing.report import BenchReport
+from accel.timing.statistics import TOO_NOISY_FLOOR
 
 from .bench import bench
 
@@ -77,7 +78,8 @@ class Optimized(Optimization):
     def speedup(self) -> float | None:
         """Returns the speedup of the published model over the source, as the median of paired runs. The source runs in
         its own framework, such as PyTorch in eager mode, with all cores or with one core, whichever is faster. Returns
-        None if nothing was measured."""
+        None if nothing was measured. On a machine that is too noisy, the number tells nothing: then
+        ``comparison.too_noisy`` is True, and the text of this object says so."""
         if self.comparison is not None:
             *sources, own = self.comparison.rows
             fastest = max(row.speedup or 0.0 for row in sources)
@@ -118,6 +120,10 @@ class Optimized(Optimization):
     def __repr__(self) -> str:
         measured = next((c.measured for c in self.candidates if c.name == self.chosen), None) or {}
         ms = f", {measured['median_ms']:.3g} ms" if measured.get("median_ms") else ""
+        # The comparison is named only once it was measured, because a text must not take seconds.
+        found: BenchReport | None = self.__dict__.get("comparison")
+        floor = found.noise_floor if found is not None else self.environment.get("noise_floor") or 0.0
+        ms += f", too noisy to tell the speedup (noise floor {floor:.0%})" if floor > TOO_NOISY_FLOOR else ""
         return f"<accel optimized: {self.chosen}{ms}, {len(self.candidates)} candidates, {self.artifact.path}>"
 
     def _repr_html_(self) -> str:

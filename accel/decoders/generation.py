@@ -13,7 +13,7 @@ from accel.cancel import check_cancelled
 from accel.errors import RunFailed, UnsupportedHere, UsageError
 from accel.machine import available_memory
 from accel.signature.decoder import MASK, POSITIONS
-from accel.spelling import option
+from accel.spelling import is_command_line, option
 
 from .decoder import Decoder
 from .replay import Replay, padded
@@ -171,7 +171,8 @@ def begin(
         except TypeError as error:
             raise UsageError(f"prompt {number + 1} is no list of whole numbers; give a text or token ids") from error
         if not tokens:
-            raise UsageError(f"prompt {number + 1} has no tokens; give at least one")
+            where = f"{option('prompts')}, {option('prompt_ids')} or stdin" if is_command_line() else option("prompts")
+            raise UsageError(f"prompt {number + 1} has no tokens; give a text or token ids with {where}")
         for token in tokens:
             _check_token(token, decoder.vocabulary, f"prompt {number + 1}")
         if decoder.start:  # an encoder reads the prompt

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from accel.artifact import Artifact
 from accel.errors import AccelError
+from accel.graph.cost import GraphCost
 from accel.graph.read import read_graph
 from accel.proof.data import rounding_note
 from accel.spelling import option
@@ -51,18 +52,24 @@ def partly_quantized(artifact: Artifact) -> str:
 
     A model with few matrix products in int8 may still be smaller or faster, for example if its embedding is in int8.
     """
-    if artifact.kind not in ("onnx", "openvino"):
-        return ""
-    try:
-        cost = read_graph(artifact, None, lambda one: one).cost
-    except AccelError:  # a run must not fail because of a note
-        return ""
-    if cost is None or cost.quantized_share >= _MOSTLY or not any(node.product and node.flops for node in cost.nodes):
+    cost = _cost(artifact)
+    if cost is None or cost.quantized_share >= _MOSTLY:
         return ""
     numbers = {dtype: count for dtype, count in cost.weight_bytes.items() if not dtype.startswith(("int64", "int32"))}
     small = sum(count for dtype, count in numbers.items() if dtype.endswith("int8"))
     share = small / max(sum(numbers.values()), 1)
     return f"{cost.quantized_share:.0%} of the FLOPs of its products and {share:.0%} of its weights' bytes are in int8"
+
+
+def _cost(artifact: Artifact) -> GraphCost | None:
+    """Returns the cost of a model with matrix products, or None if the model has none or can't be read."""
+    if artifact.kind not in ("onnx", "openvino"):
+        return None
+    try:
+        cost = read_graph(artifact, None, lambda one: one).cost
+    except AccelError:  # a run must not fail because of a note
+        return None
+    return cost if cost is not None and any(node.product and node.flops for node in cost.nodes) else None
 
 
 def not_as_asked(
@@ -105,10 +112,11 @@ def _not_faster(rows: Sequence[CandidateResult]) -> str:
     best = max(right, key=lambda row: float((row.measured or {})["speedup"]), default=None)
     if best is None or best.measured is None:
         return ""
-    return (
-        f"{best.name} is right but not faster ({best.measured['speedup']:.2f}x) at the measured sizes, and may be at "
-        f"larger ones ({option('batch')} or {option('sizes')})"
-    )
+    said = f"{best.name} is right but not faster ({best.measured['speedup']:.2f}x) at the measured sizes"
+    cost = _cost(best.artifact) if best.artifact is not None and best.precision.startswith("int8") else None
+    if cost is not None and not cost.quantized_share:  # larger sizes can't help a model that computes in float
+        return f"{said}, because none of its products are in int8"
+    return f"{said}, and may be at larger ones ({option('batch')} or {option('sizes')})"
 
 
 def _more_time(rows: Sequence[CandidateResult]) -> str:

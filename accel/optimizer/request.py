@@ -107,7 +107,7 @@ class OptimizeRequest:
         for kind, what, examples in kinds:
             for name, example in examples.items():
                 given = getattr(self, name)
-                if given is not None and (not isinstance(given, kind) or isinstance(given, bool)):
+                if given is not None and (isinstance(given, bool) or not isinstance(given, kind)):
                     raise UsageError(f"{option(name)} takes {what}, not {given!r}; give e.g. {option(name, example)}")
 
     @property

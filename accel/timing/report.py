@@ -14,7 +14,7 @@ from accel.spelling import option
 from . import page
 from .columns import as_text, fitting, with_values
 from .fast_runs import SHARE
-from .statistics import NOISY_FLOOR, Ratio, Verdict
+from .statistics import NOISY_FLOOR, TOO_NOISY_FLOOR, Ratio, Verdict
 
 # If the outputs of two models have a cosine similarity below this value, the models have different weights. A badly
 # quantized model stays above this value when its outputs are compared with the outputs of its source model.
@@ -103,6 +103,11 @@ class BenchReport:
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
+    def too_noisy(self) -> bool:
+        """Tells whether the machine was too noisy to tell which candidate is faster."""
+        return self.noise_floor > TOO_NOISY_FLOOR
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Returns a warning for each problem that makes the figures less reliable."""
         found = [
@@ -148,7 +153,8 @@ class BenchReport:
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{row.name} {row.speedup:.3g}x" for row in self.rows if row.speedup is not None)
-        return f"<accel benchmark against {self.baseline}: {rows or 'nothing was timed'}>"
+        noisy = f", too noisy to tell (noise floor {self.noise_floor:.0%})" if self.too_noisy else ""
+        return f"<accel benchmark against {self.baseline}: {rows or 'nothing was timed'}{noisy}>"
 
     def _repr_html_(self) -> str:
         """Returns the table for a notebook."""

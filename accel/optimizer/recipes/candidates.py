@@ -85,7 +85,9 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
         for precision in request.precisions or _usual(src, target, request):
             reason = _lacking(target, precision)
             if reason and alone:
-                raise UnsupportedHere(f"target {reason}; it has {', '.join(target.precisions)}")
+                raise UnsupportedHere(
+                    f"target {reason}; it has {', '.join(name for name in PRECISIONS if not _lacking(target, name))}"
+                )
             reason = reason or _impossible(src, target, precision, request)
             if reason and precision == "fp8" and alone and (is_fp8 or request.precisions == ("fp8",)):
                 raise UnsupportedHere(reason)

@@ -99,16 +99,32 @@ def _found_pipeline(
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:
     """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns the module itself.
 
-    If the factory raises an error, raises ``BadSource`` with the line of the user's code.
+    If the factory raises an error, raises ``BadSource`` with the line of the user's code. Also raises ``BadSource`` if
+    the factory needs an argument.
     """
     if isinstance(factory, torch.nn.Module):
         return factory
+    if needed := _needed_arguments(factory):
+        raise BadSource(
+            f"the factory {spec} needs the argument {needed[0]!r}, but accel calls a factory without arguments; give "
+            f"{' and '.join(needed)} a default, or write a function without arguments that calls it"
+        )
     try:
         return factory()
     except AccelError:
         raise
     except (Exception, SystemExit) as error:
         raise raised(spec, error) from error
+
+
+def _needed_arguments(factory: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments of ``factory`` that have no default."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return []
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in rest]
 
 
 def example_tensors(module: torch.nn.Module, example: Any) -> Mapping[str, torch.Tensor]:

@@ -196,7 +196,7 @@ def test_a_hostile_chat_template(hostile: str, folder: Path, tmp_path: Path, mon
 BAD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "no prompt": ({"prompts": []}, UsageError, "there is no prompt"),
     "an empty prompt": ({"prompts": [[5], []]}, UsageError, "prompt 2 has no tokens"),
-    "an empty text": ({"prompts": ""}, UsageError, "prompt 1 has no tokens"),
+    "an empty text": ({"prompts": ""}, UsageError, "prompt 1 has no tokens; give a text or token ids with prompts=$"),
     "an id beyond the vocabulary": ({"prompts": [[5, 259]]}, UsageError, "ids are 0 to 258"),
     "no whole numbers": ({"prompts": [[1.5, 2]]}, UsageError, "no list of whole numbers"),
     "a negative id": ({"prompts": [[-1]]}, UsageError, "ids are 0 to 258"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel.optimizer.candidate import CandidateResult, Status
 from accel.optimizer.judge.comparison import Judgement
 from accel.optimizer.notes import not_as_asked
+from tests.support.onnx_builder import FLOAT, artifact, node
 
 SOURCE = CandidateResult(name="source", precision="fp32")
 
@@ -54,6 +57,20 @@ def test_what_would_help(rows: list[CandidateResult], advice: str) -> None:
     assert said.startswith(start + advice)
     if not advice:
         assert said == start
+
+
+def test_larger_sizes_are_named_only_if_they_can_help(tmp_path: Path) -> None:
+    """Fails if larger sizes are advised for an int8 candidate that computes everything in float."""
+    made = artifact(
+        tmp_path / "m.onnx",
+        [node("MatMul", "x w", "y")],
+        {"x": (FLOAT, ["batch", 3])},
+        {"y": (FLOAT, ["batch", 4])},
+        {"w": np.ones((3, 4), np.float32)},
+    )
+    row = CandidateResult(name="int8", precision="int8", measured={"speedup": 0.98}, artifact=made)
+    said = not_as_asked(SOURCE, SOURCE, [row], ["int8"])
+    assert said.endswith("at the measured sizes, because none of its products are in int8")
 
 
 def test_when_it_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import accel
 from accel.api.optimized import Optimized
 from accel.artifact import Artifact
 from accel.errors import CannotWrite
+from accel.signature import Signature
 from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
 
@@ -32,6 +34,14 @@ def decoder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def result(artifact: Artifact) -> Optimized:
     return Optimized(artifact=artifact, chosen="the source", candidates=(), max_drop=0.0, environment={})
+
+
+def test_a_speedup_in_noise_is_said_to_be_none(tmp_path: Path) -> None:
+    """Fails if the text of a result reads as if a measurement were good whose noise floor is 2500%."""
+    one = result(Artifact(path=tmp_path / "m.onnx", kind="onnx", signature=Signature(())))
+    assert "noisy" not in repr(one)
+    noisy = replace(one, environment={"noise_floor": 25.0})
+    assert "too noisy to tell the speedup (noise floor 2500%)" in repr(noisy)
 
 
 def test_another_model_does_not_replace_a_decoder(decoder: Path, tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_a_factory_in_a_file(my_model: Path) -> None:
     assert [Path(f["path"]).name for f in found.source["files"]] == ["my_model.py"]
 
 
+def test_a_factory_that_needs_an_argument(tmp_path: Path) -> None:
+    """Fails if the error is Python's own, which doesn't say that accel passes no arguments."""
+    (tmp_path / "net.py").write_text("import torch\ndef make(width):\n    return torch.nn.Linear(width, 2)\n")
+    with pytest.raises(BadSource, match="needs the argument 'width', but accel calls a factory without arguments"):
+        Source(f"{tmp_path / 'net.py'}:make", inputs=["input:float32[batch,6]"]).open()
+
+
 def test_a_factory_in_a_module_declares_itself() -> None:
     """Fails if the declared inputs, ranges, output names or weight files are ignored."""
     found = Source("accel.examples.minilm:model").open()

@@ -295,6 +295,10 @@ def test_the_terminal_has_the_same_columns() -> None:
         environment=point["environment"], seed=0,
     )  # fmt: skip
     assert report.warnings == ()
+    assert "noisy" not in repr(report)
+    noisy = replace(report, noise_floor=25.0)
+    assert noisy.too_noisy
+    assert repr(noisy).endswith(", too noisy to tell (noise floor 2500%)>")
     other = replace(report, rows=(rows[0], replace(rows[1], cosine=-0.07)))
     assert [line for line in other.warnings if "[bold]x gives other outputs than base (cosine -0.07)" in line]
     alone = replace(rows[0], name="base, 1 thread", median_ms=20.0)

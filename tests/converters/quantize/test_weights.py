@@ -103,6 +103,15 @@ def test_weights_below_the_limit_are_named(tmp_path: Path) -> None:
     assert made.notes["quantized_weights"]
 
 
+def test_the_precisions_of_a_target_are_all_named(tmp_path: Path) -> None:
+    """Fails if the error for a precision that the target lacks leaves out precisions that the target has."""
+    io = {"x": (FLOAT, ["batch", 2])}
+    src = artifact(tmp_path / "s.onnx", [node("Relu", "x", "y")], io, {"y": (FLOAT, ["batch", 2])})
+    asked = RecipeRequest(targets=(Target.get("ort-cpu"),), precisions=("fp16",), data=None, samples=0, threads=1)
+    with pytest.raises(UnsupportedHere, match=r"ort-cpu has no fp16; it has fp32, int8, int4, mixed$"):
+        recipes(src, asked)
+
+
 def test_what_is_kept_stays(tmp_path: Path) -> None:
     """Fails if ``keep`` or ``smallest`` is ignored, or if a model without quantized weights counts as quantized. Also
     checks that an unsupported request is refused."""
