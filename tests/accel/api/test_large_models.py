@@ -274,6 +274,7 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     folder = tmp_path / "large"
     folder.mkdir()
     monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
+    monkeypatch.setattr("accel.converters.quantize.stage._APART_BYTES", 0)
     model = read_detached(src.path)
     task = make_task(src, config, model, folder)
     assert run_task("tests.accel.api.large_models:nncf_of_a_large_one", task, model) < 20_000
