@@ -339,8 +339,8 @@ def _why_nothing(model: onnx.ModelProto, config: QuantizeConfig) -> str:
     largest = max((count for _, count in product_weights(model)), default=0)
     if config.mode in ("int8-weights", "int4-weights") and 0 < largest < config.smallest:
         return (
-            f"no product of the model has the {config.smallest} weights from which accel quantizes them for "
-            f"{config.form} (the largest has {largest}); pass {option('quantize', ['smallest=1'])}"
+            f"accel quantizes products of at least {config.smallest} weights for {config.form}, but the largest of "
+            f"this model has {largest}; pass {option('quantize', ['smallest=1'])} to quantize smaller ones"
         )
     return f"nothing in the model could be quantized for {config.form}; use {_floats(config.form)} instead"
 

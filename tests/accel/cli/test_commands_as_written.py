@@ -79,7 +79,7 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the demo's commands pass only known arguments, time each net against PyTorch, and optimize with a
-    task metric."""
+    task metric, or with held-out text."""
     lines: list[tuple[str, ...]] = []
 
     def listed(*words: str, folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         command.make_context(name, list(words))
     timed = {line[1]: line[line.index("--against") + 1] for line in lines if line[0] == "bench"}
     assert timed == {"digits/": "digits-run/", "minilm/": "accel.examples.minilm:model"}
-    assert all("--metric" in line for line in lines if line[0] == "optimize")
+    assert all({"--metric", "--text"} & set(line) for line in lines if line[0] == "optimize")
 
 
 def minilm_outputs() -> list[str]:

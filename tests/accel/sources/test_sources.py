@@ -363,7 +363,7 @@ def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("takes", r"missing 1 required positional argument: 'width'; correct it$"),
+        ("takes", r"needs the argument 'width', but accel calls a factory without arguments; give width a default"),
         ("calls", r"cannot be multiplied.* \(raises.py line 3\); correct that line$"),
         ("says", r"ValueError: no weights \(raises.py line 4\); correct that line$"),
     ],
