@@ -21,14 +21,14 @@ from tests.serve.faulty_session import Faulty
 from tests.support.serving import Served, Start, linear, two_inputs
 
 # The modules whose tests always run on both gRPC transports. All other tests of a server run on ``cygrpc``, and on
-# ``grpc`` with the marker ``proof``. A nightly test runs on both every night.
+# ``grpc`` with the marker ``proof``. Nightly tests and tests for a GPU run on both where they run at all.
 ON_BOTH = ("test_grpc_infer", "test_grpc_control", "test_drain")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
-        nightly = any(metafunc.definition.iter_markers("nightly"))
-        both = nightly or metafunc.module.__name__.rpartition(".")[2] in ON_BOTH
+        apart = any(metafunc.definition.get_closest_marker(name) for name in ("nightly", "gpu"))
+        both = apart or metafunc.module.__name__.rpartition(".")[2] in ON_BOTH
         marks = () if both else (pytest.mark.proof,)
         metafunc.parametrize("transport", [CYGRPC, pytest.param(GRPC, marks=marks)], indirect=True)
 
