@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +86,19 @@ def export(
             f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"
         )
+
+    def to_folder(write: Callable[..., Artifact], what: str, *models: Artifact | Source) -> Artifact:
+        folder = _folder_of(out, what, preprocess)
+        with ExitStack() as stack, _limit_named(limit):
+            return write(
+                *models,
+                opset=opset or DEFAULT_OPSET,
+                simplify=simplify,
+                limit=limit,
+                cache=open_cache(stack, use_cache),
+                folder=folder,
+            )
+
     from .decoder.export import export_decoder, export_stateful, is_decoder
 
     as_decoder = (
@@ -96,27 +109,10 @@ def export(
     from .decoder.pair import export_pair, is_pair
 
     if not is_onnx and to == "onnx" and is_pair(named, Path(out) if out is not None else None):
-        with ExitStack() as stack, _limit_named(limit):
-            return export_pair(
-                named,
-                opset=opset or DEFAULT_OPSET,
-                simplify=simplify,
-                limit=limit,
-                cache=open_cache(stack, use_cache),
-                folder=_folder_of(out, "an encoder and a decoder", preprocess),
-            )
+        return to_folder(export_pair, "an encoder and a decoder", named)
     src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
     if as_decoder or (to == "openvino" and named.decoder is not False and Cache.of(src.signature) is not None):
-        with ExitStack() as stack, _limit_named(limit):
-            return (export_decoder if to == "onnx" else export_stateful)(
-                src,
-                named,
-                opset=opset or DEFAULT_OPSET,
-                simplify=simplify,
-                limit=limit,
-                cache=open_cache(stack, use_cache),
-                folder=_folder_of(out, "a decoder with a KV cache", preprocess),
-            )
+        return to_folder(export_decoder if to == "onnx" else export_stateful, "a decoder with a KV cache", src, named)
     if out is not None and "decoder" not in src.source:
         given = Path(out)
         if given.name == formats["onnx"].main_file or not given.suffix:  # another file doesn't replace the decoder
@@ -129,16 +125,7 @@ def export(
                 f"this source is a pipeline of several models, but {option('to', to)} is for a single model; leave out "
                 f"{option('to', to)}"
             )
-        folder = _folder_of(out, "a pipeline of several models", preprocess)
-        with ExitStack() as stack, _limit_named(limit):
-            return export_pipeline(
-                src,
-                opset=opset or DEFAULT_OPSET,
-                simplify=simplify,
-                limit=limit,
-                cache=open_cache(stack, use_cache),
-                folder=folder,
-            )
+        return to_folder(export_pipeline, "a pipeline of several models", src)
     if src.kind not in (*TO_ONNX, "onnx"):
         raise UnsupportedHere(
             f"{named.text} is of kind {src.kind}, which can't be converted back to ONNX; export the source that it was "

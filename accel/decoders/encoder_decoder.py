@@ -12,8 +12,9 @@ from accel.errors import AccelError, BadSource, GateFailed, UnsupportedHere, one
 from accel.progress import report
 from accel.proof.gates import PATIENT, gate_runtime
 from accel.runtimes.base import Session, open_session
+from accel.runtimes.kv.cache import KvCache
 from accel.signature import Feeds, Signature
-from accel.signature.decoder import IDS, LOGITS, MASK, reordered
+from accel.signature.decoder import IDS, MASK, reordered
 from accel.signature.encoder_decoder import FEATURES, SOURCE_MASK, Caches, takes_text
 from accel.stage import GateResult
 
@@ -35,28 +36,25 @@ class CrossCache:
         caches = Caches.of(session.signature)
         assert caches is not None, "the session is a decoder that reads an encoder"
         outputs = encoder.run(given)
-        self._session = session
-        self._presents = caches.presents
         self._fixed = {past: outputs[present] for past, present in caches.cross.items()}
         if any(spec.name == SOURCE_MASK for spec in session.signature.inputs):
             self._fixed[SOURCE_MASK] = given[MASK]
-        self._own = caches.empty(len(next(iter(given.values()))))
+        self._own = KvCache(session, caches.own, len(next(iter(given.values()))))
 
     def step(self, feeds: Feeds) -> np.ndarray:
         """Runs the decoder with the inputs ``feeds`` beside both caches. Returns the logits [rows, new tokens,
         vocabulary], and adds the new tokens to the decoder's cache."""
-        outputs = self._session.run({**feeds, **self._fixed, **self._own})
-        self._own = {past: outputs[present] for past, present in self._presents.items()}
-        return outputs[LOGITS]
+        return self._own.step({**feeds, **self._fixed})
 
     def reorder(self, rows: Iterable[int]) -> None:
         """Puts the rows of both caches into a new order. A row may be repeated or left out."""
         order = list(rows)
-        self._own, self._fixed = reordered(self._own, order), reordered(self._fixed, order)
+        self._own.reorder(order)
+        self._fixed = reordered(self._fixed, order)
 
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Returns the decoder's own keys and values by name."""
-        return self._own
+        return self._own.arrays()
 
 
 def begun(session: Session, encoder: Session, given: Mapping[str, np.ndarray]) -> Replay:

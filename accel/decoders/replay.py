@@ -96,7 +96,7 @@ def bytes_a_token(session: Session) -> int:
     """Returns the number of bytes that a decoder's cache grows by for each token of a row. Raises ``BadSource`` if the
     model is no decoder with a cache."""
     if (pair := Caches.of(session.signature)) is not None:
-        return pair.bytes_a_token()
+        return pair.own.bytes_a_token()
     if not is_stateful(session.signature):
         return cache_of(session.signature).bytes_a_token()
     from .stateful import state_bytes_a_token

@@ -67,19 +67,19 @@ class Cache:
     @property
     def heads(self) -> int:
         """Returns the number of heads of the first layer's keys."""
-        return fixed_size(self.past[0], 1)
+        return _size(self.past[0], 1)
 
     @property
     def head_dim(self) -> int:
         """Returns the size of a head of the first layer's keys."""
-        return fixed_size(self.past[0], 3)
+        return _size(self.past[0], 3)
 
     def empty(self, rows: int) -> dict[str, np.ndarray]:
         """Returns the cache before the first token, for a batch of ``rows`` rows."""
         import numpy as np
 
         return {
-            spec.name: np.zeros((rows, fixed_size(spec, 1), 0, fixed_size(spec, 3)), numpy_dtype(spec.dtype))
+            spec.name: np.zeros((rows, _size(spec, 1), 0, _size(spec, 3)), numpy_dtype(spec.dtype))
             for spec in self.past
         }
 
@@ -89,7 +89,7 @@ class Cache:
 
     def bytes_a_token(self) -> int:
         """Returns the number of bytes that the cache grows by for each token of a row."""
-        return sum(fixed_size(spec, 1) * fixed_size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in self.past)
+        return sum(_size(spec, 1) * _size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in self.past)
 
 
 def is_stateful(signature: Signature) -> bool:
@@ -114,7 +114,7 @@ def step_sizes(signature: Signature, new: int, past: int) -> dict[str, int]:
     return {dim: size for dim, size in sizes.items() if isinstance(dim, str) and dim in signature.dims}
 
 
-def fixed_size(spec: TensorSpec, axis: int) -> int:
+def _size(spec: TensorSpec, axis: int) -> int:
     """Returns the size of an axis that is the same in every run."""
     dim = spec.shape[axis]
     assert isinstance(dim, int), f"the axis {axis} of {spec} is fixed"

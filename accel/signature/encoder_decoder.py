@@ -6,14 +6,9 @@ The names are those of optimum. The decoder is its ``decoder_with_past_model.onn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from .decoder import IDS, LOGITS, MASK, PARTS, fixed_size
+from .decoder import IDS, LOGITS, MASK, PARTS, Cache
 from .signature import Signature
-from .spec import TensorSpec, numpy_dtype
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ENCODER_FILE, DECODER_FILE = "encoder_model.onnx", "decoder_with_past_model.onnx"
 FEATURES, HIDDEN, SOURCE_MASK = "input_features", "last_hidden_state", "encoder_attention_mask"
@@ -38,12 +33,11 @@ def pairs(layers: int, attention: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Caches:
-    """The caches of a decoder that reads an encoder. ``own`` maps the inputs with the decoder's keys and values to its
-    outputs. ``cross`` maps the inputs with the encoder's keys and values to the encoder's outputs."""
+    """The caches of a decoder that reads an encoder: its ``own``, and ``cross``, which maps the inputs with the
+    encoder's keys and values to the encoder's outputs."""
 
-    own: dict[str, TensorSpec]
+    own: Cache
     cross: dict[str, str]
-    presents: dict[str, str]
 
     @classmethod
     def of(cls, signature: Signature) -> Caches | None:
@@ -52,22 +46,9 @@ class Caches:
         layers = sum(name.startswith("past_key_values.") and f".{CROSS}." in name for name in inputs) // len(PARTS)
         own, cross = pairs(layers, SELF), pairs(layers, CROSS)
         outputs = {spec.name for spec in signature.outputs}
-        whole = {*own, *cross, IDS} <= set(inputs) and {*own.values(), LOGITS} <= outputs
-        return cls(own={name: inputs[name] for name in own}, cross=cross, presents=own) if layers and whole else None
-
-    def empty(self, rows: int) -> dict[str, np.ndarray]:
-        """Returns the decoder's own cache before the first token, for a batch of ``rows`` rows."""
-        import numpy as np
-
-        return {
-            name: np.zeros((rows, fixed_size(spec, 1), 0, fixed_size(spec, 3)), numpy_dtype(spec.dtype))
-            for name, spec in self.own.items()
-        }
-
-    def bytes_a_token(self) -> int:
-        """Returns the number of bytes that the decoder's own cache grows by for each token of a row."""
-        rows = self.own.values()
-        return sum(fixed_size(spec, 1) * fixed_size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in rows)
+        if not layers or not {*own, *cross, IDS} <= set(inputs) or not {*own.values(), LOGITS} <= outputs:
+            return None
+        return cls(own=Cache(past=tuple(inputs[name] for name in own), presents=own), cross=cross)
 
 
 def takes_text(encoder: Signature) -> bool:
