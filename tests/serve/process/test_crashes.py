@@ -25,7 +25,8 @@ def models(tmp_path: Path) -> Path:
     fault."""
     for name in ("bad", "linear"):
         linear(tmp_path / "models" / name / "1")
-    (tmp_path / "models" / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
+    config = "max_batch_size: 1 instance_group [{ count: 2 }]"  # each request is a run
+    (tmp_path / "models" / "bad" / "config.pbtxt").write_text(config)
     return tmp_path / "models"
 
 

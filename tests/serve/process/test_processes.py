@@ -97,7 +97,8 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
     """Fails if killing a process makes a request of another process fail. Also fails if a request of the killed process
     hangs or gets an answer."""
     linear(tmp_path / "bad" / "1")
-    (tmp_path / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
+    config = "max_batch_size: 1 instance_group [{ count: 2 }]"  # each request is a run
+    (tmp_path / "bad" / "config.pbtxt").write_text(config)
     served = serve(str(tmp_path), "--processes", "2", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["http"]
     dead, alive = pids(served)
