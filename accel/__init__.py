@@ -16,6 +16,7 @@ from accel.version import __version__ as __version__
 if TYPE_CHECKING:
     from accel.api.bench import bench
     from accel.api.bench import bench as benchmark  # noqa: F401 - the name of version 0.1.0
+    from accel.api.dataset.infer import infer
     from accel.api.decoder.generate import generate
     from accel.api.doctor import doctor
     from accel.api.export import export
@@ -55,6 +56,7 @@ _PUBLIC = {
     "export": "accel.api.export:export",
     "fuse": "accel.kernels.torch.fuse:fuse",
     "generate": "accel.api.decoder.generate:generate",
+    "infer": "accel.api.dataset.infer:infer",
     "inspect": "accel.api.inspect:inspect",
     "load": "accel.api.load:load",
     "optimize": "accel.api.optimize:optimize",
@@ -80,6 +82,7 @@ __all__ = [
     "export",
     "fuse",
     "generate",
+    "infer",
     "inspect",
     "load",
     "optimize",

@@ -59,6 +59,7 @@ _PARTS = (
     ("cachetools", "cachetools", "serve", "the server's response cache"),
     ("pyyaml", "yaml", "serve", "manifests for Kubernetes"),
     ("pillow", "PIL", "serve", "the images of accel infer"),
+    ("pyarrow", "pyarrow", "datasets", "the Parquet files of accel infer --dataset"),
     ("fsspec", "fsspec", "serve-remote", "repositories at s3://, gs:// and http://"),
     ("ray", "ray", "ray", "serving on more than one machine"),
     ("opentelemetry-api", "opentelemetry.trace", "tracing", "traces of requests"),

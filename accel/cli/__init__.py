@@ -43,7 +43,7 @@ COMMANDS = {
     "reproduce": ("accel.cli.reproduce", "Make an artifact again from its source and compare, stage by stage."),
     "generate": ("accel.cli.generate", "Generate text with a decoder."),
     "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
-    "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),
+    "infer": ("accel.cli.infer", "Ask a served model (arrays in, table or JSON out), or run a model on a dataset."),
     "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check them on this machine."),
     "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
     "plan": ("accel.cli.plan", "Show memory, communication and time of a training run or a deployment."),

@@ -1,21 +1,25 @@
-"""Implements ``accel infer``, which sends arrays or images to a served model and shows the outputs."""
+"""Implements ``accel infer``, which sends arrays or images to a served model and shows the outputs, or runs a model on
+a dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from accel.errors import MissingExtra, UsageError
 
 from . import output_options
-from .options import read_normalize
+from .options import read_normalize, read_pairs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from accel.api.dataset.infer import DatasetReport
     from accel.serve.client.grpc import Inference
 
     from . import Output
@@ -39,12 +43,83 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def dataset_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds ``--dataset`` and its options to the command ``function``. With ``--dataset``, the command runs the model on
+    the dataset and doesn't call ``function``."""
+
+    @click.option(
+        "--dataset",
+        type=click.Path(path_type=Path),
+        help="Parquet file, or a folder of them: runs MODEL, which is then a file or a folder, on each row.",
+    )
+    @click.option("--column", "columns", multiple=True, metavar="INPUT=COLUMN", help="The column of an input; repeat.")
+    @click.option(
+        "--keep",
+        multiple=True,
+        metavar="COLUMN",
+        help="A column of the dataset for the results; repeat. By default all columns that aren't inputs.",
+    )
+    @click.option(
+        "--pad",
+        multiple=True,
+        metavar="INPUT=NUMBER",
+        help="Fill the end of short rows of this input, and cut the outputs again; repeat.",
+    )
+    @wraps(function)
+    def command(
+        model: str,
+        *,
+        dataset: Path | None,
+        columns: tuple[str, ...],
+        keep: tuple[str, ...],
+        pad: tuple[str, ...],
+        output: Path | None,
+        batch: int,
+        say: Output,
+        **served: Any,
+    ) -> Any:
+        offline = {"columns", "keep", "pad"}
+        if bool(served["inputs"]) == (dataset is not None):
+            raise UsageError("give either --input for a model on a server or --dataset for a model on this machine")
+        _check_unused(
+            set(served) if dataset is not None else offline, "--input" if dataset is not None else "--dataset"
+        )
+        if dataset is None:
+            return function(model=model, output=output, batch=batch, say=say, **served)
+        if output is None:
+            raise UsageError("--dataset needs a folder for the results; pass -o")
+        from accel.api.dataset.infer import infer
+
+        report = infer(
+            model,
+            dataset,
+            out=output,
+            columns=read_pairs("--column", columns, str, "x=pixels"),
+            keep=keep or None,
+            pad=read_pairs("--pad", pad, float, "input_ids=0"),
+            batch=batch or None,
+        )
+        say.result(report.to_json(), lambda: _report(report))
+        return None
+
+    return command
+
+
+def _check_unused(names: set[str], needs: str) -> None:
+    """Raises ``UsageError`` if one of the parameters ``names`` is given, because they belong to the option
+    ``needs``."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if parameter.name in names and given:
+            raise UsageError(f"{parameter.opts[0]} is for {needs}; leave it out")
+
+
 @click.command("infer")
 @click.argument("model")
 @click.option(
     "--input",
     "inputs",
-    required=True,
     multiple=True,
     type=click.Path(path_type=Path),
     help=".npz with one array per input, .json with one list per input, or images: .png and .jpeg files or a folder of "
@@ -61,11 +136,19 @@ def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(0),
     help="Show this many classes per sample; 0: outputs. For images 3 by default.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help=".npz to write the outputs to; with --dataset a folder."
+)
 @click.option("--model-version", default="", help="By default the newest.")
-@click.option("--batch", type=click.IntRange(0), default=0, help="Samples per request; 0: the most the model takes.")
+@click.option(
+    "--batch",
+    type=click.IntRange(0),
+    default=0,
+    help="Samples per request; 0: the most the model takes. With --dataset 0: the most that was verified, up to 32.",
+)
 @connection_options
 @output_options
+@dataset_options
 def command(
     model: str,
     inputs: tuple[Path, ...],
@@ -77,7 +160,7 @@ def command(
     say: Output,
     **connection: Any,
 ) -> None:
-    """Send arrays or images to MODEL on a server and show the outputs."""
+    """Send arrays or images to MODEL on a server and show the outputs, or run MODEL on a dataset."""
     try:
         from accel.serve.client.grpc import InferenceClient, not_finite, read_inputs
         from accel.serve.client.images import image_files
@@ -114,6 +197,16 @@ def command(
         {**found.to_json(), **({"images": names} if names else {})},
         lambda: _classes(title, found, names) if found.classified else _outputs(title, found),
     )
+
+
+def _report(report: DatasetReport) -> str:
+    new = report.rows - report.earlier
+    said = f"{new} rows in {report.seconds:.3g} s ({report.rows_a_second:.3g} rows/s), in {report.out}"
+    if report.earlier:
+        said += f"\n{report.earlier} rows were finished before"
+    if report.failed:
+        said += f"\n{report.failed} rows failed; {report.failed_in} has these rows and the reasons"
+    return said
 
 
 def _outputs(title: str, found: Inference) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -85,14 +85,21 @@ _placeholder = click.option(
 )
 
 
-def read_placeholders(texts: tuple[str, ...]) -> dict[str, str]:
-    """Converts texts such as ``"keep_prob=1.0"`` to a dict from names to values."""
-    found: dict[str, str] = {}
+_Value = TypeVar("_Value")
+
+
+def read_pairs(flag: str, texts: tuple[str, ...], kind: Callable[[str], _Value], example: str) -> dict[str, _Value]:
+    """Converts the texts of a repeated option, such as ``"keep_prob=1.0"``, to a dict. ``kind`` converts each value.
+    Raises ``BadInputSpec`` with ``example`` for another text."""
+    found: dict[str, _Value] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip() or not value.strip():
-            raise BadInputSpec(f"can't read --placeholder {text!r}; write NAME=VALUE, e.g. keep_prob=1.0")
-        found[name.strip()] = value.strip()
+        name, _, value = map(str.strip, text.partition("="))
+        try:
+            if not (name and value):
+                raise ValueError
+            found[name] = kind(value)
+        except ValueError:
+            raise BadInputSpec(f"can't read {flag} {text!r}; write NAME=VALUE, e.g. {example}") from None
     return found
 
 
@@ -144,7 +151,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "graph_outputs": read_names(graph_outputs),
             "signature": signature,
             "strip_training_ops": strip_training_ops,
-            "placeholders": read_placeholders(placeholders) or None,
+            "placeholders": read_pairs("--placeholder", placeholders, str, "keep_prob=1.0") or None,
             "decoder": decoder,
         }
         return function(*args, source=source, **kwargs)

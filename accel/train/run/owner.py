@@ -70,7 +70,7 @@ def _lock(descriptor: int, out: Path, rendezvous: str | None) -> bool:
     if not (alone or shares):
         raise CannotWrite(
             f"another run writes into {out}: {' and '.join(map(_said, owners)) or 'its launcher has just started'}; "
-            "wait until that run ends, end it, or give another --out"
+            "wait until that run ends, end it, or choose another folder"
         )
     if alone:
         os.ftruncate(descriptor, 0)

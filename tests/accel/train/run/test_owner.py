@@ -60,7 +60,7 @@ def test_a_killed_launcher_takes_its_ranks_along(
         assert run(group, [*line, "--fresh"]) == 1
         said = capsys.readouterr().err
         assert f"another run writes into {out}: process {first.pid} on {socket.gethostname()} since 2" in said
-        assert "wait until that run ends, end it, or give another --out" in said
+        assert "wait until that run ends, end it, or choose another folder" in said
         assert list(out.glob("checkpoints/step-*/run.json"))
     finally:
         first.kill()
