@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from accel.errors import BadRepository
+from accel.errors import BadRepository, one_line
 
 from ..core.server import InferenceServer
 from ..core.transport import Transport
@@ -57,6 +57,21 @@ class JsonLines(logging.Formatter):
         return json.dumps(body, default=str)
 
 
+class ClientErrors(logging.Filter):
+    """Logs a request that isn't HTTP in one line at the level info. Any client can send such requests, so they must not
+    fill the log with tracebacks."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from aiohttp.http_exceptions import HttpProcessingError
+
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+            record.reason = one_line(error)
+            return log.isEnabledFor(logging.INFO)
+        return True
+
+
 def start_logging(options: ServeOptions) -> None:
     """Starts to log JSON lines to stderr or to ``options.log_file``. The file is reopened after a log rotation."""
     logging.raiseExceptions = False  # if the disk is full, log lines are lost but requests don't fail
@@ -72,7 +87,7 @@ def start_logging(options: ServeOptions) -> None:
     logger.setLevel(options.log_level.upper())
     for name in ("aiohttp.server", "asyncio"):  # formats the messages of both loggers as JSON lines
         other = logging.getLogger(name)
-        other.handlers, other.propagate = [made], False
+        other.handlers, other.propagate, other.filters = [made], False, [ClientErrors()]
 
 
 def keep_freed_memory() -> None:

@@ -39,6 +39,22 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
 
 
+def test_bytes_that_are_not_http(repository: Path, serve: Any) -> None:
+    """Fails if a client can fill the log with tracebacks by sending HTTP/2 or random bytes to the HTTP port."""
+    served = serve(str(repository))
+    port = served.wait_for("serving")["ports"]["http"]
+    for sent in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(27), b"\x00\xff\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port)) as made:
+            made.settimeout(60)
+            made.sendall(sent)
+            made.recv(1 << 16)
+    assert served.end() == 0
+    served.wait_for("end of log")
+    lines = [line for line in served.log if "reason" in line]
+    assert {line["level"] for line in lines} == {"info"}
+    assert not any("exception" in line or line["message"].startswith("Traceback") for line in served.log)
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) -> None:
     """Fails if a request is lost or gets an error although the server accepted the request before SIGTERM."""
