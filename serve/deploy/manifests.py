@@ -1,6 +1,6 @@
 """Generates the Kubernetes or KServe manifests of a server for ``accel serve REPO --manifest kubernetes|kserve``.
 
-The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2) and from KServe's API (serving.kserve.io).
+The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2, policy/v1) and from KServe's API (serving.kserve.io).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Deployment:
 
 
 def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
-    """Returns a Deployment with probes, a Service for both ports, and a HorizontalPodAutoscaler."""
+    """Returns a Deployment with probes, a Service for both ports, a HorizontalPodAutoscaler, and a PodDisruptionBudget."""
     labels = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "accel"}
     selector = {"app.kubernetes.io/name": wanted.name}
     spec: dict[str, Any] = {
@@ -105,7 +105,14 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
             "metrics": [{"type": "Resource", "resource": cpu}],
         },
     }
-    return [deployment, service, autoscaler]
+    # The maintenance of machines moves one replica at a time.
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": wanted.name, "labels": labels},
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}},
+    }
+    return [deployment, service, autoscaler, budget]
 
 
 def kserve(wanted: Deployment) -> list[dict[str, Any]]:

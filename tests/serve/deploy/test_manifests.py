@@ -25,7 +25,8 @@ WHOLE = Deployment(
 def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
     """Checks that each document passes the strict validation, which refuses unknown fields and wrong types."""
     documents = list(yaml.safe_load_all(to_yaml(kubernetes(wanted))))
-    assert [d["kind"] for d in documents] == ["Deployment", "Service", "HorizontalPodAutoscaler"]
+    kinds = ["Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"]
+    assert [d["kind"] for d in documents] == kinds
     for document in documents:
         validate.validate(document, validate.latest_version(), strict=True)
 
@@ -147,7 +148,7 @@ def test_the_options_reach_the_container(cli: Any) -> None:
     deployed = [word for text in deploy for word in ("--deploy", text)]
     ran = cli("serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", *words, *deployed)
     assert ran.code == 0, ran.stderr
-    deployment, _, autoscaler = yaml.safe_load_all(ran.stdout)
+    deployment, _, autoscaler, _ = yaml.safe_load_all(ran.stdout)
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     command = container["command"]
