@@ -15,6 +15,8 @@ from .measure.noise import seems_faster, why_not_faster
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
     """Returns the fastest passed candidate that is measurably faster than the source, or the source if no candidate is
     faster. Writes the reason into the row of each passed candidate that isn't chosen.
+
+    Rows are ranked by their speedups, which other work disturbs less than the times in ``median_ms``.
     """
     best = source
     for row in rows:
@@ -23,13 +25,13 @@ def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> Candida
         if not row.is_faster:
             row.reason = f"not measurably faster than the source ({why_not_faster(row.measured)})"
             continue
-        if best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]:
+        if best is source or row.measured["speedup"] > (best.measured or {})["speedup"]:
             best = row
     for row in rows:
         if row.passed and row is not best and not row.reason:
             row.reason = f"slower than {best.name}"
         if row.passed and row.measured is not None and seems_faster(row.measured):
-            row.hidden_by_noise = best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]
+            row.hidden_by_noise = best is source or row.measured["speedup"] > (best.measured or {})["speedup"]
     return best
 
 
@@ -37,7 +39,7 @@ def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]
     """Returns the fastest passed candidate, or the source if no candidate passed. The function is used if the user
     requests fusion. In this case, even a candidate that is slower than the source is chosen."""
     passed = [row for row in rows if row.passed and row.measured is not None]
-    best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
+    best = max(passed, key=lambda row: (row.measured or {})["speedup"], default=source)
     if best is source:
         notes.append("no fused candidate is right: the source itself was taken")
     else:

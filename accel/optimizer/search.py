@@ -69,7 +69,7 @@ class Search:
         fitting = self._groups(rows)[0]
         self._measure(fitting, Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS))
         faster = [row for row in fitting if row.passed and row.is_faster]
-        return min(faster, key=lambda row: (row.measured or {})["median_ms"], default=self.source)
+        return max(faster, key=_speedup, default=self.source)
 
     def vary_sessions(
         self,
@@ -87,7 +87,7 @@ class Search:
         """
         others = [r for r in rows if r is not best and r.passed and r.measured is not None]
         faster = [r for r in others if r.is_faster and not r.missed_final]
-        faster.sort(key=lambda row: (row.measured or {})["median_ms"])
+        faster.sort(key=_speedup, reverse=True)
         bases = [best, *faster[:1]]
         made = [
             variant
@@ -137,7 +137,7 @@ class Search:
             limit = self.budget.left if self.budget.limited else None
             for group in groups:
                 self._measure(group, Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS, limit=limit))
-            ranked = sorted((r for r in rows if r.passed), key=lambda r: -(r.measured or {})["speedup"])
+            ranked = sorted((r for r in rows if r.passed), key=_speedup, reverse=True)
             rows = ranked[: max(1, len(ranked) // 2)]
             for row in ranked[len(rows) :]:
                 row.reason = f"slower than {rows[0].name} in a short measurement: they don't all fit in memory at once"
@@ -169,7 +169,7 @@ class Search:
         block_seconds = _SHORT_BLOCK_SECONDS
         while len(left) > _FINALISTS and self.budget.left > 0:
             self._measure(left, Effort(rounds=MIN_ROUNDS, block_seconds=block_seconds, limit=self.budget.left))
-            ranked = sorted((r for r in left if r.passed), key=lambda r: (r.measured or {})["median_ms"])
+            ranked = sorted((r for r in left if r.passed), key=_speedup, reverse=True)
             kept = ranked[: max(_FINALISTS, -(-len(left) // 2))]
             for row in ranked[len(kept) :]:
                 row.reason = f"slower than {kept[0].name} in a short measurement of {len(left)}"
@@ -226,6 +226,12 @@ class Search:
         return float(self.environment.get("noise_floor") or 0.0)
 
 
+def _speedup(row: CandidateResult) -> float:
+    """Returns the measured speedup of a candidate over the source. Speedups are compared instead of median times,
+    because other work on the machine disturbs the median times more."""
+    return float((row.measured or {})["speedup"])
+
+
 def _megabytes(row: CandidateResult) -> float:
     """Returns an estimate of the memory in MB that the process of a candidate takes."""
     return _RUNTIME_MB + _COPIES * (row.megabytes or 0.0)
@@ -253,14 +259,18 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
     """Returns the speedup of ``row`` over ``base``, or None if the rows weren't timed in the same rounds.
 
-    If the speedups over the source compare the fastest runs, the medians of the rounds are disturbed. The ratio of the
-    two speedups is returned then, with the widest interval that their intervals allow.
+    Compares what the speedups over the source compare (see ``accel.timing.witnesses``). The fastest runs are not those
+    of single rounds. If they decide, the ratio of the two speedups is returned, with the widest interval that their
+    intervals allow.
     """
     import numpy as np
 
     if row.measured is None or base.measured is None:
         return None
-    mine, theirs = (np.array(r.measured["round_medians_ms"]) for r in (row, base) if r.measured)
+    if row.measured.get("statistic") != base.measured.get("statistic"):  # from measurements beside other work or not
+        return None
+    values = "round_cpu_ms" if row.measured.get("statistic") == "cpu time" else "round_medians_ms"
+    mine, theirs = (np.array(r.measured[values]) for r in (row, base) if r.measured)
     if len(mine) != len(theirs) or not len(mine):
         return None
     if row.measured.get("statistic") == "fast runs":

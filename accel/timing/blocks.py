@@ -18,6 +18,7 @@ from accel.errors import BadFeeds, MissingExtra
 from accel.runtimes.base import Session, default_runtime, get_runtime, open_session
 from accel.signature import Feeds, Signature
 
+from .disturbance import Counters, usage
 from .energy import EnergyCounter
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ class FirstRun:
 
     ``outputs`` has one dict per feed, which maps names to outputs. ``ms`` is the time of the very first run in
     milliseconds. ``sizes`` holds the sizes of the dynamic dims of each feed. ``batch`` is the number of samples in a
-    feed.
+    feed. ``on_gpu`` is true if the process has a GPU open.
     """
 
     outputs: list[dict[str, np.ndarray]]
     ms: float
     sizes: list[dict[str, int]]
     batch: int
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +83,27 @@ class Block:
 
     ``times`` is an int64 array with the nanoseconds of each run. ``seconds`` is the time from the start of the first
     run to the end of the last run. If streams overlap, ``seconds`` is less than the sum of ``times``. ``joules`` is the
-    energy of the machine during the block, or None if the machine has no energy counter.
+    energy of the machine during the block, or None if the machine has no energy counter. ``cpu_seconds``, ``cores`` and
+    ``lost`` are the CPU time of the process, the cores that the process could use, and the share of these cores that
+    other work took (see ``accel.timing.disturbance.Usage``).
     """
 
     times: np.ndarray
     seconds: float
     joules: float | None = None
+    cpu_seconds: float = 0.0
+    cores: float = 0.0
+    lost: float = 0.0
 
     @property
     def ms_a_run(self) -> float:
         """Returns the block's milliseconds divided by its number of runs, which is the inverse of the throughput."""
         return self.seconds * 1e3 / len(self.times)
+
+    @property
+    def cpu_ms_a_run(self) -> float:
+        """Returns the CPU time of the block in milliseconds divided by its number of runs."""
+        return self.cpu_seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
@@ -109,6 +121,7 @@ class BlockRunner:
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)
         self._energy = EnergyCounter.find()
+        self._counters = Counters()
 
     def open(self) -> Opened:
         """Opens the sessions. Raises the session's error if a session can't be opened."""
@@ -154,7 +167,8 @@ class BlockRunner:
         outputs = [{name: value.copy() for name, value in first.items()}]
         for one in self._feeds[1:]:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
-        return FirstRun(outputs=outputs, ms=ms, sizes=sizes, batch=batch_of(session.signature, self._feeds[0]))
+        batch = batch_of(session.signature, self._feeds[0])
+        return FirstRun(outputs=outputs, ms=ms, sizes=sizes, batch=batch, on_gpu=self._counters.uses_gpu())
 
     def calibrate(self, limit_seconds: float) -> float:
         """Returns the seconds that one pass over the feeds takes after warm-up."""
@@ -175,14 +189,23 @@ class BlockRunner:
         gc.disable()  # a garbage collection would slow down a run of one candidate
         try:
             before = self._energy.read() if self._energy else ()
+            counted = self._counters.read()
             begun = time.perf_counter_ns()
             times = self._timed(passes_until(one_pass, passes, begun + int(limit_seconds * 1e9)))
             seconds = (time.perf_counter_ns() - begun) / 1e9
+            used = usage(counted, self._counters.read(), seconds)
             joules = self._energy.joules(before, self._energy.read()) if self._energy else None
         finally:
             if collecting:
                 gc.enable()
-        return Block(times=np.array(times, dtype=np.int64), seconds=seconds, joules=joules)
+        return Block(
+            times=np.array(times, dtype=np.int64),
+            seconds=seconds,
+            joules=joules,
+            cpu_seconds=used.cpu,
+            cores=used.cores,
+            lost=used.lost,
+        )
 
     def phases(self) -> dict[str, float] | None:
         """Returns the median milliseconds of each phase of a run on a GPU, or None if the session can't time phases."""

@@ -15,136 +15,28 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from accel.child import Child
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
-from accel.machine import available_cores, users_environment
+from accel.machine import available_cores
 from accel.progress import report
 from accel.proof.compare import compare, worst
 from accel.runtimes.base import recorded_options
 from accel.signature import Feeds
 
-from .blocks import Block, Candidate, FirstRun, Opened, joules_a_run, passes_for, throughput
-from .environment import environment, peak_rss_mb
-from .fast_runs import FastRuns
+from .blocks import Candidate, FirstRun, joules_a_run, throughput
+from .environment import environment
+from .lane import Lane
+from .repeats import Repeats
 from .report import BenchReport, Row
 from .same_model import is_same_model
-from .statistics import (
-    MIN_FLOOR,
-    MIN_ROUNDS,
-    NOISY_FLOOR,
-    Ratio,
-    floor_of,
-    is_narrow,
-    judge,
-    round_medians,
-    speedup,
-    summarize,
-)
-from .statistics import baseline as baseline_of
-
-if TYPE_CHECKING:
-    import numpy as np
+from .statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, floor_of, is_narrow, judge, summarize
+from .witnesses import Timed, Witness, lost, witness
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung if a block with its warm-up takes longer than ``_PATIENCE_SECONDS`` and also longer than
-# ``_PATIENCE`` times the planned time.
-_PATIENCE = 50
-_PATIENCE_SECONDS = 120.0
-# A block ends early after ``_OVERRUN`` times its planned time. ``_OVERRUN`` is above 1, so that even a block with a
-# slow first run contains enough runs for a robust median.
-_OVERRUN = 2.0
-# If a run takes longer than this number of seconds, a block has a single pass without a warm-up. Cold caches cost such
-# a run little, and a pipeline with several seconds a run would take minutes to measure.
-_SLOW_SECONDS = 1.0
-
-
-class Lane:
-    """Holds a candidate's process and its results so far. After calibration, the process runs only while a block is
-    timed."""
-
-    def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
-        self.name = name
-        self.candidate = candidate
-        self.throughput = throughput
-        self.child = Child(
-            "accel.timing.blocks:BlockRunner", {"candidate": candidate}, env=env, inherited=users_environment()
-        )
-        self.opened: Opened | None = None
-        self.pass_seconds = 0.0
-        self.feeds = 1
-        self.rounds: list[Block] = []
-        self.found: dict[str, Any] = {"options": dict(candidate.options)}  # the fields of the candidate's row
-        self.is_slower = False  # True if the lane gets no further rounds, because another lane is surely faster
-        self.error: str | None = None
-
-    def start(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Loads the candidate and runs every feed once."""
-        self.feeds = len(feeds)
-        self.opened = self.child.call("open")
-        report(f"bench: first run of {self.name}")
-        first: FirstRun = self.child.call("first_run", feeds=list(feeds))
-        self.found |= {"runtime": self.opened.runtime, "load_ms": self.opened.load_ms, "first_run_ms": first.ms}
-        return first
-
-    def calibrate(self, block_seconds: float) -> None:
-        """Measures the time of one pass over the feeds, then pauses the process."""
-        self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
-        self.child.pause()
-
-    def time_block(self, block_seconds: float) -> None:
-        """Times a block of runs and adds the block to ``rounds``.
-
-        The number of passes is calculated from the fastest block so far. If the machine or the session has become
-        slower, the block ends early. The block of every candidate may take the same multiple of its planned time.
-        """
-        runs = self.feeds * self.candidate.streams  # runs in a pass
-        slow = self.pass_seconds > _SLOW_SECONDS * runs
-        passes = 1 if slow else passes_for(block_seconds, self.pass_seconds, runs)
-        planned = passes * self.pass_seconds
-        self.child.resume()
-        block: Block = self.child.call(
-            "block",
-            passes=passes,
-            warm_up_seconds=0.0 if slow else block_seconds / 2,
-            limit_seconds=_OVERRUN * max(block_seconds, planned),
-            timeout=max(_PATIENCE_SECONDS, _PATIENCE * planned),
-        )
-        self.child.pause()
-        self.rounds.append(block)
-        # Other work may have slowed down the calibration. A fast block then corrects ``pass_seconds``, so that later
-        # blocks have enough runs.
-        self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
-
-    @property
-    def times(self) -> list[np.ndarray]:
-        """Returns an array for each round with the nanoseconds of every run."""
-        return [block.times for block in self.rounds]
-
-    def values(self) -> np.ndarray:
-        """Returns a float64 array with one time in milliseconds for each round: the median time of the round's runs. If
-        throughputs are compared, the array has the total time of each round divided by the number of runs in the round.
-        """
-        import numpy as np
-
-        if not self.throughput:
-            return round_medians(self.times)
-        return np.array([block.ms_a_run for block in self.rounds])
-
-    def fail(self, error: BaseException) -> None:
-        """Records ``error`` as the reason why the candidate is dropped. Kills the candidate's process, which frees its
-        memory."""
-        self.error = str(error)
-        self.child.kill()
-
-    def look_inside(self) -> None:
-        """Reads the peak memory and the times of the GPU phases once, after the timing."""
-        self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
-        self.child.resume()
-        self.found["phases_ms"] = self.child.call("phases")
-        self.child.pause()
+# The share of the time for further rounds that repeats of spoiled blocks may take.
+REPEATING = 0.3
 
 
 def measure(
@@ -174,8 +66,9 @@ def measure(
     ``block_seconds`` seconds, with at least three runs. If a run takes longer than a second, a block is one pass over
     the feeds, without a warm-up. A block that takes twice its planned time ends early. The baseline runs in two
     processes. The difference between the two processes gives the noise floor. Candidates are compared with the times of
-    both processes of the baseline. If other work disturbs the medians of the blocks, the fastest runs are compared
-    instead (see ``accel.timing.fast_runs``). Further rounds run until the confidence interval of every speedup is at
+    both processes of the baseline. If other work disturbs the medians of the blocks, the fastest runs or the CPU times
+    are compared instead (see ``accel.timing.witnesses``). Blocks that other work spoils are timed again, for up to
+    ``REPEATING`` of ``budget_seconds``. Further rounds run until the confidence interval of every speedup is at
     most ``target_width`` wide on a logarithmic scale. The total number of rounds is at most four times ``rounds``. No
     further round begins later than ``budget_seconds`` after the first round began. With the value ``budget`` for
     ``shorten``, ``budget_seconds`` also limits the ``rounds``: after the first 5 rounds, a round begins only if it is
@@ -229,13 +122,25 @@ def measure(
             )
         if shorten == "budget" and budget_seconds:
             ends = min(ends, time.monotonic() + budget_seconds)
-        order = _run_rounds(lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends, shorten == "slower")
+        repeats = Repeats(REPEATING * budget_seconds)
+        order = _run_rounds(
+            lanes, rounds, block_seconds, seed, budget_seconds, target_width, ends, repeats, shorten == "slower"
+        )
         for lane in lanes:
             if lane.error is None:
                 lane.look_inside()
     by_name = {lane.name: lane for lane in lanes[:-1]}
     return _report(
-        [by_name[c.name] for c in candidates], lanes[0], twin, reference, machine, seed, block_seconds, order, most
+        [by_name[c.name] for c in candidates],
+        lanes[0],
+        twin,
+        reference,
+        machine,
+        seed,
+        block_seconds,
+        order,
+        most,
+        repeats.count,
     )
 
 
@@ -324,6 +229,7 @@ def _run_rounds(
     budget_seconds: float,
     target_width: float,
     ends: float,
+    repeats: Repeats,
     only_fastest: bool = False,
 ) -> list[tuple[str, ...]]:
     """Runs the rounds and adds the blocks to ``lane.rounds``. Returns the order of the candidates in each round.
@@ -343,12 +249,12 @@ def _run_rounds(
             break
         report(f"bench: round {len(order) + 1}", min(1.0, len(order) / rounds))
         if only_fastest and len(order) >= MIN_ROUNDS:
-            _drop_slower(lanes[1:-1], seed)
+            _drop_slower(lanes, seed)
         turn = [lane for lane in lanes if lane.error is None and not lane.is_slower]
         shuffle(turn)
         for lane in turn:
             try:
-                lane.time_block(block_seconds)
+                lane.time_block(block_seconds, repeats)
             except (AccelError, OSError) as error:
                 if lane is lanes[0] or lane is lanes[-1]:
                     raise
@@ -357,21 +263,29 @@ def _run_rounds(
     return order
 
 
+def _compared(lanes: Sequence[Lane], seed: int) -> tuple[Witness, dict[str, Ratio]]:
+    """Returns the witness that decides at present, and the speedup of each lane that still runs. The first lane and the
+    last lane are the two processes of the baseline."""
+    timed = {lane.name: lane.timed() for lane in lanes if lane.error is None and not lane.is_slower}
+    first, second = timed.pop(lanes[0].name), timed.pop(lanes[-1].name)
+    decides = witness(first, second, list(timed.values()), seed=seed)
+    return decides, {name: decides.speedup(one) for name, one in timed.items()}
+
+
 def _drop_slower(lanes: Sequence[Lane], seed: int) -> None:
-    """Sets ``is_slower`` of the lanes that are surely slower than the fastest lane. Without other work on the machine,
-    two processes of one model differ by less than ``MIN_FLOOR``."""
-    timed = [lane for lane in lanes if lane.error is None and not lane.is_slower]
-    best = min(timed, key=lambda lane: float(lane.values().mean()), default=None)
-    for lane in timed:
-        if best is not None and lane is not best:
-            lane.is_slower = judge(speedup(lane.values(), best.values(), seed=seed), MIN_FLOOR) == "faster"
+    """Sets ``is_slower`` of the lanes that are surely slower than the fastest lane. Their intervals don't overlap, and
+    the speedups differ by more than the noise floor."""
+    decides, ratios = _compared(lanes, seed)
+    best = max(ratios.values(), key=lambda ratio: ratio.value, default=None)
+    margin = 1 + max(MIN_FLOOR, floor_of(decides.itself))
+    for lane in lanes[1:-1]:
+        if best is not None and (ratio := ratios.get(lane.name)) is not None:
+            lane.is_slower = ratio.high < best.low and ratio.value * margin < best.value
 
 
 def _all_narrow(lanes: Sequence[Lane], seed: int, target: float) -> bool:
-    base = baseline_of(lanes[0].values(), lanes[-1].values(), seed=seed)
-    timed = [lane for lane in lanes[1:-1] if lane.error is None and not lane.is_slower]
-    ratios = [speedup(base.medians, lane.values(), seed=seed) for lane in timed]
-    return all(is_narrow(ratio, target) for ratio in (base.itself, *ratios))
+    decides, ratios = _compared(lanes, seed)
+    return all(is_narrow(ratio, target) for ratio in (decides.itself, *ratios.values()))
 
 
 def _report(
@@ -384,25 +298,15 @@ def _report(
     block_seconds: float,
     order: Sequence[tuple[str, ...]],
     streams: int,
+    repeated: int,
 ) -> BenchReport:
-    both = baseline_of(base.values(), twin.values(), seed=seed)
-    floor, itself = both.floor, both.itself
-    fast: FastRuns | None = None
-    if streams == 1 and base.feeds == 1:  # several feeds have several fastest times
-        found = FastRuns(first=base.times, second=twin.times, seed=seed)
-        if found.stalled or (floor > NOISY_FLOOR and found.floor < floor):
-            fast, floor, itself = found, found.floor, found.itself
-    rows = []
-    batch = reference.batch
-
-    def ratio_of(lane: Lane) -> Ratio:
-        if fast is not None and lane is not base:
-            return fast.speedup(lane.times)
-        medians = lane.values()
-        return speedup(both.medians[: len(medians)], both.medians if lane is base else medians, seed=seed)
-
     timed = [lane for lane in lanes if lane.error is None]
-    ratios = {lane.name: ratio_of(lane) for lane in timed}
+    blocks = {lane.name: lane.timed() for lane in timed}
+    first, second = blocks[base.name], twin.timed()
+    decides = witness(first, second, [one for one in blocks.values() if one is not first], seed=seed)
+    ratios = {name: decides.speedup(one) for name, one in blocks.items()}
+    floor = floor_of(decides.itself)
+    rows, batch = [], reference.batch
     same = [lane.name for lane in timed if lane is not base and is_same_model(lane.candidate, base.candidate)]
     # A candidate that is the baseline under another name shows noise, as the second process of the baseline does.
     floor = max(floor, *(floor_of(ratios[name]) for name in same), 0.0)
@@ -411,9 +315,8 @@ def _report(
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
         # The row of the baseline includes the runs of both baseline processes.
-        medians = both.medians if lane is base else lane.values()
-        blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
-        summary = summarize([block.times for block in blocks])
+        runs = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
+        summary = summarize([block.times for block in runs])
         ratio = ratios[lane.name]
         rows.append(
             Row(
@@ -424,12 +327,14 @@ def _report(
                 mean_ms=summary.mean_ms,
                 iterations=summary.iterations,
                 rounds=len(lane.rounds),
-                round_medians_ms=tuple(medians.tolist()),
+                round_medians_ms=tuple(_values(blocks[lane.name], second if lane is base else None, cpu=False)),
+                round_cpu_ms=tuple(_values(blocks[lane.name], second if lane is base else None, cpu=True)),
                 speedup=ratio.value,
                 ci95=(ratio.low, ratio.high),
                 verdict="baseline" if lane is base else "identical" if lane.name in same else judge(ratio, floor),
-                samples_per_second=throughput(blocks, batch),
-                joules_per_run=joules_a_run(blocks),
+                samples_per_second=throughput(runs, batch),
+                joules_per_run=joules_a_run(runs),
+                cores=blocks[lane.name].cores,
                 **lane.found,
             )
         )
@@ -437,13 +342,25 @@ def _report(
         rows=tuple(rows),
         baseline=base.name,
         noise_floor=floor,
-        twin=itself,
-        statistic="median" if fast is None else "fast runs",
+        twin=decides.itself,
+        statistic=decides.statistic,
+        lost=lost([*blocks.values(), second]),
+        repeated=repeated,
         sizes=reference.sizes[0],
         environment=machine,
         seed=seed,
         block_seconds=block_seconds,
         order=tuple(order),
         streams=streams,
-        samples={lane.name: tuple(lane.times) for lane in (*lanes, twin)},
+        samples={lane.name: tuple(lane.timed().times) for lane in (*lanes, twin)},
     )
+
+
+def _values(timed: Timed, twin: Timed | None, *, cpu: bool) -> list[float]:
+    """Returns the milliseconds of a run in each round. For the baseline, returns the geometric means of both
+    processes."""
+    import numpy as np
+
+    both = [one.cpu_values() if cpu else one.values() for one in (timed, twin) if one is not None]
+    values: list[float] = np.exp(np.mean(np.log(np.maximum(both, 1e-9)), axis=0)).tolist()
+    return values

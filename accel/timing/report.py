@@ -13,8 +13,9 @@ from accel.spelling import option
 
 from . import page
 from .columns import as_text, fitting, with_values
-from .fast_runs import SHARE
+from .repeats import SPOILED
 from .statistics import NOISY_FLOOR, TOO_NOISY_FLOOR, Ratio, Verdict
+from .witnesses import ONE_CORE, Statistic
 
 # If the outputs of two models have a cosine similarity below this value, the models have different weights. A badly
 # quantized model stays above this value when its outputs are compared with the outputs of its source model.
@@ -22,11 +23,22 @@ _ANOTHER_MODEL = 0.5
 # A baseline this many times as slow as itself with fewer threads has threads that wait for one another.
 _WAITING = 2.0
 
-# The warning about speedups that compare the fastest runs.
-DISTURBED = (
-    f"other work slows this machine down: the speedups compare the fastest {SHARE:.0%} of the runs, as the other times "
-    "depend on chance"
-)
+# What decides beside other work.
+_WITNESSES: Mapping[str, str] = {
+    "fast runs": "the speedups compare the fastest runs of each model, as the other times depend on chance",
+    "cpu time": "the speedups compare the CPU time of the runs, which is about their time on a quiet machine, as each "
+    "model keeps one core busy",
+}
+
+
+def disturbed(statistic: str | None, lost: float | None) -> str:
+    """Returns a sentence that says what decides the verdicts beside other work. ``lost`` is the share of the cores that
+    other work takes. Returns "" if the medians decide."""
+    if statistic is None or statistic not in _WITNESSES:
+        return ""
+    share = f", and takes {lost:.0%} of the cores' time" if (lost or 0.0) > SPOILED else ""
+    return f"other work slows this machine down{share}: {_WITNESSES[statistic]}"
+
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,16 +51,18 @@ class Row:
     """The results of one candidate. Times are in ms per run, over all iterations. If the candidate was not timed, the
     times per run are None.
 
-    ``error`` is the reason why the candidate was not timed, or None. The ratio of a round is the baseline's median
-    divided by the candidate's median. ``speedup`` is the median of the ratios of all rounds, and ``ci95`` is its 95%
-    interval. ``max_abs_diff``, ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the outputs of the
-    baseline. ``max_rel_diff`` is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine
-    similarity of the worst sample. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the
-    first run. ``peak_rss_mb`` is the peak memory of the candidate's process in MiB, including the library.
-    ``samples_per_second`` is the number of samples in all runs divided by the time of all blocks. ``joules_per_run`` is
-    the energy of the CPU packages, or None if the machine has no readable counter. ``phases_ms`` holds the times of
-    ``host_to_device``, ``compute`` and ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the
-    options of the session, including threads and streams (concurrent runs).
+    ``error`` is the reason why the candidate was not timed, or None. ``speedup`` is the baseline's time divided by the
+    candidate's time, by the report's ``statistic``, and ``ci95`` is its 95% interval. ``max_abs_diff``,
+    ``max_rel_diff`` and ``cosine`` compare the candidate's outputs with the outputs of the baseline. ``max_rel_diff``
+    is ||difference||₂ / ||reference||₂ of the worst output, and ``cosine`` is the cosine similarity of the worst
+    sample. ``round_medians_ms`` and ``round_cpu_ms`` hold the median time and the CPU time of a run in each round.
+    ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first run. ``peak_rss_mb`` is the
+    peak memory of the candidate's process in MiB, including the library. ``samples_per_second`` is the number of
+    samples in all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages, or None
+    if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and
+    ``device_to_host`` on a GPU, measured by CUDA events. ``options`` holds the options of the session, including
+    threads and streams (concurrent runs). ``cores`` is the number of cores that the runs kept busy, or would have kept
+    busy without other work.
     """
 
     name: str
@@ -67,9 +81,11 @@ class Row:
     rounds: int = 0
     iterations: int = 0
     round_medians_ms: tuple[float, ...] = ()
+    round_cpu_ms: tuple[float, ...] = ()
     load_ms: float | None = None
     first_run_ms: float | None = None
     peak_rss_mb: float | None = None
+    cores: float | None = None
     samples_per_second: float | None = None
     joules_per_run: float | None = None
     phases_ms: Mapping[str, float] | None = None
@@ -83,8 +99,10 @@ class BenchReport:
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` is the speedup between two processes of
     the baseline. The noise floor is computed from ``twin``. ``order`` has a tuple of candidates for each round, in the
     order of their timing. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every
-    ``speedup`` compares throughputs. ``statistic`` is ``fast runs`` if every ``speedup`` compares the fastest runs
-    instead of the median runs, because other work disturbed the machine. ``notes`` are about the data. ``samples`` maps
+    ``speedup`` compares throughputs. ``statistic`` says what every ``speedup`` compares: the ``median`` of the runs in
+    each round, or, because other work disturbed the machine, the ``fast runs`` or the ``cpu time``. ``lost`` is the
+    share of the cores' time that other work took from the runs. ``repeated`` is the number of blocks that were timed
+    again, because other work spoiled them. ``notes`` are about the data. ``samples`` maps
     each candidate to one array per round, with the nanoseconds of every run. ``samples`` is not part of the JSON.
     """
 
@@ -98,7 +116,9 @@ class BenchReport:
     block_seconds: float
     order: tuple[tuple[str, ...], ...]
     streams: int = 1
-    statistic: Literal["median", "fast runs"] = "median"
+    statistic: Statistic = "median"
+    lost: float = 0.0
+    repeated: int = 0
     notes: tuple[str, ...] = ()
     samples: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
@@ -116,15 +136,22 @@ class BenchReport:
             for row in self.rows
             if row.cosine is not None and row.cosine < _ANOTHER_MODEL
         ]
-        if self.statistic == "fast runs":
-            found.append(DISTURBED)
+        if said := disturbed(self.statistic, self.lost):
+            found.append(said)
         found += self._waiting()
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
-                f"running, or give more {option('rounds')} and {option('budget_seconds')}"
+                f"running, or give more {option('rounds')} and {option('budget_seconds')}{self._with_one_thread()}"
             )
         return tuple(found)
+
+    def _with_one_thread(self) -> str:
+        """Returns advice for a machine with other work, if several threads wait for one another."""
+        several = any((row.cores or 0.0) > 1 + ONE_CORE for row in self.rows)
+        if self.lost <= SPOILED or self.statistic == "cpu time" or self.streams > 1 or not several:
+            return ""
+        return f"; or compare with {option('threads', 1)}, as then no thread waits for another, and CPU time can decide"
 
     def _waiting(self) -> list[str]:
         """Returns a warning if the baseline is much slower than itself with fewer threads. Threads that wait for a core
@@ -181,6 +208,8 @@ class BenchReport:
             "order": self.order,
             "streams": self.streams,
             "statistic": self.statistic,
+            "lost": self.lost,
+            "repeated": self.repeated,
         }
         return _plain(body)  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.spelling import option
-from accel.timing.report import DISTURBED
+from accel.timing.report import disturbed
 from accel.timing.statistics import MIN_FLOOR, Verdict
 
 from ..candidate import CandidateResult
@@ -47,11 +47,11 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
     """Returns notes with advice about the ``rows`` whose speedup may be hidden by noise. If the figures come from the
     cache, a further note gives the date of the measurement."""
     notes = []
-    taken = (chosen.measured or {}).get("median_ms")
+    taken = (chosen.measured or {}).get("speedup")
     hidden = [
         row.name
         for row in rows
-        if row.hidden_by_noise and row is not chosen and (taken is None or (row.measured or {})["median_ms"] < taken)
+        if row.hidden_by_noise and row is not chosen and (taken is None or (row.measured or {})["speedup"] > taken)
     ]
     floor = f"noise floor {environment.get('noise_floor') or 0.0:.1%}"
     if hidden:
@@ -59,8 +59,8 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
             f"noise decided ({floor}): {', '.join(hidden)} may be faster than the chosen candidate; measure again on "
             f"a quiet machine, with more {option('rounds')}, or with {option('use_cache', False)}"
         )
-    if environment.get("statistic") == "fast runs":
-        notes.append(DISTURBED)
+    if said := disturbed(environment.get("statistic"), environment.get("lost")):
+        notes.append(said)
     if environment.get("cached"):
         anew = f"{option('use_cache', False)} measures again"
         notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; {anew}")

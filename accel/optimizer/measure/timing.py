@@ -57,7 +57,7 @@ def measured(
     ``PERCENTILES`` of the times as ``percentiles_ms``. If a pass has several requests, single requests aren't timed, so
     the percentiles are computed from the times of whole passes. A candidate that fails is rejected with the error as
     the reason. The environment describes the machine. The environment also holds ``sizes``, ``noise_floor``,
-    ``statistic`` and ``cached`` (True if the figures come from the cache).
+    ``statistic``, ``lost`` and ``cached`` (True if the figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure
@@ -118,7 +118,7 @@ def measured(
         row.measured["statistic"] = found.get("statistic")
         if row.measured.get("error"):
             row.reject(str(row.measured["error"]))
-    said = {name: found.get(name) for name in ("sizes", "noise_floor", "statistic")} | {"cached": cached}
+    said = {name: found.get(name) for name in ("sizes", "noise_floor", "statistic", "lost")} | {"cached": cached}
     return {**found["environment"], **said}
 
 
@@ -142,7 +142,8 @@ def _a_request(
     for name in ("median_ms", "mean_ms", "joules_per_run"):
         body[name] = None if row[name] is None else row[name] / count
     body["phases_ms"] = {name: ms / count for name, ms in row["phases_ms"].items()} if row["phases_ms"] else None
-    body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
+    for name in ("round_medians_ms", "round_cpu_ms"):
+        body[name] = [ms / count for ms in row.get(name) or ()]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:
         # The tail latencies and load times of a pass can't be converted to times per request.

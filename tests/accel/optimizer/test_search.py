@@ -306,6 +306,17 @@ def test_beside_other_work_medians_compare_no_options() -> None:
     assert not faster_than(one, other, 0.02)
 
 
+def test_beside_other_work_options_are_compared_by_what_decided() -> None:
+    """Fails if session options are compared by disturbed medians, although the CPU time decided their speedups over the
+    source."""
+    one, other = row("a"), row("b")
+    common = {"statistic": "cpu time", "speedup": 1.0, "ci95": (1.0, 1.0)}
+    one.measured = {**common, "round_medians_ms": [120.0] * 9, "round_cpu_ms": [1.0] * 9}
+    other.measured = {**common, "round_medians_ms": [1.0] * 9, "round_cpu_ms": [1.5] * 9}
+    assert faster_than(one, other, 0.02)
+    assert not faster_than(other, one, 0.02)
+
+
 BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the budget's end
 
 

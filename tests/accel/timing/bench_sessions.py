@@ -18,6 +18,7 @@ import numpy as np
 from accel.runtimes.base import BaseSession, SessionOptions
 from accel.timing import blocks
 from accel.timing.blocks import Candidate
+from accel.timing.disturbance import Reading
 
 
 class Scripted(BaseSession):
@@ -69,27 +70,35 @@ def on_thread_time(candidate: Candidate) -> Scripted:
 
 
 class Clock:
-    """Simulates a clock. The clock advances only when a ``Simulated`` session runs."""
+    """Simulates a clock and the kernel's counters. They advance only when a ``Simulated`` session runs."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.now = self.cpu = self.waited = 0
 
     def __call__(self) -> int:
         return self.now
+
+    def reading(self) -> Reading:
+        """Returns the simulated counters of the process."""
+        return Reading(cpu=self.cpu / 1e9, waited=self.waited / 1e9)
 
 
 class Simulated(Scripted):
     """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock. The noise and the rare spikes of
     this clock depend only on ``seed``. After ``slow_after`` runs, each run takes ``slow_by`` times as long. With
     ``stalls``, a file in which each process adds a line, phases of about 8 runs take 100 times as long. The phases of
-    each process are different ones."""
+    each process are different ones. With ``processes``, such a file too, the noise of each process is different. With
+    ``beside``, other work takes most of the core: each run waits for up to ``beside`` times its own time, more in some
+    blocks than in others. With ``spoiled``, other work takes the core from 30 runs after the given numbers of runs.
+    ``cores`` is the number of threads that run or wait. With ``gpu``, a GPU is open."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
         self.clock = clock
         self.random = np.random.default_rng(self.script.get("seed", 0))
         self.stalled = False
-        if path := self.script.get("stalls"):
+        self.share = 1.0
+        if path := self.script.get("stalls") or self.script.get("processes"):
             with Path(path).open("a+") as file:
                 file.write("a process\n")
                 file.seek(0)
@@ -105,7 +114,18 @@ class Simulated(Scripted):
         self.runs += 1
         if self.runs > self.script.get("slow_after", self.runs):
             factor *= self.script["slow_by"]
-        self.clock.now += int(self.script["ms"] * 1e6 * factor)
+        took = int(self.script["ms"] * 1e6 * factor)
+        waited = 0
+        if beside := self.script.get("beside"):
+            if self.runs % 20 == 1:
+                self.share = float(self.random.uniform(0.2, 1))
+            waited = int(took * beside * self.share * self.random.uniform(0.8, 1))
+        if any(first < self.runs <= first + 30 for first in self.script.get("spoiled", ())):
+            waited = 5 * took
+        cores = self.script.get("cores", 2 if "stalls" in self.script else 1)
+        self.clock.now += took + waited
+        self.clock.cpu += cores * took
+        self.clock.waited += cores * waited
         return {"y": feeds["x"] * 2}
 
 
@@ -114,6 +134,8 @@ def simulated(candidate: Candidate) -> Simulated:
     busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock
+    blocks.Counters.read = lambda _: clock.reading()
+    blocks.Counters.uses_gpu = lambda _: "gpu" in candidate.options
     return Simulated(candidate, clock)
 
 

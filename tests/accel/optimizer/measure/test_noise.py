@@ -5,6 +5,7 @@ spent."""
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from accel.optimizer.search import not_faster
 from accel.progress import report, watched_by
 from accel.tables.target import Target
 from accel.timing import paired
+from accel.timing.repeats import Repeats
 from accel.timing.report import BenchReport, Row
 from tests.support import onnx_builder as build
 from tests.support.fake_sessions import FakeClock
@@ -259,15 +261,15 @@ class Lane:
     def __init__(self, name: str) -> None:
         self.name, self.error, self.is_slower = name, None, False
 
-    def time_block(self, _: float) -> None:
-        return None
+    def time_block(self, block_seconds: float, repeats: Repeats) -> None:
+        """Takes no time."""
 
 
 def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if rounds continue after the time limit, or if fewer rounds are timed than a verdict needs."""
     lanes: Any = [Lane("a"), Lane("b"), Lane("a (again)")]
-    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=0.0)) == 5
-    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=float("inf"))) == 50
+    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=0.0, repeats=Repeats(0.0))) == 5
+    assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=inf, repeats=Repeats(0.0))) == 50
 
 
 def test_samples_that_the_source_cannot_run_are_found_first(
