@@ -3,12 +3,16 @@
 Usage:
 
     python benchmarks/bench_itself.py              # all runs; writes benchmarks/results/bench_itself.json and .md
+    python benchmarks/bench_itself.py --repeats 5 --minutes 25  # five runs of each case, in up to 25 minutes
     python benchmarks/bench_itself.py same-4-01 twice-4-01 --again  # repeats these two runs.
 
 The script uses real sessions in real processes, and gets the same verdicts as a user of `accel bench`. Beside each run,
 0, 1, 2 or 4 busy processes run, each in a session of its own, so that the kernel gives each of them a share of the
-cores. A run compares a model with itself, with a copy that waits 10% longer, or with a model of 1.5 or 2 times as many
-layers. Each run has its own seed, and therefore its own order of the blocks. The runs alternate between the runtimes.
+cores. A run compares a model with itself, with a copy that waits 10% longer, or with a model of more layers. Each run
+has its own seed, and therefore its own order of the blocks. The runs alternate between the runtimes. The runs of the
+last two cases take some 20 ms on one thread of ONNX Runtime. There, the CPU time can decide.
+
+An interrupted series continues where it ended. ``--minutes`` ends a series early. A run takes 10 to 30 s.
 
 From the same samples, the script computes the verdicts of the statistics that pyperf, hyperfine, asv and criterion use.
 The machine has to be quiet, apart from the busy processes that the script starts.
@@ -17,6 +21,7 @@ The machine has to be quiet, apart from the busy processes that the script start
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,19 +50,22 @@ from accel.timing.paired import Candidate, measure
 RUNTIMES = ("onnxruntime", "openvino", "torch")
 SHARE = 0.1  # the added delay, as a fraction of the time of one run
 WIDTH, LAYERS, BATCH = 512, 6, 16
+LONG_WIDTH, LONG_BATCH = 1024, 128  # of the model whose runs take long
 RUNS = 20  # the number of runs of each case
+_BUSY_SECONDS = 300  # a busy process ends by itself after this time
 
 
 @dataclass(frozen=True)
 class Case:
     """Runs of one kind beside ``load`` busy processes. ``layers`` is the candidate's number of layers. ``right`` lists
-    the right verdicts. ``claim`` says what the runs prove."""
+    the right verdicts. ``claim`` says what the runs prove. If ``long`` is true, the runs take longer, on one thread."""
 
     kind: str
     load: int
     layers: int
     right: tuple[str, ...]
     claim: str
+    long: bool = False
 
 
 _UNDECIDED = ("no measurable difference", "too noisy")
@@ -66,6 +74,8 @@ CASES = (
     Case("delayed", 0, LAYERS, ("slower",), f"a delay of {SHARE:.0%}, no busy process"),
     Case("half-more", 2, LAYERS * 3 // 2, ("slower",), "1.5 times the work, 2 busy processes"),
     Case("twice", 4, LAYERS * 2, ("slower",), "2 times the work, 4 busy processes"),
+    Case("long-same", 4, LAYERS, _UNDECIDED, "itself, long runs on one thread, 4 busy processes", long=True),
+    Case("long-third", 4, LAYERS * 4 // 3, ("slower",), "a third more work, long runs, 4 busy processes", long=True),
 )
 LEAST_RIGHT = 19 / 20
 
@@ -95,7 +105,7 @@ def delayed(candidate: Candidate) -> Delayed:
 
 def models(folder: Path) -> dict[tuple[str, int], Artifact]:
     """Returns the perceptrons of all cases, by runtime and number of layers. One run takes a third of a millisecond or
-    more."""
+    more. The runtime of the perceptrons whose runs take longer is called ``long``."""
     made = {}
     for layers in sorted({case.layers for case in CASES}):
         place = folder / str(layers)
@@ -109,31 +119,42 @@ def models(folder: Path) -> dict[tuple[str, int], Artifact]:
         for _ in range(layers):
             net.extend([torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()])
         made["torch", layers] = Source(net, example=(torch.zeros(BATCH, WIDTH),)).open()
+        if any(case.long and layers in (case.layers, LAYERS) for case in CASES):
+            made["long", layers] = perceptron(place / "long.onnx", layers, LONG_WIDTH)
     return made
 
 
-def perceptron(path: Path, layers: int) -> Artifact:
+def perceptron(path: Path, layers: int, width: int = WIDTH) -> Artifact:
     """Writes a perceptron with random weights to ``path`` and opens the file."""
     rng = np.random.default_rng(0)
     nodes, weights, last = [], [], "x"
     for layer in range(layers):
-        weight = rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) / np.float32(np.sqrt(WIDTH))
+        weight = rng.standard_normal((width, width)).astype(np.float32) / np.float32(np.sqrt(width))
         weights.append(numpy_helper.from_array(weight, f"w{layer}"))
         nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [f"h{layer}"]))
         last = "y" if layer == layers - 1 else f"a{layer}"
         nodes.append(helper.make_node("Relu", [f"h{layer}"], [last]))
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in ("x", "y")]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "perceptron", values[:1], values[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
     return Source(path).open()
 
 
+# A busy process ends with the process whose id it gets, and after a limited time.
+_BUSY = f"""
+import os, sys, time
+parent, end = int(sys.argv[1]), time.monotonic() + {_BUSY_SECONDS}
+while os.getppid() == parent and time.monotonic() < end:
+    for _ in range(10**6):
+        pass
+"""
+
+
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Keeps ``processes`` processes busy inside the ``with`` block."""
-    running = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(processes)
-    ]
+    words = [sys.executable, "-c", _BUSY, str(os.getpid())]
+    running = [subprocess.Popen(words, start_new_session=True) for _ in range(processes)]
     try:
         yield
     finally:
@@ -142,10 +163,10 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def names(runs: int = RUNS) -> dict[str, Case]:
+def names(repeats: int = RUNS) -> dict[str, Case]:
     """Returns the names of the runs, in the order in which they run, and their cases. The cases are mixed evenly, so
     that an interrupted series covers all of them."""
-    return {f"{case.kind}-{case.load}-{run + 1:02}": case for run in range(runs) for case in CASES}
+    return {f"{case.kind}-{case.load}-{run + 1:02}": case for run in range(repeats) for case in CASES}
 
 
 def run(
@@ -157,13 +178,15 @@ def run(
     ``settings`` has the arguments rounds, block_seconds and budget_seconds of ``measure``.
     """
     number = int(name.rpartition("-")[2])
-    runtime = RUNTIMES[number % len(RUNTIMES)]
+    runtime = "onnxruntime" if case.long else RUNTIMES[number % len(RUNTIMES)]
+    kind = "long" if case.long else runtime
+    options = {"threads": 1} if case.long else {}
     opener = f"{Path(__file__).stem}:delayed" if case.kind == "delayed" else Candidate.opener
     candidates = [
-        Candidate("model", artifacts[runtime, LAYERS], runtime=runtime),
-        Candidate(case.kind, artifacts[runtime, case.layers], runtime=runtime, opener=opener),
+        Candidate("model", artifacts[kind, LAYERS], runtime=runtime, options=options),
+        Candidate(case.kind, artifacts[kind, case.layers], runtime=runtime, opener=opener, options=options),
     ]
-    feeds = artifacts[runtime, LAYERS].signature.example_inputs(seed=0, batch=BATCH)
+    feeds = artifacts[kind, LAYERS].signature.example_inputs(seed=0, batch=LONG_BATCH if case.long else BATCH)
     seed = number + 100 * CASES.index(case)
     with busy(case.load):
         begun = time.monotonic()
@@ -185,6 +208,9 @@ def run(
         "baseline_against_itself": point["baseline_against_itself"],
         "median_ms": found["median_ms"],
         "measured_seconds": round(seconds, 1),
+        "statistic": point["statistic"],
+        "lost": point["lost"],
+        "repeated": point["repeated"],
         "rounds": row.rounds,
         "peers": {peer: says(report.samples["model"], report.samples[case.kind]) for peer, says in PEERS.items()},
         **{key: value for key, value in settings.items() if key != "rounds"},
@@ -232,7 +258,8 @@ def page(body: Mapping[str, Any]) -> str:
         "# accel bench, measured by itself",
         "",
         *(f"{line}  " for line in first["machine"]),
-        f"{LAYERS} layers of {WIDTH} by {WIDTH}, batch {BATCH}, float32; {min(rounds)} to {max(rounds)} rounds of "
+        f"{LAYERS} layers of {WIDTH} by {WIDTH}, batch {BATCH}, float32; long runs: {LONG_WIDTH} by {LONG_WIDTH}, "
+        f"batch {LONG_BATCH}; {min(rounds)} to {max(rounds)} rounds of "
         f"{first['block_seconds']:g} s, as many as `accel bench` takes. Made by `python benchmarks/bench_itself.py`.",
         "",
         "Each column of a tool counts the right verdicts of this tool's statistic on the same samples. A verdict on",
@@ -250,14 +277,17 @@ def page(body: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        "| run | runtime | median ms | speedup | 95% interval | noise floor | verdict |",
-        "|---|---|---|---|---|---|---|",
+        "The column `decided by` names what the speedups compare, and `taken` is the share of the cores that other",
+        "work took from the runs.",
+        "",
+        "| run | runtime | median ms | speedup | 95% interval | noise floor | verdict | decided by | taken |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         low, high = row["ci95"]
         lines.append(
             f"| {name} | {row['runtime']} | {row['median_ms']:.3f} | {row['speedup']:.3f}x | {low:.3f} to {high:.3f} "
-            f"| {row['noise_floor']:.1%} | {row['verdict']} |"
+            f"| {row['noise_floor']:.1%} | {row['verdict']} | {row['statistic']} | {row['lost']:.0%} |"
         )
     return "\n".join([*lines, ""])
 
@@ -268,14 +298,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="9 to 36 of them, as accel bench")
     parser.add_argument("--block-seconds", type=float, default=0.2)
     parser.add_argument("--budget-seconds", type=float, default=15.0, help="for rounds beyond the first --rounds")
-    parser.add_argument("--runs", type=int, default=RUNS, help="runs of each case")
+    parser.add_argument("--repeats", type=int, default=RUNS, help="runs of each case")
+    parser.add_argument("--minutes", type=float, help="begin no run after so many minutes; call again to continue")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
     # The processes of the candidates import this module, which defines the function that opens the delayed candidate.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))
-        cases = names(asked.runs)
+        cases = names(asked.repeats)
         measure_rows(
             parser,
             asked,
@@ -283,6 +314,7 @@ def main() -> None:
             "bench_itself",
             lambda name: run(name, cases[name], artifacts, settings),
             page,
+            None if asked.minutes is None else 60 * asked.minutes,
         )
 
 

@@ -30,12 +30,15 @@ def measure_rows(
     stem: str,
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
+    seconds: float | None = None,
 ) -> None:
     """Measures the requested rows (default: all rows). Without ``--again``, skips the rows that ``stem``.json already
     has. Writes ``stem``.json and ``stem``.md after each row. If no row is missing, only writes ``stem``.md again.
 
-    If a row fails, prints the error and continues with the next row. The next run tries the failed row again.
+    If a row fails, prints the error and continues with the next row. The next run tries the failed row again. No row
+    begins later than ``seconds`` after the call (default: no limit). The next run measures the rows that are left.
     """
+    begun = time.monotonic()
     for name in asked.rows:
         if name not in names:
             parser.error(f"no row {name}; the rows are {', '.join(names)}")
@@ -48,6 +51,9 @@ def measure_rows(
             print(f"{name}: there already, --again measures it again", flush=True)
             continue
         started = time.monotonic()
+        if seconds is not None and started - begun > seconds:
+            print(f"{name}: no time left; call again to continue", flush=True)
+            break
         try:
             row = measure(name)
         except Exception as error:

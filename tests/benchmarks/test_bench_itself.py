@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,7 +36,8 @@ def row(kind: str, load: int, verdict: str, peers: str = "slower") -> dict[str, 
     return {
         "kind": kind, "load": load, "verdict": verdict, "runtime": "onnxruntime", "speedup": 1.0, "ci95": [0.9, 1.1],
         "rounds": 7, "noise_floor": 0.02, "median_ms": 1.0, "block_seconds": 0.08, "seed": 1, "machine": ["a", "b"],
-        "measured_seconds": 12.0, "peers": dict.fromkeys(("pyperf", "hyperfine", "asv", "criterion"), peers),
+        "measured_seconds": 12.0, "statistic": "median", "lost": 0.01,
+        "peers": dict.fromkeys(("pyperf", "hyperfine", "asv", "criterion"), peers),
     }  # fmt: skip
 
 
@@ -103,12 +105,27 @@ def test_the_busy_processes_end(script: ModuleType) -> None:
     assert children() <= before
 
 
+def test_a_busy_process_ends_without_its_starter(script: ModuleType) -> None:
+    """Fails if a busy process goes on after its time, or after the end of the process that started it."""
+    code = script._BUSY.replace(str(script._BUSY_SECONDS), "0.1")
+    subprocess.run([sys.executable, "-c", code, str(os.getpid())], check=True, timeout=60)
+    starter = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())])"
+    # Both processes have the pipe, so this returns when both have ended.
+    subprocess.run([sys.executable, "-c", starter, script._BUSY], check=True, timeout=60, stdout=subprocess.PIPE)
+
+
 @pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
     """Checks that the script runs its models on two runtimes, and that the recorded results contain all
     measurements."""
     artifacts, cases = script.models(tmp_path), script.names(3)
-    for name, runtime in (("delayed-0-02", "torch"), ("same-1-01", "openvino"), ("twice-4-03", "onnxruntime")):
+    kinds = (
+        ("delayed-0-02", "torch"),
+        ("same-1-01", "openvino"),
+        ("twice-4-03", "onnxruntime"),
+        ("long-third-4-01", "onnxruntime"),
+    )
+    for name, runtime in kinds:
         found = script.run(name, cases[name], artifacts, {"rounds": 5, "block_seconds": 0.01})
         assert found["runtime"] == runtime
         assert found["median_ms"] > 0
