@@ -82,8 +82,9 @@ _BESIDE = (
 
 
 def doctor() -> dict[str, Any]:
-    """Returns ``python``, ``parts``, ``targets``, ``machine`` and ``cache``. ``parts`` lists the packages, with an
-    install command for each missing package. ``targets`` has two flags for each target: whether this machine can build
+    """Returns ``python``, ``parts``, ``kernels``, ``targets``, ``machine`` and ``cache``. ``parts`` lists the packages,
+    with an install command for each missing package. ``kernels`` lists the compiled kernels for CPUs, with the command
+    that builds the missing ones. ``targets`` has two flags for each target: whether this machine can build
     models for the target, and whether it can run them."""
     return {
         "python": platform.python_version(),
@@ -91,6 +92,7 @@ def doctor() -> dict[str, Any]:
             *(_part(name, module, extra, brings, _line(extra)) for name, module, extra, brings in _PARTS),
             *(_part(name, module, None, brings, ONNX2TF) for name, module, brings in _BESIDE),
         ],
+        "kernels": _kernels(),
         "targets": [_target(name) for name in TARGETS],
         "machine": machine(),
         "cache": _cache(),
@@ -128,6 +130,31 @@ def _importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
+
+
+def _kernels() -> list[dict[str, Any]]:
+    from accel.kernels.native.bridges import find_onnxruntime_library
+    from accel.kernels.native.cpu.build import find_cpu_library
+
+    rows = (
+        ("CPU kernels", find_cpu_library(), "int4 products of few rows in PyTorch", "--cpu"),
+        (
+            "operators for ONNX Runtime",
+            find_onnxruntime_library(),
+            "decoders in int4 with accel's CPU kernels",
+            "--onnxruntime-include DIR, where DIR has the headers of an ONNX Runtime release",
+        ),
+    )
+    first = "" if shutil.which("g++") else "install g++, then run "
+    return [
+        {
+            "name": name,
+            "path": None if path is None else str(path),
+            "brings": brings,
+            "build": None if path is not None else f"{first}accel kernels build {how}",
+        }
+        for name, path, brings, how in rows
+    ]
 
 
 def _target(name: str) -> dict[str, Any]:

@@ -45,6 +45,11 @@ def command(say: Output) -> None:
             if len(install) > _LONG and first != part["name"]:
                 install = f"the command of {first}"
             parts.add_row(part["name"], version, part["brings"], install.replace("[", "\\["))
+        kernels = Table(title="compiled kernels", title_justify="left")
+        for column in ("kernels", "built", "brings", "build"):
+            kernels.add_column(column)
+        for row in found["kernels"]:
+            kernels.add_row(row["name"], _yes(row["build"] is None), row["brings"], row["build"] or "")
         targets = Table(title="targets", title_justify="left")
         for column in ("target", "builds", "runs here", "brings", "why not"):
             targets.add_column(column)
@@ -54,7 +59,9 @@ def command(say: Output) -> None:
         box = found["machine"]
         words = f"{box['cpu']}, {box['cores']} cores, {box['memory_gb']} GB; {' '.join(box['cpu_features'])}"
         cache = f"cache {found['cache']['path']}: {found['cache']['megabytes']} MB"
-        return Group(parts, targets, f"python {found['python']}; {words}", cache, *filter(None, [serve_line()]))
+        return Group(
+            parts, kernels, targets, f"python {found['python']}; {words}", cache, *filter(None, [serve_line()])
+        )
 
     say.result(found, human)
 

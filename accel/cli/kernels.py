@@ -75,24 +75,31 @@ def check_(every: bool, say: Output) -> None:
     metavar="DIR",
     help="Folder of TensorRT's headers. Builds the plugins for its registry's load_library, on the CUDA kernels.",
 )
+@click.option(
+    "--cpu",
+    is_flag=True,
+    help="Builds the int4 and int8 products of few rows on this machine's CPU for torch.ops.accel.packed_product.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Files to compile at a time. Default: the number of cores.")
 @output_options
 def build_(
     archs: tuple[str, ...],
     onnxruntime_include: Path | None,
     tensorrt_include: Path | None,
+    cpu: bool,
     jobs: int | None,
     say: Output,
 ) -> None:
-    """Compile the CUDA kernels (with this machine's nvcc), the operators for ONNX Runtime and the plugins for
-    TensorRT."""
+    """Compile the CUDA kernels (with this machine's nvcc), the CPU kernels, the operators for ONNX Runtime and the
+    plugins for TensorRT."""
     from accel.kernels.native.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
     from accel.kernels.native.build import build
+    from accel.kernels.native.cpu.build import build_for_cpu
     from accel.progress import report
 
-    if not archs and onnxruntime_include is None and tensorrt_include is None:
+    if not (archs or cpu or onnxruntime_include or tensorrt_include):
         raise click.UsageError(
-            "the command names nothing to build; pass --arch sm_90a, --onnxruntime-include DIR, "
+            "the command names nothing to build; pass --arch sm_90a, --cpu, --onnxruntime-include DIR, "
             "or --tensorrt-include DIR"
         )
     # Reports wrong header folders before nvcc starts, because nvcc is slow.
@@ -105,6 +112,10 @@ def build_(
         kernels = built.path
         body |= {"path": str(built.path), "archs": list(built.archs), "cached": built.cached}
         words.append(_built(built, ", ".join(built.archs)))
+    if cpu:
+        library = build_for_cpu(progress=report)
+        body["cpu"] = {"path": str(library.path), "cached": library.cached}
+        words.append(_built(library, "for the CPU"))
     if onnxruntime_include is not None:
         bridge = build_for_onnxruntime(onnxruntime_include, progress=report)
         body["onnxruntime"] = {"path": str(bridge.path), "cached": bridge.cached}

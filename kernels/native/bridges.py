@@ -26,10 +26,13 @@ from .build import (
     sources_digest,
     units_in,
 )
+from .cpu.build import SOURCES as CPU_SOURCES
+from .cpu.build import jobs_for_cpu
 
 PLUGINS = Path(__file__).parent / "plugins"
 ONNXRUNTIME_LIBRARY = "libaccel_onnxruntime.so"
 ONNXRUNTIME_HEADER = "onnxruntime_cxx_api.h"
+ONNXRUNTIME_CHOSEN = "ACCEL_ONNXRUNTIME_LIBRARY"  # the environment variable that names a library of operators to load
 TENSORRT_LIBRARY = "libaccel_tensorrt.so"
 TENSORRT_HEADER = "NvInferRuntime.h"
 TENSORRT_CHOSEN = "ACCEL_TENSORRT_LIBRARY"  # the environment variable that names a library of plugins to load
@@ -57,6 +60,8 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
+    The operators PackedProduct compute with the kernels of ``cpu``, and the others with the reference.
+
     The name of a convolution's operator contains sizes, and the library doesn't know the sizes. So list each name in
     the session options, under a key such as ``custom_op.FusedConv2d.0``.
 
@@ -77,16 +82,41 @@ def build_for_onnxruntime(
         f"-isystem{include.absolute()}",
     ]
     source = PLUGINS / "onnxruntime.cpp"
-    headers = include.glob("onnxruntime_*.h")
     return compile_library(
-        [Job(name=source.stem, command=(compiler, *flags, str(source)))],
+        [Job(name=source.stem, command=(compiler, *flags, str(source))), *jobs_for_cpu(compiler)],
         [compiler, "-shared", "-pthread"],
         ("host",),
         file=ONNXRUNTIME_LIBRARY,
-        also=digest_of(PLUGINS) + "".join(sorted(sha256(file.read_bytes()).hexdigest() for file in headers)),
+        also=_operators_digest() + _headers_digest(include),
+        noted={"operators": _operators_digest()},
         cache=cache,
         progress=progress,
     )
+
+
+def _operators_digest() -> str:
+    """Returns the sha256 over the sources of the operators for ONNX Runtime."""
+    return sha256((digest_of(PLUGINS) + digest_of(CPU_SOURCES)).encode()).hexdigest()
+
+
+def _headers_digest(include: Path) -> str:
+    """Returns the sha256 of each header of ONNX Runtime in the folder ``include``."""
+    return "".join(sorted(sha256(file.read_bytes()).hexdigest() for file in include.glob("onnxruntime_*.h")))
+
+
+def find_onnxruntime_library(cache: Path | None = None) -> Path | None:
+    """Returns the library of operators for ONNX Runtime to load, or None. If ``$ACCEL_ONNXRUNTIME_LIBRARY`` names a
+    library, returns that library. Otherwise returns the newest library that was built from the current sources."""
+    given = os.environ.get(ONNXRUNTIME_CHOSEN)
+    if given:
+        return Path(given)
+    wanted = _operators_digest()
+    found = [
+        (library.stat().st_mtime, library)
+        for library in (cache or cache_folder()).glob(f"*/{ONNXRUNTIME_LIBRARY}")
+        if record_of(library).get("operators") == wanted
+    ]
+    return max(found)[1] if found else None
 
 
 def build_for_tensorrt(

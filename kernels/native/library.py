@@ -50,7 +50,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not _is_whole(path):
+        if not is_whole(path):
             raise BuildFailed(f"{path} is not a complete kernel library; run accel kernels build again")
         try:
             self._library = ctypes.CDLL(str(path))
@@ -165,7 +165,7 @@ class Library:
         raise BuildFailed(self.message(status))
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Tells whether a shared library is complete. Loading a truncated library kills the process (SIGBUS)."""
     try:
         with path.open("rb") as stream:

@@ -2,7 +2,9 @@
 // epilogue of the GPU kernels, and one rounding. Products with scales, or of int8 and fp8, are the ones that torch's
 // export writes (gemm_nn). ONNX Runtime inlines the body of an operator that isn't here.
 //
-// FusedGemm_* and QuantizeRowwise_* are always registered. FusedConv2d_* have their sizes in their names, so the
+// PackedProduct* alone are made for speed, see onnxruntime_packed.h.
+//
+// FusedGemm_*, QuantizeRowwise_* and PackedProduct* are always registered. FusedConv2d_* have their sizes in their names, so the
 // session options list the ones of a model: custom_op.FusedConv2d.0, custom_op.FusedConv2d.1 and so on.
 #include <map>
 #include <memory>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "onnxruntime_conv2d.h"
+#include "onnxruntime_packed.h"
 #include "onnxruntime_values.h"
 
 namespace {
@@ -215,12 +218,14 @@ const Ort::CustomOpDomain& domain_with(const std::set<std::string>& convolutions
   const std::lock_guard lock(one_at_a_time);
   static const auto gemms = every_gemm();
   static const auto quantizations = every_quantization();
+  static const auto packed = every_packed();
   static std::map<std::string, FusedConv2d> made;
   static std::map<std::set<std::string>, Ort::CustomOpDomain> domains;
   if (const auto known = domains.find(convolutions); known != domains.end()) return known->second;
   Ort::CustomOpDomain domain("accel");
   for (const auto& one : gemms) domain.Add(one.get());
   for (const auto& one : quantizations) domain.Add(one.get());
+  for (const auto& one : packed) domain.Add(one.get());
   for (const auto& name : convolutions) domain.Add(&made.try_emplace(name, *conv_named(name)).first->second);
   return domains.emplace(convolutions, std::move(domain)).first->second;
 }

@@ -79,7 +79,7 @@ def test_missing_headers_are_one_line(tmp_path: Path) -> None:
         build_for_onnxruntime(tmp_path)
     result = CliRunner().invoke(command, ["build"])
     assert result.exit_code == 2
-    assert "--arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR" in result.output
+    assert "--arch sm_90a, --cpu, --onnxruntime-include DIR, or --tensorrt-include DIR" in result.output
 
 
 @pytest.mark.proof
