@@ -37,7 +37,7 @@ from .recipes.recipe import Recipe
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 # The stages that reduce the precision.
-_ROUNDING = ("quantize", "cast")
+_ROUNDING = ("quantize", "cast", "pack_weights")
 # A candidate is made without a stage of these if the stage fails.
 _OPTIONAL = ("fuse_decoder",)
 # The tokens that a decoder is proved with if nothing records its context.

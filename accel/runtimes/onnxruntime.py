@@ -19,6 +19,7 @@ from accel.artifact import Artifact
 from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
 from accel.machine import trim_memory
 from accel.signature import Feeds, decoder, numpy_dtype, shapes_of
+from accel.sources.onnx.file import PACKED_WEIGHTS
 from accel.sources.onnx.refusal import plain_reason
 
 from .base import BaseSession, SessionOptions
@@ -217,7 +218,7 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         raise InvalidModel(f"{path} does not exist; check the path")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; export it again")
-    _register_operators(settings, path)
+    _register_operators(settings, artifact)
     try:
         return _session(path, settings, with_tf32(provider, options.precision == "tf32"))
     except native.NotImplemented as error:
@@ -267,20 +268,24 @@ def _session(path: Path, settings: Any, provider: Any) -> Any:
             raise error from None
 
 
-def _register_operators(settings: Any, path: Path) -> None:
-    """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if this variable is
-    set.
+def _register_operators(settings: Any, artifact: Artifact) -> None:
+    """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names. If this variable isn't
+    set, and the model has weights for accel's CPU kernels, takes the library that ``accel kernels build`` made.
 
     Without the library, ONNX Runtime runs the function bodies that the model file contains for accel's operators. The
     names of accel's convolution operators contain sizes and differ between models, so this function reads the names
     from the model file and passes them to the library.
     """
-    given = os.environ.get(OPERATORS)
+    path, given = artifact.path, os.environ.get(OPERATORS)
+    if not given and artifact.properties.get(PACKED_WEIGHTS):
+        from accel.kernels.native.bridges import find_onnxruntime_library
+
+        given = str(find_onnxruntime_library() or "")
     if not given:
         return
-    from accel.sources.onnx.file import all_nodes, read_proto
+    from accel.sources.onnx.file import all_nodes, read_without_weights
 
-    model = read_proto(path)
+    model = read_without_weights(path)
     nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
     names = {node.op_type for node in nodes if node.domain == "accel" and node.op_type.startswith(CONVOLUTION)}
     for at, name in enumerate(sorted(names)):

@@ -117,6 +117,14 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxruntime"),
     ),
     Stage(
+        name="pack_weights",
+        function="accel.converters.decoder.packed:pack_weights",
+        config="accel.converters.decoder.packed:PackWeightsConfig",
+        takes=("onnx",),
+        gives="onnx",
+        packages=("onnx", "onnxruntime"),
+    ),
+    Stage(
         name="fuse_kernels",
         version=4,
         function="accel.converters.graph.fuse_kernels:fuse_kernels",

@@ -17,7 +17,7 @@ from accel.tables.precision import PRECISIONS
 from accel.timing.environment import environment
 
 from ..candidate import CandidateResult, megabytes
-from .recipe import COARSE, STATIC, Recipe
+from .recipe import COARSE, PACKED, STATIC, Recipe
 from .steps import cpu_has_bf16
 
 # The kinds of models whose speedups differ.
@@ -30,6 +30,8 @@ _SPEEDUPS: Mapping[str, tuple[float, float]] = {
     "ort-cpu int8 weights": (1.3, 1.0),
     "ort-cpu int4": (1.3, 1.0),
     f"ort-cpu int4{COARSE}": (8.0, 8.0),  # only decoders have it, whose tokens read every weight
+    f"ort-cpu int4{PACKED}": (9.0, 9.0),  # only decoders have these two, too
+    f"ort-cpu int8 weights{PACKED}": (6.0, 6.0),
     "openvino fp32": (1.15, 1.0),
     "openvino bf16": (2.1, 1.9),
     "openvino int8": (3.4, 3.0),

@@ -8,8 +8,17 @@ from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
-from .recipe import COARSE, COARSE_BLOCK, STATIC, Recipe, RecipeRequest, Step, recipe
-from .steps import fuse_decoder, fused, has_large_products, prepared, quantized, weights_only, with_options
+from .recipe import COARSE, COARSE_BLOCK, PACKED, STATIC, Recipe, RecipeRequest, Step, recipe
+from .steps import (
+    fuse_decoder,
+    fused,
+    has_large_products,
+    packed_weights,
+    prepared,
+    quantized,
+    weights_only,
+    with_options,
+)
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
@@ -27,7 +36,10 @@ def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequ
     if precision == "int4":
         coarse = Cache.of(src.signature) is not None and "block_size" not in request.quantize
         variant, size = (COARSE, COARSE_BLOCK) if coarse else ("", None)
-        return [(variant, weights_only(src, target, precision, request, size))]
+        return [
+            (variant, weights_only(src, target, precision, request, size)),
+            *_packed(src, target, precision, request),
+        ]
     if precision != "int8" or src.properties.get("precision") == "int8":
         return [("", fused(src, precision, request))]
     found: list[tuple[str, list[Step]]] = []
@@ -37,4 +49,12 @@ def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequ
     found.append((" dynamic", [Step("quantize", dynamic, STAGE_LIMITS["int8"])]))
     if has_large_products(src):
         found.append((" weights", weights_only(src, target, precision, request)))
-    return found
+    return [*found, *_packed(src, target, precision, request)]
+
+
+def _packed(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[tuple[str, list[Step]]]:
+    """Returns the variant whose weights are read by accel's CPU kernels, or none if ``src`` is no decoder or the
+    kernels aren't built."""
+    steps = packed_weights(src)
+    own = f" weights{PACKED}" if precision == "int8" else PACKED
+    return [(own, [*weights_only(src, target, precision, request), *steps])] if steps else []

@@ -82,6 +82,10 @@ def as_search(found: Recipe) -> Recipe | None:
 STATIC = " static"
 
 
+# The end of a variant whose weights are packed for accel's CPU kernels.
+PACKED = " packed"
+
+
 # The variant of an int4 recipe with few scales, and the number of weights that share a scale.
 COARSE, COARSE_BLOCK = " in blocks of 128", 128
 

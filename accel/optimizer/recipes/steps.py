@@ -38,6 +38,17 @@ def fuse_decoder(src: Artifact) -> list[Step]:
     return [Step("fuse_decoder", FuseDecoderConfig(), STAGE_LIMITS["simplify"])]
 
 
+def packed_weights(src: Artifact) -> list[Step]:
+    """Returns the step that packs the weights of a decoder for accel's CPU kernels. Returns no step if ``src`` has no
+    KV cache, or if ``accel kernels build`` hasn't made the operators for ONNX Runtime."""
+    from accel.converters.decoder.packed import PackWeightsConfig
+    from accel.kernels.native.bridges import find_onnxruntime_library
+
+    if Cache.of(src.signature) is None or precision_of(src) != "fp32" or find_onnxruntime_library() is None:
+        return []
+    return [Step("pack_weights", PackWeightsConfig(), STAGE_LIMITS["int4"])]
+
+
 def has_large_products(src: Artifact) -> bool:
     """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights. A
     decoder reads all weights for each token, so it may be faster at any size."""

@@ -126,6 +126,17 @@ ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
 
+# Marks models with weights in the packed form of accel's CPU kernels (``accel.kernels.onnx.packed``).
+PACKED_WEIGHTS = "packed_weights"
+_ACCEL = "accel"  # the domain of accel's operators
+
+
+def _packed_bits(model: onnx.ModelProto) -> set[int]:
+    """Returns the bits of the weights in accel's packed products, the only operators of accel with this attribute."""
+    own = (node for node in model.graph.node if node.domain == _ACCEL)
+    return {a.i for node in own for a in node.attribute if a.name == "bits"}
+
+
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature and the properties of a model in memory (see ``describe``)."""
     initializers = {t.name for t in model.graph.initializer}
@@ -141,6 +152,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     }
     if any(node.op_type in _SCALED_AT_RUN_TIME for node in model.graph.node):
         properties[ROWS_SHARE_SCALES] = True
+    if _packed_bits(model):
+        properties[PACKED_WEIGHTS] = True
     return Signature(inputs, outputs), properties
 
 
@@ -207,11 +220,16 @@ def _precision(model: onnx.ModelProto) -> str:
     four = any(
         a.name == "bits" and a.i == 4 for n in model.graph.node if n.op_type == "MatMulNBits" for a in n.attribute
     )
-    if four or any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer):
+    packed = _packed_bits(model)
+    if (
+        four
+        or 4 in packed
+        or any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer)
+    ):
         return "int4"
     if any(t.data_type in (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2) for t in model.graph.initializer):
         return "fp8"
-    if ops & _QUANTIZED_OPS:
+    if packed or ops & _QUANTIZED_OPS:
         return "int8"
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:

@@ -260,7 +260,10 @@ INTERRUPTED_IN = {
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = {
     **dict.fromkeys(("onnx_from_tensorflow", "onnx_from_tflite", "tflite_from_saved_model"), _AFTER_TENSORFLOW),
-    **dict.fromkeys(("fuse_decoder", "stateful_from_onnx"), "a decoder is exported before it, which takes ten seconds"),
+    **dict.fromkeys(
+        ("fuse_decoder", "pack_weights", "stateful_from_onnx"),
+        "a decoder is exported before it, which takes ten seconds",
+    ),
     "pipeline_from_parts": "it copies the files of the parts, which takes too little time to hit",
 }
 FACTORY = """

@@ -101,6 +101,8 @@ INT8 = (*OPTIMIZE, "--target", "openvino", "--precision", "int8")
 ENGINE = (*OPTIMIZE, "--target", "tensorrt-rtx", "--precision", "fp16")
 SAVED_MODEL = ("export", "m.onnx", "--to", "saved_model", "-o", "saved")
 TFLITE = ("export", "m.onnx", "--to", "tflite", "-o", "lite")
+INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
+PACKED = ("optimize", "dec", "--target", "ort-cpu", "--precision", "int4", "--quantize", "smallest=1", "--rounds", "5")
 DECODER = ("export", "net.py:decoder", "--decoder")
 # Maps each stage to a list of commands. The last command runs the stage.
 COMMANDS = {
@@ -116,6 +118,11 @@ COMMANDS = {
     "fuse_decoder": (
         (*DECODER, "-o", "dec"),
         ("optimize", "dec", "--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", "out"),
+    ),
+    "pack_weights": (
+        (*DECODER, "-o", "dec"),
+        ("kernels", "build", "--onnxruntime-include", INCLUDE),
+        (*PACKED, "-o", "out"),
     ),
     "stateful_from_onnx": ((*DECODER, "--to", "openvino", "-o", "dec-ov"),),
     "fit_tensorrt": (EXPORT, ("preflight", "m.onnx", "--fix", "-o", "fixed.onnx")),
@@ -155,6 +162,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
     file under a final name or in the cache, and must not remove files of an earlier run. The same command must work
     once the disk has room again."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
+    if stage == "pack_weights" and (not INCLUDE or shutil.which("g++") is None):
+        pytest.skip("needs g++ and ONNX Runtime's headers in $ACCEL_ONNXRUNTIME_INCLUDE")
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
         ran = cli(*whole, "-q")
@@ -203,6 +212,7 @@ NOT_KILLED_IN = {
     "pipeline_from_parts": _HERE,
     "torch_from_onnx": _HERE,
     "fuse_decoder": _HERE,
+    "pack_weights": _HERE,
     "stateful_from_onnx": "its child is that of openvino_from_onnx",
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
     "ncnn_from_onnx": "pnnx is over in no time: tests/converters/to_others/test_export_to.py kills one that isn't",
