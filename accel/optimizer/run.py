@@ -32,7 +32,7 @@ from .notes import data_notes, not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
 from .recipes.order import Costs
-from .recipes.recipe import Recipe, RecipeRequest, finer
+from .recipes.recipe import Recipe, RecipeRequest, gentler
 from .report.command import command_line
 from .report.page import PAGE, write_page
 from .request import OptimizeRequest
@@ -260,7 +260,7 @@ def _attempts(
     data_check: DataCheck,
 ) -> None:
     """Makes and judges every candidate, and adds them to ``rows``. If the outputs of a candidate differ too much
-    (``over_budget``), tries smaller blocks for int4, and starts a mixed-precision search for int8. ``first`` publishes
+    (``over_budget``), tries gentler recipes for int4, and starts a mixed-precision search for int8. ``first`` publishes
     a first result. ``data_check`` runs the source on all calibration samples before the first candidate that is
     calibrated."""
 
@@ -271,10 +271,19 @@ def _attempts(
         if not request.thorough:
             first.look(rows)
 
+    def texts() -> Path | None:
+        try:
+            with budget.spending("choosing texts to calibrate on"):
+                return judge.texts_to_calibrate(cache)
+        except KeyboardInterrupt as error:
+            budget.interrupt(error)
+            return None
+
     for recipe in made:
-        tried(recipe)
-        if rows[-1].over_budget and (smaller := finer(recipe)) is not None:
-            tried(smaller)
+        following: Recipe | None = recipe
+        while following is not None:
+            tried(following)
+            following = gentler(following, texts) if rows[-1].over_budget else None
     for row in list(rows):
         if row.recipe and row.over_budget and (again := searched(src, row.recipe, for_recipes)) is not None:
             tried(again)

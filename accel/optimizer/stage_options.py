@@ -27,6 +27,8 @@ OPTIONS_BY_MODE = {
     "dynamic": ("per_channel", "ops", "keep"),
     "int8-weights": _OF_WEIGHTS,
     "int4-weights": _OF_WEIGHTS,
+    "int4-gptq": _OF_WEIGHTS,
+    "int4-awq": _OF_WEIGHTS,
 }
 
 

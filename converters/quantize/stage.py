@@ -28,6 +28,10 @@ CALIBRATIONS = ("minmax", "entropy", "percentile", "mse")
 # The steps between fp8 numbers grow with the value, but entropy and mse assume equal steps.
 FP8_CALIBRATIONS = ("minmax", "percentile")
 
+# The modes for 4-bit weights of decoders that are calibrated on texts.
+GPTQ, AWQ = "int4-gptq", "int4-awq"
+_OF_WEIGHTS = ("int8-weights", "int4-weights", GPTQ, AWQ)
+
 _CHECKED_AT_ONCE = 16
 
 # The number of random inputs for each set of input sizes, used if there is no calibration data.
@@ -67,6 +71,8 @@ FORMS = {
             "dynamic": "accel.converters.quantize.dynamic:run_dynamic",
             "int8-weights": "accel.converters.quantize.weights:run_nbits",
             "int4-weights": "accel.converters.quantize.weights:run_nbits",
+            GPTQ: "accel.converters.quantize.gptq:run_gptq",
+            AWQ: "accel.converters.quantize.weights:run_compressed",
         }
     ),
     "openvino": Form(
@@ -74,6 +80,7 @@ FORMS = {
             "static": "accel.converters.quantize.nncf:run_nncf",
             "int8-weights": "accel.converters.quantize.weights:run_compressed",
             "int4-weights": "accel.converters.quantize.weights:run_compressed",
+            AWQ: "accel.converters.quantize.weights:run_compressed",
         },
         calibrations=("minmax", "percentile"),
         extra="openvino",
@@ -97,7 +104,9 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale, but 8-bit weights for openvino have one scale for each channel instead.
+    of ``block_size`` weights has a scale, but 8-bit weights for openvino have one scale for each channel instead. Modes
+    int4-gptq (ort-cpu only) and int4-awq are for decoders: they are as int4-weights, but choose the weights by the
+    activations of the texts in ``data`` (see ``texts.text_feeds``).
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``). The form openvino only supports minmax and percentile.
@@ -197,6 +206,8 @@ def _form(config: QuantizeConfig) -> Form:
     if config.mode == "fp8" and config.calibration not in FP8_CALIBRATIONS:
         raise UnknownName(f"fp8 has no calibration method {config.calibration!r}; use {' or '.join(FP8_CALIBRATIONS)}")
     form = FORMS[config.form]
+    if config.mode == AWQ and importlib.util.find_spec("nncf") is None:
+        raise MissingExtra("nncf", "openvino")
     if form.extra and importlib.util.find_spec(form.module) is None:
         raise MissingExtra(form.module, form.extra)
     return form
@@ -337,7 +348,7 @@ def _why_nothing(model: onnx.ModelProto, config: QuantizeConfig) -> str:
     from .products import product_weights
 
     largest = max((count for _, count in product_weights(model)), default=0)
-    if config.mode in ("int8-weights", "int4-weights") and 0 < largest < config.smallest:
+    if config.mode in _OF_WEIGHTS and 0 < largest < config.smallest:
         return (
             f"accel quantizes products of at least {config.smallest} weights for {config.form}, but the largest of "
             f"this model has {largest}; pass {option('quantize', ['smallest=1'])} to quantize smaller ones"

@@ -1,6 +1,6 @@
 """Quantizes the weights of large products to 8 or 4 bits, for models whose speed is limited by reading weights.
 
-Activations stay float32 in the file, so no calibration is needed. ``quantize`` runs this module in a child process.
+Activations stay float32 in the file, so only AWQ needs calibration. ``quantize`` runs this module in a child process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from accel.sources.onnx.file import read_proto
 
 from ..graph.write import write_onnx
 from .products import product_weights
-from .stage import Task
+from .stage import AWQ, Task
 
-_BITS = {"int8-weights": 8, "int4-weights": 4}
+_BITS = {"int8-weights": 8, "int4-weights": 4, AWQ: 4}
 
 # The accuracy level of MatMulNBits is the dtype to which the operator may round blocks of activations. Level 4 means
 # int8, for which CPUs have instructions.
-_ACCURACY_LEVEL = 4
+ACCURACY_LEVEL = 4
 
 
 def run_nbits(task: Task) -> dict[str, Any]:
@@ -32,21 +32,17 @@ def run_nbits(task: Task) -> dict[str, Any]:
     There are no zero points. Returns the notes.
     """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-    from onnxruntime.quantization.onnx_model import ONNXModel
 
     logging.getLogger().setLevel(logging.ERROR)
     model = onnx.load(str(task.path))
-    wanted = _large_products(model, task)
-    whole = ONNXModel(model)
-    whole.replace_gemm_with_matmul()
-    chosen = {name for own in wanted for name in (own, f"{own}_MatMul")}
+    chosen = {node.name for node in chosen_products(model, task)}
     others = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.name not in chosen]
     quantizer = MatMulNBitsQuantizer(
         model,
         bits=_BITS[task.config.mode],
         block_size=task.config.block_size,
         is_symmetric=True,
-        accuracy_level=_ACCURACY_LEVEL,
+        accuracy_level=ACCURACY_LEVEL,
         nodes_to_exclude=others,
     )
     with contextlib.redirect_stdout(io.StringIO()):
@@ -56,9 +52,11 @@ def run_nbits(task: Task) -> dict[str, Any]:
 
 
 def run_compressed(task: Task) -> dict[str, Any]:
-    """Quantizes weights for OpenVINO with NNCF's compress_weights, and returns the notes.
+    """Quantizes weights with NNCF's compress_weights, and returns the notes.
 
-    Weights of 8 bits have one scale for each channel. Weights of 4 bits have one scale for each block.
+    Weights of 8 bits have one scale for each channel. Weights of 4 bits have one scale for each block. In mode
+    ``AWQ``, weights of important channels are scaled up before rounding, and the scales are chosen by the activations
+    of the texts.
     """
     import nncf
 
@@ -67,8 +65,9 @@ def run_compressed(task: Task) -> dict[str, Any]:
     nncf.set_log_level(logging.ERROR)
     model = read_proto(task.path)
     wanted = set(_large_products(model, task))
-    four = task.config.mode == "int4-weights"
+    four = _BITS[task.config.mode] == 4
     others = [node.name for node in model.graph.node if node.name not in wanted]
+    calibrated = _calibrated(model, task) if task.config.mode == AWQ else {}
     made = nncf.compress_weights(
         model,
         mode=nncf.CompressWeightsMode.INT4_SYM if four else nncf.CompressWeightsMode.INT8_SYM,
@@ -76,9 +75,34 @@ def run_compressed(task: Task) -> dict[str, Any]:
         all_layers=True if four else None,
         ignored_scope=nncf.IgnoredScope(names=others, validate=False),
         advanced_parameters=nncf.AdvancedCompressionParameters(backend_params=weights_folder(task, model)),
+        **calibrated,
     )
+    for node in made.graph.node:
+        for attribute in node.attribute if node.op_type == "MatMulNBits" else ():
+            attribute.i = ACCURACY_LEVEL if attribute.name == "accuracy_level" else attribute.i
     write_onnx(made, task.out)
     return {"block_size": task.config.block_size} if four else {}
+
+
+def _calibrated(model: onnx.ModelProto, task: Task) -> dict[str, Any]:
+    """Returns the arguments of AWQ and scale estimation. Adds to ``model`` what NNCF needs to see its whole graph."""
+    import nncf
+
+    from .texts import describe_other_domains, text_feeds
+
+    describe_other_domains(model, task)
+    texts = list(text_feeds(task))
+    return {"dataset": nncf.Dataset(texts), "subset_size": len(texts), "awq": True, "scale_estimation": True}
+
+
+def chosen_products(model: onnx.ModelProto, task: Task) -> list[onnx.NodeProto]:
+    """Returns the products to quantize, after turning every Gemm of ``model`` into a MatMul."""
+    from onnxruntime.quantization.onnx_model import ONNXModel
+
+    wanted = _large_products(model, task)
+    ONNXModel(model).replace_gemm_with_matmul()
+    chosen = {name for own in wanted for name in (own, f"{own}_MatMul")}
+    return [node for node in model.graph.node if node.op_type == "MatMul" and node.name in chosen]
 
 
 def _large_products(model: onnx.ModelProto, task: Task) -> list[str]:

@@ -107,6 +107,10 @@ class Judge:
             "\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), data, code, part])
         )
 
+    def texts_to_calibrate(self, cache: StageCache) -> Path | None:  # noqa: ARG002 - only decoders read texts
+        """Returns a file with texts to calibrate on, which the judge doesn't read, or None."""
+        return None
+
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
         """Runs ``candidate`` on the data and judges its outputs. This machine has to be able to run ``candidate``."""
         reference = self._reference_outputs()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
+from accel.converters.quantize.texts import write_texts
 from accel.decoders.decoder import Decoder
-from accel.decoders.generation import begin
 from accel.decoders.replay import Replay
-from accel.decoders.sampling import Sampling
 from accel.errors import BadData, UnknownName, UsageError
 from accel.progress import report
 from accel.proof.gates import PATIENT, gate_runtime
@@ -22,6 +21,7 @@ from accel.spelling import option
 from accel.stage import path_sha256
 
 from .comparison import Judge, Judgement
+from .texts import MOST_TOKENS, WINDOW, calibration_texts, judged_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 # changes.
 KL, PERPLEXITY, TOP1 = MEASURES = ("kl", "perplexity", "top1")
 
-_WINDOW = 256
-_MOST_TOKENS = 2048
-# The logits of the source stay in memory while the candidates are judged.
-_MOST_BYTES = 1 << 28
-_SAMPLED_TEXTS = 8
+_TEXTS_FILE = "texts.npz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +87,7 @@ class DecoderJudge(Judge):
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
         """Returns a hash of everything that a judgement depends on."""
         text = path_sha256(self._text) if self._text else ""
-        part = f"decoder {self._measure_name} {_WINDOW} {_MOST_TOKENS}"
+        part = f"decoder {self._measure_name} {WINDOW} {MOST_TOKENS}"
         return text_sha256("\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), text, part]))
 
     def check(self, cache: StageCache) -> None:  # noqa: ARG002 - a decoder's logits are too large for the cache
@@ -126,6 +122,18 @@ class DecoderJudge(Judge):
             details=self._details(total) if finite else "",
         )
 
+    def texts_to_calibrate(self, cache: StageCache) -> Path:
+        """Returns a file with texts that the judge doesn't read (see ``calibration_texts``), made once for the
+        cache."""
+        text = path_sha256(self._text) if self._text else ""
+        key = text_sha256("\n".join(["texts to calibrate on", self.source.digest, text, str(WINDOW), str(MOST_TOKENS)]))
+        if not (cache.entry(key) / _TEXTS_FILE).is_file():
+            with cache.scratch() as folder, open_session(self.source, gate_runtime(self.source), PATIENT) as session:
+                texts = calibration_texts(Decoder(self.source, session, self._folder), self._text)
+                write_texts(texts, folder / _TEXTS_FILE)
+                cache.keep(key, folder)
+        return cache.entry(key) / _TEXTS_FILE
+
     def _details(self, total: Sums) -> str:
         return (
             f"KL {total.drop(KL):.4g} nats a token, perplexity {total.perplexity:.4g} (the source: "
@@ -137,7 +145,7 @@ class DecoderJudge(Judge):
         if self._windows is None or self._logits is None:
             with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 decoder = Decoder(self.source, session, self._folder)
-                self._windows = list(_windows(decoder, self._text))
+                self._windows = list(judged_texts(decoder, self._text))
                 self._logits = [Replay(session, 1).step(ids[None])[0] for ids in self._windows]
             import numpy as np
 
@@ -171,31 +179,6 @@ def _log_probabilities(logits: np.ndarray) -> np.ndarray:
     shifted -= shifted.max(axis=1, keepdims=True)
     found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return found
-
-
-def _windows(decoder: Decoder, text: Path | None) -> Iterator[np.ndarray]:
-    """Yields the token ids of each window of the text, or of each text that the decoder samples."""
-    import numpy as np
-
-    length = min(_WINDOW, decoder.tokens.context or _WINDOW)
-    most = max(2 * length, min(_MOST_TOKENS, _MOST_BYTES // (4 * decoder.vocabulary)))
-    if text is None:
-        first = decoder.tokens.first or 0
-        prompts = [[first] for _ in range(_SAMPLED_TEXTS)]
-        count = min(length, most // _SAMPLED_TEXTS) - 1
-        own = begin(decoder, prompts, tokenizer=None, most=count, sampling=Sampling(temperature=1.0, seed=0))
-        for number, _ in enumerate(own):
-            report("sampling texts", number / (count * _SAMPLED_TEXTS))
-        yield from (np.array(row.tokens) for row in own.rows if len(row.tokens) > 1)
-        return
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadData(f"{text} is no text in UTF-8; give a text file with {option('text')}") from error
-    ids = np.array(decoder.tokenizer.encode(content)[:most])
-    if len(ids) < 2:
-        raise BadData(f"{text} has fewer than two tokens; give a longer text with {option('text')}")
-    yield from (part for start in range(0, len(ids), length) if len(part := ids[start : start + length]) > 1)
 
 
 def measure_and_limit(metric: str | None, max_drop: float, max_kl: float | None) -> tuple[str, float]:

@@ -23,7 +23,7 @@ from .steps import (
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
     """Returns the recipes for ``precision``. The precision int8 has up to three recipes, because each of these recipes
-    is the fastest for some models. A decoder in int4 begins with large blocks (see ``recipe.finer``)."""
+    is the fastest for some models. A decoder in int4 begins with large blocks (see ``recipe.gentler``)."""
     head = [*prepared(src, target), *fuse_decoder(src)]
     found = [
         recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.converters.quantize.stage import QuantizeConfig
+from accel.converters.quantize.stage import AWQ, FORMS, GPTQ, QuantizeConfig
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
 from accel.tables.target import Target
@@ -90,19 +91,33 @@ PACKED = " packed"
 COARSE, COARSE_BLOCK = " in blocks of 128", 128
 
 
-def finer(found: Recipe) -> Recipe | None:
-    """Returns the int4 recipe ``found`` with the usual, smaller blocks, which read more scales and lose less. Returns
-    None if ``found`` has no large blocks."""
-    if found.variant != COARSE:
+# The variants of int4 recipes that are calibrated on texts, in the order in which they are tried.
+_CALIBRATED = {" GPTQ": GPTQ, " AWQ": AWQ}
+
+
+def gentler(found: Recipe, texts: Callable[[], Path | None]) -> Recipe | None:
+    """Returns the next int4 recipe to try after ``found`` has lost too much: with the usual, smaller blocks, which read
+    more scales, and then calibrated on the file that ``texts`` returns. Returns None if there is none."""
+    if found.precision != "int4":
         return None
-    usual = QuantizeConfig().block_size
+    if found.variant == COARSE:
+        return _changed(found, "", block_size=QuantizeConfig().block_size)
+    tried = list(_CALIBRATED).index(found.variant) + 1 if found.variant in _CALIBRATED else 0
+    form = next((step.config.form for step in found.stages if isinstance(step.config, QuantizeConfig)), None)
+    for variant, mode in list(_CALIBRATED.items())[tried:]:
+        installed = mode != AWQ or find_spec("nncf") is not None
+        if form in FORMS and mode in FORMS[form].runs and installed and (data := texts()) is not None:
+            return _changed(found, variant, mode=mode, data=data)
+    return None
+
+
+def _changed(found: Recipe, variant: str, **fields: Any) -> Recipe:
+    """Returns ``found`` as ``variant``, with other fields of its quantization."""
     stages = tuple(
-        step._replace(config=replace(step.config, block_size=usual))
-        if isinstance(step.config, QuantizeConfig)
-        else step
+        step._replace(config=replace(step.config, **fields)) if isinstance(step.config, QuantizeConfig) else step
         for step in found.stages
     )
-    return replace(found, name=found.name.removesuffix(COARSE), variant="", stages=stages)
+    return replace(found, name=found.name.removesuffix(found.variant) + variant, variant=variant, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import accel
+from accel.decoders.decoder import Decoder
 from accel.errors import BadData, BadSource, UnknownName, UsageError
 from accel.optimizer.judge.decoder import KL, PERPLEXITY, TOP1, DecoderJudge, Sums, sums
+from accel.optimizer.judge.texts import calibration_texts, judged_texts
+from accel.runtimes.base import open_session
 from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
 
@@ -85,6 +88,23 @@ def test_a_decoder_judges_itself_without_a_loss(folder: Path, tmp_path: Path) ->
         assert judgement.drop == pytest.approx(0.0, abs=1e-9)
         assert judgement.metric == judgement.reference_metric
         assert "100.0% of the most likely tokens unchanged" in judgement.details
+
+
+def test_calibration_reads_other_texts(folder: Path, tmp_path: Path) -> None:
+    """Fails if a candidate is calibrated on the tokens that it is judged on, or if a short text is not replaced."""
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"{number} " for number in range(1000)))
+    artifact = accel.Source(folder).open()
+    with open_session(artifact) as session:
+        decoder = Decoder(artifact, session)
+        ids = decoder.tokenizer.encode(text.read_text())
+        judged = np.concatenate(list(judged_texts(decoder, text)))
+        chosen = calibration_texts(decoder, text)
+        assert judged.tolist() == ids[:2048]
+        assert chosen.ravel().tolist() == ids[2048:][: chosen.size]
+        text.write_text("short")
+        own, others = calibration_texts(decoder, text), list(judged_texts(decoder, None))
+    assert not any(np.array_equal(one[: len(other)], other) for one in own for other in others)
 
 
 @pytest.mark.parametrize(
