@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 @click.option("--logit-bias", multiple=True, metavar="ID=NUMBER", help="Added to the logit of a token id.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text.")
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
+@click.option("--beams", type=int, default=1, show_default=True, help="Search for the most likely answer.")
 @click.option("--sequences", type=int, default=1, show_default=True, help="Answers to each prompt.")
 @click.option("--chat", is_flag=True, help="Send each prompt as a message, in the form of the model's chat template.")
 @click.option("--truncate", is_flag=True, help="Drop the beginning of a prompt that is longer than the context.")
+@click.option("--draft", metavar="DECODER|ngram", help="Propose tokens by a smaller decoder, or by looking them up.")
 @click.option("--runtime", help="The runtime. Default: the one that the decoder was made for.")
 @source_options
 @output_options
@@ -68,9 +70,18 @@ def command(
         count = sum(map(len, answers.ids))
         click.echo(
             f"accel: {count} tokens, {answers.tokens_per_second:.1f} tokens/s, the first after "
-            f"{answers.seconds_to_first_token:.2f} s",
+            f"{answers.seconds_to_first_token:.2f} s{_drafted(answers)}",
             err=True,
         )
+
+
+def _drafted(answers: Answers) -> str:
+    """Returns what the draft was good for, in words."""
+    found = answers.drafted
+    if found is None:
+        return ""
+    gain = f", {found.gain:.2f} times as fast as token by token" if found.gain else ""
+    return f"; {100 * found.share:.0f}% of {found.proposed} drafted tokens accepted{gain}"
 
 
 def _stream(answers: Answers) -> None:
@@ -93,10 +104,13 @@ def _texts(answers: Answers) -> str:
 def _json(answers: Answers) -> dict[str, Any]:
     rows = zip(answers.prompts, answers.ids, answers.texts, answers.finishes, strict=True)
     found = [{"prompt_ids": prompt, "ids": ids, "text": text, "finish": end} for prompt, ids, text, end in rows]
-    speed = {
+    speed: dict[str, Any] = {
         "seconds_to_first_token": round(answers.seconds_to_first_token, 6),
         "tokens_per_second": round(answers.tokens_per_second, 3),
     }
+    if (drafted := answers.drafted) is not None:
+        gain = round(drafted.gain, 3) if drafted.gain else None
+        speed["draft"] = {"proposed": drafted.proposed, "accepted": drafted.accepted, "gain": gain}
     return {**found[0], **speed} if len(found) == 1 else {"answers": found, **speed}
 
 

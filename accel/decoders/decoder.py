@@ -58,6 +58,14 @@ class Decoder:
         """Returns a replay with a row for each of ``sources``, which only an encoder reads."""
         return Replay(self.session, len(sources))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Tells whether the decoder's folder has a tokenizer that fits."""
+        try:
+            return self.tokenizer is not None
+        except BadSource:
+            return False
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer in the decoder's folder. Raises ``BadSource`` if the folder has none, or if it has

@@ -52,6 +52,10 @@ class CrossCache:
         self._own.reorder(order)
         self._fixed = reordered(self._fixed, order)
 
+    def crop(self, tokens: int) -> None:
+        """Keeps the first ``tokens`` tokens of the decoder's own cache."""
+        self._own.crop(tokens)
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Returns the decoder's own keys and values by name."""
         return self._own.arrays()

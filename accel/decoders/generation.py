@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from accel.cancel import check_cancelled
 from accel.errors import RunFailed, UnsupportedHere, UsageError
@@ -19,6 +19,9 @@ from .decoder import Decoder
 from .replay import Replay, padded
 from .sampling import Sampler, Sampling
 from .tokenizer import TextStream, Tokenizer
+from .ways.beams import BeamSearch
+from .ways.draft import Draft, check_forgets
+from .ways.speculation import Speculation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,9 +59,18 @@ class Row:
         return self.tokens[self.prompt :]
 
 
+class Way(Protocol):
+    """A way to generate other than one token of all rows at a time."""
+
+    def tokens(self, generation: Generation, check: Callable[..., None]) -> Iterator[Token]:
+        """Yields the tokens of all rows. ``check`` takes the logits [rows, vocabulary], the replay and the number of
+        tokens, and raises an error if the logits aren't finite."""
+
+
 @dataclass(kw_only=True)
 class Generation:
-    """Generates the answers of several prompts. Iterating over it yields each ``Token`` as soon as it is chosen.
+    """Generates the answers of several prompts. Iterating over it yields each ``Token`` as soon as it is chosen. With
+    a ``way`` of its own, the answers come one after the other, otherwise all rows run in one batch.
 
     ``rows`` has the prompts and the answers so far. ``first_seconds`` is the time until the first token, and
     ``seconds`` the time of all later tokens.
@@ -69,10 +81,23 @@ class Generation:
     most: int
     sampling: Sampling
     stops: tuple[str, ...] = ()
+    way: Way | None = None
     first_seconds: float = 0.0
     seconds: float = 0.0
 
     def __iter__(self) -> Iterator[Token]:
+        if self.way is None:
+            yield from self._together()
+            return
+        started = time.perf_counter()
+        for token in self.way.tokens(self, self._check_finite):
+            if not self.first_seconds:
+                self.first_seconds = time.perf_counter() - started
+            self.seconds = time.perf_counter() - started - self.first_seconds
+            yield token
+
+    def _together(self) -> Iterator[Token]:
+        """Yields the tokens of all rows, which run in one batch."""
         import numpy as np
 
         sampler = Sampler(self.sampling, len(self.rows))
@@ -84,7 +109,7 @@ class Generation:
             check_cancelled()
             self._check_finite(logits, running, len(active[0].tokens))
             for row, scores in zip(active, logits, strict=True):
-                yield self._next(row, sampler.choose(row.number, scores, row.tokens, row.prompt))
+                yield self.add(row, sampler.choose(row.number, scores, row.tokens, row.prompt))
             if not self.first_seconds:
                 self.first_seconds = time.perf_counter() - started
             self.seconds = time.perf_counter() - started - self.first_seconds
@@ -101,7 +126,7 @@ class Generation:
         count = sum(len(row.answer) - 1 for row in self.rows)
         return count / self.seconds if self.seconds and count > 0 else 0.0
 
-    def _next(self, row: Row, token: int) -> Token:
+    def add(self, row: Row, token: int) -> Token:
         """Adds ``token`` to the row. Holds back text that may be the beginning of a stop string."""
         row.tokens.append(token)
         context = self.decoder.tokens.context
@@ -148,13 +173,21 @@ def begin(
     sampling: Sampling,
     stops: Sequence[str] = (),
     truncate: bool = False,
+    draft: Draft | None = None,
+    beams: int = 1,
+    sequences: int = 1,
 ) -> Generation:
     """Checks the prompts and returns a generation that hasn't begun. ``most`` is the largest number of new tokens. With
-    ``truncate``, a prompt that is too long loses its first tokens.
+    ``truncate``, a prompt that is too long loses its first tokens. ``draft`` proposes tokens. With
+    ``beams`` above 1, ``sequences`` prompts after one another are the same, and get the best answers of a search.
 
     Raises ``UsageError`` for an empty prompt, a token id outside the vocabulary, or a prompt longer than the context.
     Raises ``UnsupportedHere`` if the cache doesn't fit into memory.
     """
+    if draft is not None:
+        check_forgets(decoder)
+    if beams != 1:
+        _check_beams(beams, sequences, sampling, stops, draft)
     if most < 1:
         raise UsageError(f"{option('max_new_tokens', most)} generates nothing; give at least 1")
     if stops and tokenizer is None:
@@ -191,16 +224,37 @@ def begin(
     takes = {spec.name for spec in decoder.session.signature.inputs}
     # GroupQueryAttention counts the tokens by itself, and counts padding on the left. accel's own files are proven.
     missing = MASK if MASK not in takes else POSITIONS if decoder.artifact.manifest is None else MASK
-    if missing not in takes and len({row.prompt for row in rows}) > 1:
+    alone = draft is not None or beams > 1
+    if not alone and missing not in takes and len({row.prompt for row in rows}) > 1:
         raise UsageError(
             f"the decoder has no {missing}, so prompts of unequal lengths can't share a batch; give one prompt at a "
             "time, or export the decoder with accel"
         )
-    _check_room(decoder, rows, most)
+    _check_room(decoder, rows, most, beams if alone else len(rows))
     if decoder.suppressed:
         never = dict.fromkeys(decoder.suppressed, -math.inf)
         sampling = replace(sampling, logit_bias={**never, **sampling.logit_bias})
-    return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops))
+    way: Way | None = Speculation(decoder=decoder, draft=draft) if draft is not None else None
+    if beams > 1:
+        way = BeamSearch(decoder=decoder, beams=beams, sequences=sequences)
+    return Generation(decoder=decoder, rows=rows, most=most, sampling=sampling, stops=tuple(stops), way=way)
+
+
+def _check_beams(beams: int, sequences: int, sampling: Sampling, stops: Sequence[str], draft: Draft | None) -> None:
+    """Raises ``UsageError`` if a search with ``beams`` is impossible."""
+    if beams < 1:
+        raise UsageError(f"{option('beams', beams)} is no search; give at least 1")
+    if sequences > beams:
+        raise UsageError(
+            f"{beams} beams end in {beams} answers, not {sequences}; give {option('beams', sequences)} or lower "
+            f"{option('sequences')}"
+        )
+    others = {"stop": stops, "draft": draft, "temperature": not sampling.greedy}
+    if found := next((name for name, given in others.items() if given), None):
+        what = "temperature, top-k, top-p or min-p" if found == "temperature" else option(found)
+        raise UsageError(
+            f"beams search for the most likely answer, which goes without {what}; leave out that or {option('beams')}"
+        )
 
 
 def _answer(decoder: Decoder, number: int, source: list[int], stream: TextStream, truncate: bool) -> Row:
@@ -222,16 +276,17 @@ def _check_token(token: int, vocabulary: int, where: str) -> None:
         raise UsageError(f"{where} has the token id {token}, but ids are 0 to {vocabulary - 1}; correct the ids")
 
 
-def _check_room(decoder: Decoder, rows: Sequence[Row], most: int) -> None:
-    """Raises ``UnsupportedHere`` if the caches don't fit into memory. A step needs the cache before and after it."""
+def _check_room(decoder: Decoder, rows: Sequence[Row], most: int, at_once: int) -> None:
+    """Raises ``UnsupportedHere`` if the caches of ``at_once`` rows don't fit into memory. A step needs the cache before
+    and after it."""
     context = decoder.tokens.context
     longest = max(row.prompt for row in rows) + most
     tokens = min(longest, context) if context is not None else longest
-    needed = 2 * tokens * len(rows) * decoder.bytes_a_token
+    needed = 2 * tokens * at_once * decoder.bytes_a_token
     room = available_memory()
     if room is not None and needed > room:
         raise UnsupportedHere(
-            f"a cache of {tokens} tokens for {len(rows)} prompts takes {needed / 2**30:.1f} GiB, but only "
+            f"a cache of {tokens} tokens for {at_once} prompts takes {needed / 2**30:.1f} GiB, but only "
             f"{room / 2**30:.1f} GiB of memory are free; lower {option('max_new_tokens')}, or give fewer or shorter "
             "prompts"
         )

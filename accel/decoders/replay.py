@@ -26,6 +26,9 @@ class StepCache(Protocol):
     def reorder(self, rows: Iterable[int]) -> None:
         """Puts the rows into a new order. A row may be repeated or left out."""
 
+    def crop(self, tokens: int) -> None:
+        """Keeps the first ``tokens`` tokens of each row."""
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Returns the keys and values of each layer by name. Returns no arrays if the runtime keeps them."""
 
@@ -70,6 +73,11 @@ class Replay:
         order = list(rows)
         self._cache.reorder(order)
         self._mask = self._mask[order]
+
+    def crop(self, tokens: int) -> None:
+        """Keeps the first ``tokens`` tokens of each row, with their padding."""
+        self._cache.crop(tokens)
+        self._mask = self._mask[:, :tokens]
 
 
 def _opened(session: Session, rows: int) -> StepCache:

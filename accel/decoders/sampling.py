@@ -66,9 +66,13 @@ class Sampler:
         seeds = np.random.SeedSequence(sampling.seed).spawn(rows)
         self._random = [np.random.default_rng(seed) for seed in seeds]
 
-    def choose(self, row: int, logits: np.ndarray, text: Sequence[int], prompt: int) -> int:
-        """Returns the next token of ``row``, whose tokens so far are ``text``. The first ``prompt`` tokens are the
-        prompt. ``logits`` has the shape [vocabulary]."""
+    def follow(self, other: Sampler, row: int) -> None:
+        """Goes on with the random numbers that ``other`` will use for ``row``."""
+        self._random[row].bit_generator.state = other._random[row].bit_generator.state
+
+    def scores(self, logits: np.ndarray, text: Sequence[int], prompt: int) -> np.ndarray:
+        """Returns the ``logits`` [vocabulary] after penalties, biases and the limits of sampling. The tokens so far are
+        ``text``, of which the first ``prompt`` are the prompt."""
         import numpy as np
 
         scores = logits.astype(np.float32)
@@ -78,6 +82,13 @@ class Sampler:
             scores[token] += bias
         for process in self._processors:
             scores = process(text, scores)
+        return scores
+
+    def choose(self, row: int, logits: np.ndarray, text: Sequence[int], prompt: int) -> int:
+        """Returns the next token of ``row``. The other arguments are those of ``scores``."""
+        import numpy as np
+
+        scores = self.scores(logits, text, prompt)
         if self._sampling.greedy:
             return int(scores.argmax())
         weights = np.exp((scores - scores.max()).astype(np.float64))

@@ -48,6 +48,10 @@ class StatefulCache:
         """Puts the rows of the cache into a new order at the next step. A row may be repeated or left out."""
         self._order = self._order[list(rows)]
 
+    def crop(self, tokens: int) -> None:  # noqa: ARG002 - the tokens are in the runtime
+        """Raises ``UnsupportedHere``, because the runtime keeps all tokens."""
+        raise UnsupportedHere("OpenVINO keeps the cache and forgets no tokens; export the decoder to ONNX")
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Returns no arrays, because the cache is in the runtime."""
         return {}

@@ -67,6 +67,11 @@ class Tokenizer:
             )
         return found
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token."""
+        found: dict[str, int] = self._encoder.get_vocab()
+        return found
+
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
         """Returns the token ids of ``text``. With ``specials``, the tokenizer adds its special tokens."""
         if self._fast:

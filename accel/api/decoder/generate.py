@@ -13,6 +13,8 @@ from accel.decoders.encoder_decoder import TextPair
 from accel.decoders.generation import Generation, Row, Token, begin
 from accel.decoders.sampling import Sampling
 from accel.decoders.tokenizer import NoTokenizer, Tokenizer
+from accel.decoders.ways.draft import NGRAM, Draft, Ngrams, SmallDecoder, check_draft
+from accel.decoders.ways.speculation import Drafted, Speculation
 from accel.errors import BadSource, UsageError
 from accel.runtimes.base import open_session
 from accel.sources.source import Model, Source, SourceOptions
@@ -90,6 +92,14 @@ class Answers:
         return self._generation.first_seconds
 
     @property
+    def drafted(self) -> Drafted | None:
+        """Returns how many tokens the draft proposed, how many were accepted, and the gain. Returns None without a
+        draft."""
+        self._finished()
+        way = self._generation.way
+        return way.drafted if isinstance(way, Speculation) else None
+
+    @property
     def tokens_per_second(self) -> float:
         """Returns the tokens of all answers a second, after the first tokens."""
         return self._generation.speed
@@ -109,9 +119,11 @@ def generate(
     logit_bias: Mapping[int, float] | None = None,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
+    beams: int = 1,
     sequences: int = 1,
     chat: bool = False,
     truncate: bool = False,
+    draft: Model | None = None,
     runtime: str | None = None,
     options: Mapping[str, Any] | None = None,
     **about: Unpack[SourceOptions],
@@ -120,9 +132,14 @@ def generate(
 
     ``model`` is the folder of an exported decoder or encoder-decoder, a model of transformers that generates text, or a
     source opened with ``decoder=True``. A prompt is a text, or a list of token ids. Without sampling options, the most
-    likely token is chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``sequences`` is the
-    number of answers to each prompt. With ``chat``, each prompt is a message of the user, in the form of the model's
-    chat template.
+    likely token is chosen. ``accel.decoders.sampling.Sampling`` explains the sampling options. ``beams`` above 1
+    search for the most likely answer as transformers does. ``sequences`` is the number of answers to each prompt: drawn
+    independently, or the best ones of the search. With ``chat``, each prompt is a message of the user, in the form of
+    the model's chat template.
+
+    ``draft`` makes single answers faster: it proposes tokens, and a step of the model checks several of them. It is a
+    smaller decoder with the same tokenizer, or ``"ngram"`` for what followed the last tokens before in the same text.
+    The answers stay the same. ``drafted`` has the accepted share and the gain.
 
     The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
 
@@ -155,6 +172,7 @@ def generate(
         needed = chat or any(isinstance(prompt, str) for prompt in given)
         tokenizer = _tokenizer(decoder, needed)
         encoded = [_encoded(prompt, tokenizer, chat) for prompt in given for _ in range(sequences)]
+        drafts = _draft(draft, decoder, tokenizer, stack, runtime, options) if draft is not None else None
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         generation = begin(
             decoder,
@@ -164,6 +182,9 @@ def generate(
             sampling=sampling,
             stops=stops,
             truncate=truncate,
+            draft=drafts,
+            beams=beams,
+            sequences=sequences,
         )
         return Answers(generation, tokenizer, stack.pop_all())
 
@@ -181,6 +202,26 @@ def _opened(
         return Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
     encoder, session = (stack.enter_context(open_session(part, runtime, options)) for part in pair)
     return TextPair(pair[1], session, encoder)
+
+
+def _draft(
+    draft: Model,
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
+    stack: ExitStack,
+    runtime: str | None,
+    options: Mapping[str, Any] | None,
+) -> Draft:
+    """Opens the draft, and checks that its tokens are those of ``decoder``."""
+    if isinstance(draft, str) and draft == NGRAM:
+        return Ngrams()
+    source = Source.of(draft)
+    pair = open_pair(source)
+    if pair is None and source.native and source.form is None:
+        source = replace(source, decoder=True)
+    small = _opened(source, pair, stack, runtime, options)
+    check_draft(decoder, small, tokenizer)
+    return SmallDecoder(small)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:

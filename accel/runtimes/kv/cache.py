@@ -46,6 +46,10 @@ class KvCache:
         """Puts the rows into a new order. A row may be repeated or left out."""
         self._arrays = reordered(self._arrays, rows)
 
+    def crop(self, tokens: int) -> None:
+        """Keeps the first ``tokens`` tokens of each row."""
+        self._arrays = {name: value[:, :, :tokens] for name, value in self._arrays.items()}
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         """Returns the keys and values of each layer by the names of the inputs, [rows, kv_heads, tokens, head_dim]."""
         return self._arrays

@@ -102,5 +102,8 @@ class InPlaceCache(KvCache):
         self._buffers = {name: buffer[order] for name, buffer in self._buffers.items()}
         self._binding = None
 
+    def crop(self, tokens: int) -> None:
+        self._length = min(self._length, tokens)  # the next step overwrites the later tokens
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         return {name: buffer[:, :, : self._length] for name, buffer in self._buffers.items()}

@@ -124,7 +124,7 @@ def test_stop_strings_are_never_shown(text: str, stops: list[str]) -> None:
     generation = Generation(decoder=known, rows=[row], most=100, sampling=Sampling(), stops=tuple(stops))
     shown = ""
     for letter in (*map(ord, text), 0):
-        token = generation._next(row, letter)
+        token = generation.add(row, letter)
         shown += token.text
         if token.finish:
             break
@@ -208,6 +208,11 @@ BAD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "no answers": ({"prompts": [[5]], "sequences": 0}, UsageError, "gives no answer"),
     "a bias beyond the vocabulary": ({"prompts": [[5]], "logit_bias": {999: 1.0}}, UsageError, "ids are 0 to 258"),
     "an empty stop": ({"prompts": [[5]], "stop": ""}, UsageError, "ends every text at once"),
+    "no beams": ({"prompts": [[5]], "beams": 0}, UsageError, "give at least 1"),
+    "more answers than beams": ({"prompts": [[5]], "beams": 2, "sequences": 3}, UsageError, "give beams=3 or lower"),
+    "beams and a temperature": ({"prompts": [[5]], "beams": 2, "temperature": 1.0}, UsageError, "leave out that or"),
+    "beams and a stop": ({"prompts": [[5]], "beams": 2, "stop": "x"}, UsageError, "goes without stop="),
+    "beams and a draft": ({"prompts": [[5]], "beams": 2, "draft": "ngram"}, UsageError, "goes without draft="),
     "ids for a chat": ({"prompts": [[5]], "chat": True}, UsageError, "takes texts"),
 }  # fmt: skip
 
