@@ -194,7 +194,8 @@ def build(
     if ranks.pp is not None:
         from .parallel import pipeline
 
-        stages = pipeline.cut(module, config, ranks, data)
+        stages, said = pipeline.cut(module, config, ranks, loss, data)
+        advice += filter(None, [said])
         module = pipeline.whole(stages)
     if ranks.tp is not None:
         tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
@@ -205,7 +206,8 @@ def build(
     if ranks.pp is not None:
         for stage in stages:
             shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
-        return Built(module=module, passes=pipeline.Pipelined(stages, config, ranks, loss), inputs=inputs, flops=flops)
+        run = pipeline.Pipelined(stages, config, ranks, loss)
+        return Built(module=module, passes=run, inputs=inputs, advice=advice, flops=flops)
     if ranks.world > 1:
         advice += filter(None, [batch_norm.advice(module, config.micro_batch)])
         module = batch_norm.join(module, torchs=ranks.device.type == "cuda" and config.drop_last)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,7 @@ from .batch import call
 from .config.schema import OptimizerConfig
 from .loss import cross_entropy
 from .optimizer.master import MasterOptimizer
-from .parallel.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
+from .parallel.pipeline import Stage, Turn, balance, chain, turns
 from .parallel.quantized_comm import set_quantized
 from .parallel.tensor import distribute, match
 from .parallel.zero import micro_batch, shard
@@ -78,7 +77,7 @@ def simulate(
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
-    with _fake_world(layout.world):
+    with fake_world(layout.world):
         mesh, cut = _meshes(layout.world // tp, tp, layout.replicate, sharded=zero > 0)
         with FakeTensorMode(allow_non_fake_inputs=True):
             with _default_dtype(parameter_dtype(layout.precision)):  # fake parameters can't be cast later
@@ -124,14 +123,14 @@ def simulate_pipeline(
     schedule, in float32. If a backward pass has two halves, the second half frees the saved bytes. Raises
     ``RuntimeError`` if a process group exists.
     """
-    with _fake_world(pp):
-        turns = _turns(pp, pipeline, accumulation)
+    with fake_world(pp):
+        order = turns(pp, pipeline, accumulation)
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = factory()
         recompute(module, again)
         x, y = inputs()
         names = chain(module)
-        runs = balance(_costs(module, names, x), 1 + max(stage for rank in turns for _, stage in rank))
+        runs = balance(_costs(module, names, x), 1 + max(stage for rank in order for _, stage, _ in rank))
         saved = []
         for index, run in enumerate(runs):
             stage = Stage({names[i]: module.get_submodule(names[i]) for i in run}, "fp32")
@@ -141,24 +140,7 @@ def simulate_pipeline(
             saved.append(kept.bytes)
             x = out.detach().requires_grad_()
             del out, loss
-    return [_fullest(rank, saved) for rank in turns]
-
-
-def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
-    """Returns the passes of each rank in order, as tuples (pass, stage). A pass is F (forward), B (backward), I (the
-    first half of a backward pass) or W (the second half)."""
-    mine = places(pp, pipeline)
-    count = sum(map(len, mine))
-    stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
-    made = SCHEDULES[pipeline](stages if pipeline in TWO_STAGES else stages[0], batches)
-    return [
-        [
-            (action.computation_type.value, action.stage_index)
-            for action in made.pipeline_order[rank]
-            if action is not None and (action.microbatch_index or 0) < batches
-        ]
-        for rank in range(pp)
-    ]
+    return [_fullest(rank, saved) for rank in order]
 
 
 @torch.no_grad()
@@ -171,9 +153,9 @@ def _costs(module: torch.nn.Module, names: Sequence[str], x: Any) -> list[float]
     return found
 
 
-def _fullest(turns: Sequence[tuple[str, int]], saved: Sequence[int]) -> int:
+def _fullest(mine: Sequence[Turn], saved: Sequence[int]) -> int:
     held = most = 0
-    for kind, stage in turns:
+    for kind, stage, _ in mine:
         held += {"F": saved[stage], "B": -saved[stage], "W": -saved[stage]}.get(kind, 0)
         most = max(most, held)
     return most
@@ -200,7 +182,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_world(world: int) -> Iterator[None]:
+def fake_world(world: int) -> Iterator[None]:
+    """Opens a context with a process group of ``world`` ranks, in which this process is rank 0 and no other rank
+    exists. Raises ``RuntimeError`` if a process group exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -10,7 +10,7 @@ from dataclasses import fields
 from accel.errors import BadConfig
 from accel.plan.rules import Axes, fit_problems, layout_problems, shape_problems
 
-from .schema import APEX, COMPRESSION, FP8, MODES, OPTIMIZERS, SCHEDULES, STYLES, TrainConfig
+from .schema import APEX, COMPRESSION, FP8, MODES, OPTIMIZERS, SCHEDULES, SPLITS, STYLES, TrainConfig
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -48,6 +48,7 @@ def _names(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("precision.mode", config.precision.mode, (*MODES, *APEX)),
         ("precision.fp8", config.precision.fp8, FP8),
+        ("parallel.pipeline_split", config.parallel.pipeline_split, SPLITS),
         ("parallel.compression", config.parallel.compression, COMPRESSION),
     )
     for key, value, known in choices:

@@ -20,6 +20,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 # The granularity of the scales of fp8. See ``accel.train.precision.fp8``.
 FP8 = ("none", "tensorwise", "rowwise")
+# What the stages of a pipeline are cut by. See ``accel.train.parallel.split``.
+SPLITS = ("flops", "measured")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 # Multiplies ``hang_seconds`` for the first step, because the first step includes imports, building the model and
 # reading a checkpoint.
@@ -63,8 +65,10 @@ class ParallelConfig:
 
     ``tp`` is the number of ranks that share each tensor. With ``sequence_parallel``, each tensor-parallel rank holds
     only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline
-    stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. ``cp`` is the number of data-parallel ranks
-    over which each sequence is split. ``cp_split`` names the last module that works on whole sequences.
+    stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. The stages are cut by ``pipeline_split``:
+    the FLOPs of the modules (``flops``), or the measured times of the modules and of the tensors that stages send
+    (``measured``). ``cp`` is the number of data-parallel ranks over which each sequence is split. ``cp_split`` names
+    the last module that works on whole sequences.
     ``cp_method`` is ``ulysses``, which shares the heads during attention, or ``ring``, which passes keys and values on.
     ``ep`` is the number of data-parallel ranks that share the experts of each block.
     ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of
@@ -83,6 +87,7 @@ class ParallelConfig:
     sequence_parallel: bool = True
     pp: int = 1
     pipeline: str = "1f1b"
+    pipeline_split: str = "flops"
     cp: int = 1
     cp_split: str = "embed"
     cp_method: str = "ulysses"

@@ -70,6 +70,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "CP 2 (Ulysses) x ZeRO 3, uneven last batch": ["parallel.cp=2", "parallel.zero=3", "micro_batch=4", *UNEVEN],
         "PP 2, GPipe": ["parallel.pp=2", "parallel.pipeline=gpipe"],
         "PP 2, 1F1B, clipping": ["parallel.pp=2", "micro_batch=1", "optimizer.clip=0.1"],
+        "PP 2, measured stages": ["parallel.pp=2", "parallel.pipeline_split=measured"],
         "PP 2, interleaved": ["parallel.pp=2", "parallel.pipeline=interleaved"],
         "PP 2, zero-bubble": ["parallel.pp=2", "parallel.pipeline=zero-bubble"],
         "PP 2, interleaved, bf16 with master weights": [
@@ -120,6 +121,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "TP 2 x ZeRO 3, full recomputation": ["parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"],
         "TP 2 x ZeRO 3, autocast-bf16": ["parallel.tp=2", "parallel.zero=3", "precision.mode=autocast-bf16"],
         "PP 2 x ZeRO 0, 1F1B": ["parallel.pp=2"],
+        "PP 2 x ZeRO 1, interleaved, measured stages": [
+            "parallel.pp=2", "parallel.zero=1", "parallel.pipeline=interleaved", "parallel.pipeline_split=measured",
+        ],
         "PP 2 x ZeRO 1, interleaved": ["parallel.pp=2", "parallel.zero=1", "parallel.pipeline=interleaved"],
         "PP 2 x ZeRO 2, zero-bubble, clipping": [
             "parallel.pp=2", "parallel.zero=2", "parallel.pipeline=zero-bubble", "micro_batch=1", "optimizer.clip=0.1",

@@ -3,21 +3,29 @@ balanced."""
 
 from __future__ import annotations
 
-from itertools import combinations
+import functools
+import random
+from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
 from accel.train.optimizer.norm import gradient_norm, share_of_squares
-from accel.train.parallel.pipeline import Stage, balance, chain, costs, places
+from accel.train.parallel import split
+from accel.train.parallel.pipeline import Stage, Turn, balance, chain, costs, places, turns
+from accel.train.parallel.split import Times, best, step_seconds
 from accel.train.parallel.tensor import check_sequence, match
 from accel.train.parallel.tensor_check import attempt, check_heads
+from accel.train.run.launch import train
+from accel.train.simulate import fake_world
 from tests.support import small_gpt as small
+from tests.support.runs import config_of, rows_of
 
 
 def _gpt(layers: int = 3) -> GPT:
@@ -124,6 +132,99 @@ def test_stages_are_balanced(weights: list[int], stages: int) -> None:
     cuts = combinations(range(1, len(weights)), stages - 1)
     dearest = min(max(sum(weights[a:b]) for a, b in zip((0, *cut), (*cut, len(weights)), strict=True)) for cut in cuts)
     assert max(sum(weights[i] for i in run) for run in found) == dearest
+
+
+@functools.cache
+def _order(pp: int, schedule: str, batches: int) -> list[list[Turn]]:
+    with fake_world(pp):
+        return turns(pp, schedule, batches)
+
+
+@st.composite
+def _nets(draw: st.DrawFn) -> tuple[Times, list[list[Turn]], int]:
+    """Draws the times of a small net, the order of passes and the number of stages."""
+    schedule, pp = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"])), draw(st.integers(2, 4))
+    order = _order(pp, schedule, pp * draw(st.integers(1, 3)))
+    stages = sum(map(len, places(pp, schedule)))
+    count = stages + draw(st.integers(0, 4))
+    seconds = st.one_of(st.just(0.0), st.floats(0.01, 1), st.floats(1, 10))
+    forward, backward, links = (
+        draw(st.lists(seconds, min_size=size, max_size=size)) for size in (count, count, count - 1)
+    )
+    return Times(forward=forward, backward=backward, links=links), order, stages
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_nets())
+def test_a_measured_split_of_a_small_net_is_the_best(net: tuple[Times, list[list[Turn]], int]) -> None:
+    """Fails if a cut loses or reorders a module, or if another cut of a small net has a shorter step."""
+    times, order, stages = net
+    found = best(times, order, stages)
+    assert [i for run in found for i in run] == list(range(len(times.forward)))
+    assert all(found)
+    assert step_seconds(found, times, order) == _least(times, order, stages)
+
+
+def _least(times: Times, order: list[list[Turn]], stages: int) -> float:
+    count = len(times.forward)
+    cuts = combinations(range(1, count), stages - 1)
+    return min(step_seconds([range(a, b) for a, b in pairwise((0, *cut, count))], times, order) for cut in cuts)
+
+
+def test_the_search_for_a_split_is_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the search that larger nets need finds a step that is more than 5% longer than the shortest. The times
+    of the modules span three orders of magnitude."""
+    monkeypatch.setattr(split, "_ALL", 0)
+    draw = random.Random(0)
+    for _ in range(60):
+        schedule, pp = draw.choice([("gpipe", 4), ("1f1b", 3), ("1f1b", 4), ("interleaved", 2), ("zero-bubble", 3)])
+        order, stages = _order(pp, schedule, 2 * pp), sum(map(len, places(pp, schedule)))
+        count = stages + draw.randint(2, 4)
+        forward, backward, links = ([10 ** draw.uniform(-2, 1) for _ in range(count)] for _ in range(3))
+        times = Times(forward=forward, backward=backward, links=links[1:])
+        assert step_seconds(best(times, order, stages), times, order) <= 1.05 * _least(times, order, stages)
+
+
+def test_the_seconds_of_a_step_are_those_of_the_schedule() -> None:
+    """Checks the simulated step against formulas. Two stages of 1 s and 2 s a pass run m micro-batches in
+    (m + p - 1) (1 + 2) s. A link of 4 s delays the second stage's first pass by 4 s, and the last gradient by 4 s."""
+    even = Times(forward=[1.0, 1.0], backward=[2.0, 2.0], links=[0.0])
+    for schedule in ("gpipe", "1f1b"):
+        for batches in (2, 4):
+            assert step_seconds([range(1), range(1, 2)], even, _order(2, schedule, batches)) == 3 * (batches + 1)
+    far = Times(forward=[1.0, 1.0], backward=[2.0, 2.0], links=[4.0])
+    assert step_seconds([range(1), range(1, 2)], far, _order(2, "gpipe", 4)) == 3 * 5 + 8
+    # In the V of zero-bubble, the two stages in the middle are on one rank, so that their link takes no time.
+    middle = Times(forward=[1.0] * 4, backward=[2.0] * 4, links=[0.0, 100.0, 0.0])
+    assert step_seconds([range(i, i + 1) for i in range(4)], middle, _order(2, "zero-bubble", 4)) < 100
+
+
+_SLOW = """
+import torch
+
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(1000):
+            x = x.sin()
+        return x
+
+def model():
+    layers = [torch.nn.Linear(8, 8) for _ in range(6)]
+    return torch.nn.Sequential(Slow(), *layers)
+
+def data():
+    return [(torch.ones(8) * i, torch.tensor(i)) for i in range(8)]
+"""
+
+
+def test_stages_are_cut_by_measured_times(tmp_path: Path) -> None:
+    """The first module takes most of the time and has no FLOPs. Fails if the second stage doesn't begin as early as it
+    can. The first module has no parameters, so the first stage needs the next module too."""
+    source = tmp_path / "slow.py"
+    source.write_text(_SLOW)
+    named = {"model": f"{source}:model", "data": f"{source}:data", "micro_batch": 2, "steps": 1}
+    train(config_of(**named, parallel={"pp": 2, "pipeline_split": "measured"}), tmp_path / "run", nproc=2)
+    assert any("the pipeline is cut before 2: " in row.get("note", "") for row in rows_of(tmp_path / "run"))
 
 
 def test_every_stage_has_one_place() -> None:
