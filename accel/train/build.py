@@ -36,6 +36,7 @@ from .parallel.quantized_comm import set_quantized
 from .parallel.zero import shard
 from .passes import Accumulated, Passes
 from .precision import fp8
+from .precision.delayed import History
 from .precision.modes import keeps_master, parameter_dtype
 from .ranks import Ranks
 from .recompute import recompute
@@ -46,15 +47,16 @@ class Built:
     """This rank's part of the model.
 
     ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
-    ``memory`` is the state of PowerSGD. ``advice`` are messages for the person who watches the run. ``flops`` is
-    the number of FLOPs of one sample in the forward and backward pass, or 0 if the FLOPs weren't counted. ``alike``
-    tells whether all ranks hold the same gradients after a backward pass.
+    ``memory`` is the state of PowerSGD, and ``history`` the state of delayed scaling in fp8. ``advice`` are messages
+    for the person who watches the run. ``flops`` is the number of FLOPs of one sample in the forward and backward pass,
+    or 0 if the FLOPs weren't counted. ``alike`` tells whether all ranks hold the same gradients after a backward pass.
     """
 
     module: nn.Module
     passes: Passes
     inputs: Sequence[str]
     memory: PowerSGD | None = None
+    history: History | None = None
     advice: Sequence[str] = ()
     flops: float = 0.0
     alike: bool = False
@@ -175,7 +177,10 @@ def build(
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
     if ranks.cp is not None:
         context_parallel.share(module, config, ranks, data)
-    advice = [fp8.convert(module, config.precision, ranks.device)] if config.precision.fp8 != "none" else []
+    advice, history = [], None
+    if config.precision.fp8 != "none":
+        said, history = fp8.convert(module, config.precision, ranks.device)
+        advice.append(said)
     balance, experts = None, []
     if ranks.ep is not None or config.experts.capacity:
         experts = dispatch.distribute(module, ranks.ep, config.experts.capacity)
@@ -230,9 +235,26 @@ def build(
     alike = isinstance(called, DistributedDataParallel)
     memory = compress(called, p) if isinstance(called, DistributedDataParallel) else None
     passes = Accumulated(
-        called, loss, zero=p.zero, mode=mode, device=ranks.device, cp=ranks.cp, lessons=lessons, balance=balance
+        called,
+        loss,
+        zero=p.zero,
+        mode=mode,
+        device=ranks.device,
+        cp=ranks.cp,
+        lessons=lessons,
+        balance=balance,
+        history=history,
     )
-    return Built(module=module, passes=passes, inputs=inputs, memory=memory, advice=advice, flops=flops, alike=alike)
+    return Built(
+        module=module,
+        passes=passes,
+        inputs=inputs,
+        memory=memory,
+        history=history,
+        advice=advice,
+        flops=flops,
+        alike=alike,
+    )
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:

@@ -73,7 +73,7 @@ class Trainer:
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
-        self.state = RunState(self.module, self.optimizer, self.scale, self.built.memory, config)
+        self.state = RunState(self.module, self.optimizer, self.scale, self.built.memory, self.built.history, config)
         self.checkpoints = Checkpoints(out, config.checkpoint, ranks.saving)
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0

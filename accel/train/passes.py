@@ -21,6 +21,7 @@ from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
 from .parallel.context import part
 from .parallel.zero import micro_batch
+from .precision.delayed import History
 from .precision.modes import autocast, parameter_dtype
 
 
@@ -42,7 +43,7 @@ class Passes(Protocol):
 
 class Accumulated:
     """Runs one micro-batch after the other and accumulates the gradients. ``lessons`` adds the losses against a
-    teacher, and ``balance`` the losses of routers, if the run has them."""
+    teacher, ``balance`` the losses of routers, and ``history`` the scales of fp8, if the run has them."""
 
     def __init__(
         self,
@@ -55,9 +56,10 @@ class Accumulated:
         cp: DeviceMesh | None,
         lessons: Lessons | None = None,
         balance: Balance | None = None,
+        history: History | None = None,
     ) -> None:
         self.module, self.zero, self.mode, self.device = module, zero, mode, device
-        self.lessons, self.balance = lessons, balance
+        self.lessons, self.balance, self.history = lessons, balance, history
         self._watchers = [one for one in (lessons, balance) if one is not None]
         self.loss = ObjectLoss(loss)
         self.cp = cp
@@ -91,6 +93,8 @@ class Accumulated:
                     del outputs  # frees the step's largest tensor if the backward pass doesn't need it
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
+        if self.history is not None:
+            self.history.end_step()
         return seen
 
     def figures(self) -> dict[str, torch.Tensor]:

@@ -14,13 +14,16 @@ from .config.schema import TrainConfig
 from .optimizer.master import MasterOptimizer
 from .optimizer.scale import LossScale
 from .parallel.compression import PowerSGD
+from .precision.delayed import History
 from .precision.modes import keeps_master, parameter_dtype, scales_loss
 
 MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
+HISTORY = "fp8.history"
 
 
 class RunState:
-    """This rank's part of the state of a run. ``memory`` is the state of PowerSGD, if the run uses PowerSGD."""
+    """This rank's part of the state of a run. ``memory`` is the state of PowerSGD, and ``history`` of delayed scaling,
+    if the run uses them."""
 
     def __init__(
         self,
@@ -28,15 +31,18 @@ class RunState:
         optimizer: MasterOptimizer,
         scale: LossScale,
         memory: PowerSGD | None,
+        history: History | None,
         config: TrainConfig,
     ) -> None:
-        self.module, self.optimizer, self.scale, self.memory, self.config = module, optimizer, scale, memory, config
+        self.module, self.optimizer, self.scale, self.config = module, optimizer, scale, config
+        self.memory, self.history = memory, history
 
     def tensors(self) -> dict[str, Any]:
-        """Returns the checkpoint's tensors, named ``model.*``, ``optimizer.*`` and, with PowerSGD,
-        ``compression.*``."""
+        """Returns the checkpoint's tensors, named ``model.*``, ``optimizer.*``, with PowerSGD ``compression.*``, and
+        with delayed scaling ``fp8.history``."""
         memory = self.memory.state_dict() if self.memory is not None else {}
-        return self._weights() | {f"{COMPRESSION}{name}": value for name, value in memory.items()}
+        history = {HISTORY: self.history.steps} if self.history is not None else {}
+        return self._weights() | {f"{COMPRESSION}{name}": value for name, value in memory.items()} | history
 
     def facts(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the plain values of the state, for ``run.json`` of the checkpoint with ``tensors``."""
@@ -70,6 +76,10 @@ class RunState:
                 found[master] = torch.empty_like(found.pop(weight), dtype=torch.float32)
         if self.memory is not None and saved.get("begun") and saved["rank"] == self.memory.rank:
             found |= {f"{COMPRESSION}{name}": value for name, value in self.memory.empty().items()}
+        kept = ("fp8", "fp8_keep", "fp8_history")
+        precision, own = run["config"]["precision"], vars(self.config.precision)
+        if self.history is not None and HISTORY in names and all(precision.get(k) == own[k] for k in kept):
+            found[HISTORY] = torch.empty_like(self.history.steps)
         return found
 
     def take(self, run: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -86,6 +96,8 @@ class RunState:
         read = {name.removeprefix(OPTIMIZER): v for name, v in state.items() if name.startswith(OPTIMIZER)}
         weights = {f"{name}.master": state.get(f"{MODEL}{name}") for name in masters}
         self.optimizer.load_state_dict({**weights, **read})
+        if self.history is not None and HISTORY in state:
+            self.history.load(state[HISTORY])
         if self.memory is not None and run.get("powersgd"):
             self.memory.load_state_dict(
                 {name.removeprefix(COMPRESSION): v for name, v in state.items() if name.startswith(COMPRESSION)}

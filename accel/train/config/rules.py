@@ -78,6 +78,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         "optimizer.lr": config.optimizer.lr,
         "checkpoint.keep": config.checkpoint.keep,
         "precision.loss_scale": config.precision.loss_scale,
+        "precision.fp8_history": config.precision.fp8_history,
         "precision.growth_interval": config.precision.growth_interval,
         "distillation.temperature": config.distillation.temperature,
     }

@@ -19,7 +19,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 # The styles that the config's table ``[tensor_parallel]`` may assign to a module. See ``accel.train.parallel.tensor``.
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 # The granularity of the scales of fp8. See ``accel.train.precision.fp8``.
-FP8 = ("none", "tensorwise", "rowwise")
+FP8 = ("none", "tensorwise", "rowwise", "delayed")
 # What the stages of a pipeline are cut by. See ``accel.train.parallel.split``.
 SPLITS = ("flops", "measured")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
@@ -37,11 +37,13 @@ class PrecisionConfig:
     step that overflows is skipped, and counts as one of the run's steps.
 
     ``fp8`` runs the products of linear layers in 8-bit floats, with a scale for a tensor (``tensorwise``) or for a row
-    (``rowwise``). The layers whose names match one of the patterns ``fp8_keep``, separated by commas, stay in ``mode``.
+    (``rowwise``). ``delayed`` takes the scale of a tensor from the largest values of the last ``fp8_history`` steps.
+    The layers whose names match one of the patterns ``fp8_keep``, separated by commas, stay in ``mode``.
     """
 
     mode: str = "fp32"
     fp8: str = "none"
+    fp8_history: int = 16
     fp8_keep: str = "*head*"
     tf32: bool = False
     loss_scale: float = 65536.0

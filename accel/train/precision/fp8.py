@@ -6,7 +6,8 @@ E4M3 too, and scales are powers of two. A scale is the largest value of E4M3 or 
 value of the tensor or row (dynamic scaling). Weights, gradients and sums stay in the precision of the run.
 
 On GPUs, torchao computes the products. On a CPU, which has no fp8 products, the operands are rounded to fp8 in the same
-way, and the products are computed in float32.
+way, and the products are computed in float32. ``delayed`` has the scales of earlier steps (delayed scaling), which
+torchao doesn't have.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from torch import nn
 from accel.errors import BadConfig, MissingExtra
 
 from ..config.schema import PrecisionConfig
+from .delayed import Delayed, History
 
 # The sizes of a layer have to be multiples of this number, because GPUs multiply fp8 in tiles of 16.
 _TILE = 16
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def convert(module: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
+def convert(module: nn.Module, config: PrecisionConfig, device: torch.device) -> tuple[str, History | None]:
     """Changes the linear layers of ``module`` in place, so that their products run in fp8. Returns a message that names
-    the layers that stay in the run's precision.
+    the layers that stay in the run's precision, and the history of delayed scaling.
 
     These are the layers whose names match a pattern of ``config.fp8_keep``, and the layers whose sizes aren't multiples
     of 16. Raises ``BadConfig`` if no layer is left, and ``MissingExtra`` if a GPU's torchao isn't installed.
@@ -47,15 +49,21 @@ def convert(module: nn.Module, config: PrecisionConfig, device: torch.device) ->
             f"the model has no linear layer for fp8 (sizes have to be multiples of {_TILE}, and precision.fp8_keep is "
             f"{config.fp8_keep!r}); leave out precision.fp8"
         )
-    chosen = linear.keys() - kept
-    if device.type == "cuda":
+    chosen = [name for name in linear if name not in kept]
+    history = None
+    if config.fp8 == "delayed":
+        history = History(len(chosen), config.fp8_history, device)
+        for index, name in enumerate(chosen):
+            one: nn.Module = linear[name]
+            one.forward = Delayed(linear[name], history, index)
+    elif device.type == "cuda":
         _by_torchao(module, config.fp8, chosen)
     else:
         for name in chosen:
             layer: nn.Module = linear[name]
             layer.forward = _Layer(linear[name], rowwise=config.fp8 == "rowwise")
     said = f"{len(chosen)} of {len(linear)} linear layers compute in fp8"
-    return said + (f"; these don't: {', '.join(sorted(kept))}" if kept else "")
+    return said + (f"; these don't: {', '.join(sorted(kept))}" if kept else ""), history
 
 
 def _by_torchao(module: nn.Module, recipe: str, chosen: Any) -> None:

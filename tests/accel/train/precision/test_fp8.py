@@ -77,7 +77,7 @@ def test_both_passes_multiply_rounded_operands(kind: str) -> None:
 
 def test_what_stays_high_is_said(tmp_path: Path) -> None:
     """Fails if a layer that matches a pattern, or whose sizes aren't multiples of 16, runs in fp8, or isn't named."""
-    said = convert(_model(), PrecisionConfig(fp8="rowwise"), CPU)
+    said, _ = convert(_model(), PrecisionConfig(fp8="rowwise"), CPU)
     assert said == "1 of 3 linear layers compute in fp8; these don't: 1, 2"
     with pytest.raises(BadConfig, match="no linear layer for fp8"):
         convert(_model(), PrecisionConfig(fp8="rowwise", fp8_keep="0, x"), CPU)
@@ -137,7 +137,7 @@ def data():
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "delayed"])
 def test_fp8_learns_like_bf16(tmp_path: Path, kind: str) -> None:
     """Fails if the loss of the small GPT after 500 steps differs by more than 1% from the loss in bf16. Half of the
     targets are random, so the loss stays near 2.7, and no sample is seen twice."""
@@ -156,7 +156,7 @@ def test_fp8_learns_like_bf16(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"precision": {"fp8": "blockwise"}}, "use one of none, tensorwise, rowwise"),
+        ({"precision": {"fp8": "blockwise"}}, "use one of none, tensorwise, rowwise, delayed"),
         ({"precision": {"fp8": "rowwise", "mode": "fp16"}}, "a bf16 precision.mode"),
         ({"precision": {"fp8": "rowwise"}, "parallel": {"pp": 2}}, "tp 1, pp 1"),
     ],
