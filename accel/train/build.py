@@ -240,7 +240,7 @@ def build(
         zero=p.zero,
         mode=mode,
         device=ranks.device,
-        cp=ranks.cp,
+        cut=context_parallel.cutter(ranks, config.parallel),
         lessons=lessons,
         balance=balance,
         history=history,

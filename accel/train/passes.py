@@ -3,13 +3,12 @@ passes of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -19,7 +18,6 @@ from .distill.teacher import Lessons
 from .experts.balance import Balance
 from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
-from .parallel.context import part
 from .parallel.zero import micro_batch
 from .precision.delayed import History
 from .precision.modes import autocast, parameter_dtype
@@ -42,7 +40,8 @@ class Passes(Protocol):
 
 
 class Accumulated:
-    """Runs one micro-batch after the other and accumulates the gradients. ``lessons`` adds the losses against a
+    """Runs one micro-batch after the other and accumulates the gradients. Under context parallelism, ``cut`` returns
+    this rank's part of the targets. ``lessons`` adds the losses against a
     teacher, ``balance`` the losses of routers, and ``history`` the scales of fp8, if the run has them."""
 
     def __init__(
@@ -53,7 +52,7 @@ class Accumulated:
         zero: int,
         mode: str,
         device: torch.device,
-        cp: DeviceMesh | None,
+        cut: Callable[[torch.Tensor], torch.Tensor] | None,
         lessons: Lessons | None = None,
         balance: Balance | None = None,
         history: History | None = None,
@@ -62,7 +61,7 @@ class Accumulated:
         self.lessons, self.balance, self.history = lessons, balance, history
         self._watchers = [one for one in (lessons, balance) if one is not None]
         self.loss = ObjectLoss(loss)
-        self.cp = cp
+        self.cut = cut
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         seen = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -81,8 +80,8 @@ class Accumulated:
                 targets, logits = moved(y, self.device), None
                 if self.lessons is not None and self.lessons.teacher is None:
                     targets, logits = targets
-                if self.cp is not None:
-                    targets = part(one_tensor(targets, "context parallel"), self.cp)
+                if self.cut is not None:
+                    targets = self.cut(one_tensor(targets, "context parallel"))
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = self.loss(outputs, targets)
                     if self.lessons is not None:

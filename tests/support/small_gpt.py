@@ -142,6 +142,42 @@ def _counting(*shape: int, together: bool = False) -> torch.nn.Module:
     return model
 
 
+class _Masked(torch.nn.Module):
+    """An attention layer that gets a mask from the model, which makes the mask from the token ids."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (torch.nn.Linear(32, 32) for _ in range(4))
+        self.masks = [model]  # a list, so that the model isn't a part of its own layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, self.masks[0].mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class _MaskedGPT(GPT):
+    """A causal GPT that hides every fifth token of the vocabulary from all queries. Heads prefer near positions, each
+    to another degree. A query at the start may see no key at all."""
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        place = torch.arange(ids.shape[1])
+        distance = place[:, None] - place
+        bias = -distance.abs() * torch.tensor([0.1, 0.2, 0.4, 0.8])[:, None, None]
+        hidden = (distance < 0) | (ids % 5 == 0)[:, None, None, :]
+        self.mask = bias.expand(len(ids), -1, -1, -1).masked_fill(hidden, -torch.inf)
+        return super().forward(ids, positions)
+
+
+def masked() -> torch.nn.Module:
+    model = _MaskedGPT(GPTConfig(vocab=VOCABULARY, layers=2, hidden=32, heads=4, seq=LENGTH))
+    for block in model.blocks:
+        block.attention = _Masked(model)  # type: ignore[assignment]
+        torch.nn.init.normal_(block.attention.value.weight, std=0.3)
+        torch.nn.init.normal_(block.attention.out.weight, std=0.3)
+    return model
+
+
 def one_head() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=1, seq=LENGTH))
 

@@ -10,7 +10,8 @@ on a sample checks that the split doesn't change the model's output. ZeRO treats
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from accel.errors import BadConfig, BadData, one_line
 
 from ..attention import AroundAttention
 from ..batch import call, to_device
-from ..config.schema import TrainConfig
+from ..config.schema import ParallelConfig, TrainConfig
 from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
-from .ring import Ring
+from .ring import Ring, check_mask, pieces
 
 _HEADS, _POSITIONS = 1, 2
 _FIX = (
@@ -55,8 +56,6 @@ class Ulysses(AroundAttention):
         *rest: Any,
         **named: Any,
     ) -> torch.Tensor:
-        if attn_mask is not None:
-            raise BadConfig("context parallel can't cut an attention mask; use is_causal=True or parallel.cp = 1")
         for tensor in (query, key, value):
             if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
                 raise BadConfig(
@@ -64,8 +63,13 @@ class Ulysses(AroundAttention):
                     f"positions, width], in which heads is a multiple of cp {self.mesh.size()}; use a cp that divides "
                     "the number of heads, or parallel.cp_method = ring"
                 )
+        if attn_mask is not None:
+            causal = bool(rest[1] if len(rest) > 1 else named.get("is_causal", False))
+            check_mask(attn_mask, query.shape[_POSITIONS] * self.mesh.size(), is_causal=causal)
+            if attn_mask.ndim > _HEADS + 1 and attn_mask.shape[-3] > 1:  # a mask for each head
+                attn_mask = attn_mask.chunk(self.mesh.size(), -3)[self.mesh.get_local_rank()]
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
-        found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)
+        found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], attn_mask, *rest, **named)
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
@@ -93,10 +97,13 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
     module.eval()
     with torch.no_grad():
-        expected = part(call(module, inputs), mesh)
+        ring = config.parallel.cp_method == "ring"
+        expected = part(call(module, inputs), mesh, balanced=ring)
         # Copies the part, because a view would keep the whole output in memory until the backward pass.
-        embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
-        around: AroundAttention = Ring(mesh) if config.parallel.cp_method == "ring" else Ulysses(mesh)
+        embedding.register_forward_hook(
+            lambda _, __, output: part(output, mesh, output.ndim - 2, balanced=ring).clone()
+        )
+        around: AroundAttention = Ring(mesh) if ring else Ulysses(mesh)
         around.wrap(module)
         try:
             found = call(module, inputs)
@@ -115,10 +122,18 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
         raise BadConfig(f"the output of the model changes if the sequence is cut after the module {name}; {_FIX}")
 
 
-def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's part of ``tensor`` along ``dim``. Raises ``BadData`` if ``dim`` can't be cut into equal
-    parts."""
-    if tensor.shape[dim] % mesh.size():
-        length = tensor.shape[dim]
+def cutter(ranks: Ranks, layout: ParallelConfig) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Returns the function that takes whole targets and returns this rank's part, or None without context
+    parallelism."""
+    return partial(part, mesh=ranks.cp, balanced=layout.cp_method == "ring") if ranks.cp is not None else None
+
+
+def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1, *, balanced: bool = False) -> torch.Tensor:
+    """Returns this rank's part of ``tensor`` along ``dim``. With ``balanced``, the part is a piece from the front and a
+    piece from the back, as ring attention needs it. Raises ``BadData`` if ``dim`` can't be cut into equal parts."""
+    length = tensor.shape[dim]
+    if length % mesh.size():
         raise BadData(f"the sequence length {length} is not a multiple of cp {mesh.size()}; pad the sequence")
-    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    mine = pieces(mesh.get_local_rank(), mesh.size(), length, balanced=balanced)
+    found = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in mine]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)

@@ -3,12 +3,17 @@ values travel around the ring of ranks.
 
 The method is from Liu et al. 2023, "Ring Attention with Blockwise Transformers". A rank attends from its own queries to
 one part of keys and values at a time, and combines the results by their logsumexp (Rabe and Staats 2021,
-"Self-attention Does Not Need O(n^2) Memory"). The number of heads may be any, unlike with Ulysses. In causal attention,
-the ranks of early positions have less work than the others.
+"Self-attention Does Not Need O(n^2) Memory"). The number of heads may be any, unlike with Ulysses.
+
+In causal attention, early positions see few keys. So that all ranks have the same work, a sequence is cut into twice as
+many pieces as ranks, and a rank holds one piece from the front and one from the back (the load balancing of Llama 3,
+Grattafiori et al. 2024, section 3.3.2). If the length isn't a multiple of twice the ranks, a rank holds one piece.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +46,8 @@ class Ring(AroundAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is not None or dropout_p:
-            raise BadConfig(
-                "ring attention takes no attention mask and no dropout; use is_causal=True and dropout 0, or "
-                "parallel.cp = 1"
-            )
+        if dropout_p:
+            raise BadConfig("ring attention takes no dropout; use dropout 0 in attention, or parallel.cp = 1")
         if query.ndim != 4 or query.shape[2] != key.shape[2]:
             raise BadConfig(
                 f"attention gets tensors of the shapes {list(query.shape)} and {list(key.shape)}, but takes only the "
@@ -55,8 +57,72 @@ class Ring(AroundAttention):
             copies = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        found: torch.Tensor = _RingAttention.apply(query, key, value, self.group, is_causal, factor)
+        if attn_mask is not None:
+            check_mask(attn_mask, query.shape[2] * dist.get_world_size(self.group), is_causal=is_causal)
+        found: torch.Tensor = _RingAttention.apply(query, key, value, attn_mask, self.group, is_causal, factor)
         return found
+
+
+def check_mask(mask: torch.Tensor, length: int, *, is_causal: bool) -> None:
+    """Raises ``BadConfig`` if ``mask`` isn't the mask of a whole sequence of ``length`` positions, if attention is also
+    causal by itself, or if the mask is trained."""
+    if is_causal:
+        raise BadConfig("attention gets a mask and is_causal=True; pass one of the two")
+    if mask.requires_grad:
+        raise BadConfig("context parallel can't train an attention mask; use a fixed mask, or parallel.cp = 1")
+    if mask.ndim < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise BadConfig(
+            f"attention gets a mask of the shape {list(mask.shape)}, but each rank needs the mask of the whole "
+            f"sequence, [..., {length} or 1, {length}]; make the mask from the model's inputs, or use parallel.cp = 1"
+        )
+
+
+def pieces(rank: int, ranks: int, length: int, *, balanced: bool = True) -> list[slice]:
+    """Returns the pieces of a sequence of ``length`` positions that ``rank`` holds, in order: one from the front and
+    one from the back, or one piece if ``balanced`` is false or the length can't be cut into pairs."""
+    if not balanced or length % (2 * ranks):
+        size = length // ranks
+        return [slice(rank * size, (rank + 1) * size)]
+    size = length // (2 * ranks)
+    return [slice(index * size, (index + 1) * size) for index in (rank, 2 * ranks - 1 - rank)]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of scores: the queries and keys in the parts of two ranks, and their positions in the sequence."""
+
+    queries: slice
+    keys: slice
+    rows: slice
+    columns: slice
+    diagonal: bool
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+        """Returns float32[..., queries, keys]. In causal attention, a query doesn't see the keys after it."""
+        found = query[..., self.queries, :] @ key[..., self.keys, :].float().transpose(-2, -1) * scale
+        if self.diagonal:
+            later = torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
+            found = found.masked_fill(later, -torch.inf)
+        if mask is not None:
+            own = mask[..., self.rows if mask.shape[-2] > 1 else slice(None), self.columns]
+            found = found.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else found + own
+        return found
+
+
+def _blocks(rank: int, source: int, ranks: int, part: int, *, causal: bool) -> Iterator[_Block]:
+    """Yields the blocks between the queries of ``rank`` and the keys of ``source``. ``part`` is the number of positions
+    of a rank. Leaves out the blocks in which no query sees a key."""
+    for rows, queries in _placed(pieces(rank, ranks, part * ranks)):
+        for columns, keys in _placed(pieces(source, ranks, part * ranks)):
+            if columns.start <= rows.start or not causal:
+                yield _Block(queries, keys, rows, columns, diagonal=causal and columns == rows)
+
+
+def _placed(mine: list[slice]) -> Iterator[tuple[slice, slice]]:
+    """Yields each piece of a rank with its place in the rank's part."""
+    size = mine[0].stop - mine[0].start
+    for index, piece in enumerate(mine):
+        yield piece, slice(index * size, (index + 1) * size)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -69,6 +135,7 @@ class _RingAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        mask: torch.Tensor | None,
         group: dist.ProcessGroup,
         causal: bool,
         scale: float,
@@ -79,22 +146,21 @@ class _RingAttention(torch.autograd.Function):
         total = q.new_full(q.shape[:-1], -torch.inf)
         for step in range(ranks):
             arriving = _Passed(pair, group) if step < ranks - 1 else None
-            source = (rank - step) % ranks
-            if source <= rank or not causal:
-                scores = _scores(q, pair[0], scale, diagonal=causal and source == rank)
-                part = scores.logsumexp(-1)
-                both = torch.logaddexp(total, part)
-                seen = (scores - both[..., None]).exp() @ pair[1].float()
-                out = out * (total - both).exp()[..., None] + seen
-                total = both
+            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=causal):
+                scores, before = block.scores(q, pair[0], scale, mask), total[..., block.queries]
+                both = torch.logaddexp(before, scores.logsumexp(-1))
+                to = _finite(both)
+                seen = (scores - to[..., None]).exp() @ pair[1][..., block.keys, :].float()
+                out[..., block.queries, :] = out[..., block.queries, :] * (before - to).exp()[..., None] + seen
+                total[..., block.queries] = both
             pair = arriving.wait() if arriving is not None else pair
-        ctx.save_for_backward(query, key, value, out, total)
+        ctx.save_for_backward(query, key, value, mask, out, _finite(total))
         ctx.group, ctx.causal, ctx.scale = group, causal, scale
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, out, total = ctx.saved_tensors
+        query, key, value, mask, out, total = ctx.saved_tensors
         rank, ranks = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         q, g = query.float(), gradient.float()
         delta = (g * out).sum(-1, keepdim=True)
@@ -103,28 +169,24 @@ class _RingAttention(torch.autograd.Function):
         to_pair = torch.zeros_like(pair, dtype=torch.float32)
         for step in range(ranks):
             arriving = _Passed(pair, ctx.group) if step < ranks - 1 else None
-            source = (rank - step) % ranks
-            if source <= rank or not ctx.causal:
-                k, v = pair.float()
-                scores = _scores(q, k, ctx.scale, diagonal=ctx.causal and source == rank)
-                weights = (scores - total[..., None]).exp()
-                to_scores = weights * (g @ v.transpose(-2, -1) - delta) * ctx.scale
-                to_query += to_scores @ k
-                to_pair += torch.stack((to_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ g))
+            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=ctx.causal):
+                k, v = pair[..., block.keys, :].float()
+                mine = (..., block.queries, slice(None))
+                weights = (block.scores(q, pair[0], ctx.scale, mask) - total[mine[:2]][..., None]).exp()
+                to_scores = weights * (g[mine] @ v.transpose(-2, -1) - delta[mine]) * ctx.scale
+                to_query[mine] += to_scores @ k
+                to_pair[0][..., block.keys, :] += to_scores.transpose(-2, -1) @ q[mine]
+                to_pair[1][..., block.keys, :] += weights.transpose(-2, -1) @ g[mine]
             # The gradients travel with their keys and values, and come home after the last step.
             to_pair = _Passed(to_pair, ctx.group).wait()
             pair = arriving.wait() if arriving is not None else pair
         to_key, to_value = to_pair.to(key.dtype)
-        return to_query.to(query.dtype), to_key, to_value, None, None, None
+        return to_query.to(query.dtype), to_key, to_value, None, None, None, None
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, *, diagonal: bool) -> torch.Tensor:
-    """Returns float32[..., queries, keys]. On the diagonal, a query doesn't see the keys after it."""
-    scores = query @ key.float().transpose(-2, -1) * scale
-    if diagonal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores
+def _finite(total: torch.Tensor) -> torch.Tensor:
+    """Returns the logsumexp ``total``, with 0 for a query that sees no key. The weights of such a query are then 0."""
+    return total.masked_fill(total == -torch.inf, 0.0)
 
 
 class _Passed:

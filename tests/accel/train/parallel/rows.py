@@ -38,6 +38,7 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, fp16-only (O3)": ["parallel.zero=3", "precision.mode=O3", "precision.loss_scale=1024"],
 }  # fmt: skip
 OWN_MODEL = f"model={SMALL}:decoder"
+MASKED = f"model={SMALL}:masked"
 SCALED = ["precision.loss_scale=1024"]
 SIXTEEN = {
     "autocast-bf16": ["precision.mode=autocast-bf16"],
@@ -95,6 +96,10 @@ ONLY: dict[int, dict[str, list[str]]] = {
             "parallel.cp=2", "parallel.cp_method=ring", "parallel.zero=3", "parallel.recompute=full",
             "optimizer.clip=0.1",
         ],
+        "CP 2 (ring) x ZeRO 3, full recomputation, masks": [
+            MASKED, "parallel.cp=2", "parallel.cp_method=ring", "parallel.zero=3", "parallel.recompute=full",
+        ],
+        "CP 2 (Ulysses) x ZeRO 0, masks": [MASKED, "parallel.cp=2"],
         "ZeRO 0, experts": [*EXPERTS, "micro_batch=4"],
         "EP 2 x ZeRO 1, experts": ["parallel.ep=2", "parallel.zero=1", *EXPERTS, "micro_batch=4"],
         "EP 2 x ZeRO 3, full recomputation, experts, clipping": [
@@ -154,6 +159,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
             "parallel.zero=3", "parallel.offload=true", "precision.mode=bf16",
         ],
         "EP 2 x ZeRO 3, experts": ["parallel.ep=2", "parallel.zero=3", *EXPERTS],
+        "CP 4 (ring) x ZeRO 1, masks": [MASKED, "parallel.cp=4", "parallel.cp_method=ring", "parallel.zero=1"],
         "CP 4 (ring) x ZeRO 1": ["parallel.cp=4", "parallel.cp_method=ring", "parallel.zero=1"],
         "EP 4 x ZeRO 1, experts, clipping": ["parallel.ep=4", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],

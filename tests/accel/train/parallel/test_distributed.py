@@ -48,6 +48,7 @@ def _reference(name: str) -> str:
         "packed documents",
         "clipping",
         "distilled",
+        "masks",
     )
     return next((kind for kind in special if kind in name), "plain")
 
@@ -76,6 +77,7 @@ _REFERENCES: dict[str, list[str]] = {
     "uneven last batch": rows.UNEVEN,
     "packed documents": rows.PACKED,
     "distilled": rows.DISTILLED,
+    "masks": [rows.MASKED],
     "experts": [*rows.EXPERTS, "micro_batch=8"],
     "experts, clipping": [*rows.EXPERTS, "micro_batch=8", "optimizer.clip=0.1"],
     **{f"lossy {kind}": [] for kind in ("qwZ", "qgZ", "qwZqgZ", "qwZqgZ in replicas")},
