@@ -103,7 +103,7 @@ def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
     config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
     staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))
     module, alone = _normed().to(ranks.device).train(), _normed().to(ranks.device).train()
-    stages = pipeline.cut(module, config, staged, data)
+    stages, _ = pipeline.cut(module, config, staged, cross_entropy, data)
     batches = [torch.utils.data.default_collate(data[start : start + 4]) for start in (0, 4)]
     seen = pipeline.Pipelined(stages, config, staged, cross_entropy).run(batches, 1.0)
     assert seen[1] == 8
