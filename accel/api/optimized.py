@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The number of seconds for extra rounds, which run while the speedup over the source is not yet certain.
 _SECONDS = 5.0
+# The number of seconds that a round runs each model.
+_BLOCK_SECONDS = 0.2
 # Styles for the report's plot in a notebook, where the report's own styles are missing.
 _PLOT_STYLE = (
     "<style>.accel-plot svg{max-width:760px}.accel-plot text{font:11px system-ui,sans-serif;fill:#888}"
@@ -72,7 +74,14 @@ class Optimized(Optimization):
         if self.source is None or not self.environment:
             return None
         sizes = self.environment.get("sizes") or {}
-        return bench([self.artifact], against=self.source, sizes=sizes, budget_seconds=_SECONDS, one_thread=True)
+        return bench(
+            [self.artifact],
+            against=self.source,
+            sizes=sizes,
+            block_seconds=_BLOCK_SECONDS,
+            budget_seconds=_SECONDS,
+            one_thread=True,
+        )
 
     @property
     def speedup(self) -> float | None:

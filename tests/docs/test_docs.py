@@ -16,6 +16,8 @@ import pytest
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Options of ``accel bench`` for a short measurement.
+QUICK = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"]
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -71,8 +73,7 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
         words = shlex.split(command)
         assert words[0] == "accel"
         # Uses few rounds, because the test checks that the commands run, not how fast the models are.
-        faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
-        faster += ["--fixed-session"] if words[1] == "optimize" else []
+        faster = {"optimize": ["--rounds", "5", "--fixed-session"], "bench": QUICK}.get(words[1], [])
         ran = cli(*words[1:], *faster, "-q")
         assert ran.code == 0, f"{command}: {ran.stderr}"
 
@@ -112,7 +113,7 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
     commands = [shlex.split(line[2:]) for block in blocks("console", text) for line in block.splitlines()]
     assert [words[:2] for words in commands] == [["accel", n] for n in ("optimize", "preflight", "optimize", "bench")]
     fewer = {"optimize": ["--rounds", "5", "--fixed-session"], "preflight": []}
-    fewer["bench"] = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"]
+    fewer["bench"] = QUICK
     for words in commands:
         ran = cli(*words[1:], *fewer[words[1]], "-q")
         assert ran.code == 0, f"{shlex.join(words)}: {ran.stderr}"
