@@ -108,6 +108,8 @@ def _launched(program: Sequence[str], config: TrainConfig, out: Path, nproc: int
         try:
             _follow(process, out, config.hang_seconds)
         except BaseException as error:
+            if isinstance(error, TrainingFailed):
+                watchdog.end(out)  # torchrun would wait in vain for a stopped rank to end
             _end(process)
             watchdog.end(out)
             if isinstance(error, KeyboardInterrupt):
