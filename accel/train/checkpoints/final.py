@@ -147,7 +147,9 @@ def sources(spec: str) -> dict[str, bytes]:
         return {}
     own = Path(where).absolute()
     loaded = [(name, getattr(module, "__file__", None) or "") for name, module in sys.modules.copy().items()]
-    beside = {Path(f) for name, f in loaded if f.endswith(".py") and not name.startswith((SOURCE, "__main__"))}
+    # Thousands of modules are loaded, and making a ``Path`` is slow, so most files are ruled out by their text.
+    near = [(name, f) for name, f in loaded if f.endswith(".py") and own.parent.name in f]
+    beside = {Path(f) for name, f in near if not name.startswith((SOURCE, "__main__"))}
     files = [own, *sorted(file for file in beside if file.parent == own.parent and file != own)]
     return {file.name: file.read_bytes() for file in files if file.is_file()}
 
