@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# The processes that tests start would otherwise compile accel's modules again and again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-fast docs remote ray proof record soak gpu lint format descriptors clean
 .DEFAULT_GOAL := help
 
@@ -29,10 +32,13 @@ $(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/demo-ready  ## train one model, take another's weights: measured artifacts and engines
 	$(BIN)/python -m accel.examples.demo demo
 
+# A file of tests runs in one process. tests/conftest.py orders the files.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 # Training has processes of its own: it forks ranks, which must not inherit the thread pools of five runtimes.
 test: $(VENV)/ready $(OLD)/ready  ## run the suite
-	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/accel/train
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/accel/train
+	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q $(TWO) --ignore=tests/accel/train
+	$(BIN)/python -m pytest -q $(TWO) tests/accel/train
 
 # Some 1,100 tests of all parts that need neither an export nor a process of their own.
 FAST := $(addprefix tests/accel/, tables runtimes test_signature.py test_stage.py test_spelling.py test_cpu_limit.py \
@@ -45,7 +51,7 @@ FAST := $(addprefix tests/accel/, tables runtimes test_signature.py test_stage.p
 	models/test_ensemble.py models/test_ensemble_steps.py models/test_warm_up.py)
 
 test-fast: $(VENV)/ready  ## run the tests that one runs while typing
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not proof and not nightly" $(FAST)
+	$(BIN)/python -m pytest -q $(TWO) -m "not slow and not gpu and not proof and not nightly" $(FAST)
 
 # Triton's client as it was years ago cannot be installed beside today's, so it has an environment of its own. If that
 # cannot be had, its test is skipped.

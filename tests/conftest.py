@@ -29,6 +29,20 @@ settings.register_profile("accel", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("accel")
 
 
+@pytest.hookimpl(trylast=True)  # the tests that don't run have been left out by then
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files with the most slow tests first if several pytest workers run, and then the files with the most
+    tests. The last files are short then, so that no worker waits for long until the other worker has finished."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    sizes: dict[Path, list[int]] = {}
+    for item in items:
+        size = sizes.setdefault(item.path, [0, 0])
+        size[0] += item.get_closest_marker("slow") is not None
+        size[1] += 1
+    items.sort(key=lambda item: sizes[item.path], reverse=True)
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder that all pytest workers of this run share."""
@@ -75,6 +89,7 @@ def _short_measurements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.02)
         patch.setattr("accel.api.optimized._SECONDS", 0.0)
+        patch.setattr("accel.api.optimized._BLOCK_SECONDS", 0.02)
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.5)
         patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 0.5)
         patch.setattr("accel.optimizer.budget.IMPROVING_SECONDS", 600.0)

@@ -15,11 +15,11 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The time limit is long, because the first test that needs results waits for all launches.
+# The time limit is long, because the first test that needs results waits for all launches. No test is marked as slow:
+# slow files run first, and this file would wait for the launches of ``test_distributed.py``.
 pytestmark = pytest.mark.timeout(5400)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold between steps or during a micro-batch differ from the formula. For bf16
@@ -60,7 +60,6 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
         assert planned <= rank["sent"] <= planned * 1.01 + least
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "name"), launches.marked(launches.named(rank_bytes.STAGES), launches.named(rank_bytes.FAST_STAGES))
 )
@@ -73,7 +72,6 @@ def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], worl
     assert max(sent) == pipeline_bytes(spec, layout_of_config(made, world)) > 0
 
 
-@pytest.mark.slow
 def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, dict[str, Any]]) -> None:
     """Fails if the planned activations of a context-parallel rank differ by more than half a percent from the bytes
     that autograd keeps on two ranks. Also fails if the planned traffic differs from the bytes that attention
@@ -85,7 +83,6 @@ def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, 
     assert context_parallel_bytes(spec, layout) == 2 * seen["sent"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", ["none", "full"])
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("world", [2, 4])
