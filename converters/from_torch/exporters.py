@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ..graph import write as onnx_write
 from ..graph.names import rename_values
 from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
+from .decompositions import few_decompositions
 from .experts import every_expert
 from .plain_attention import plain_attention
 
@@ -75,8 +77,9 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             stack.enter_context(block)
         stack.enter_context(_lengths_of_tensors(module))
         stack.enter_context(_roots())
-        tensors = example(src)
-        program = torch.onnx.export(
+        tensors, program = example(src), None
+        export = partial(
+            torch.onnx.export,
             in_real_numbers(module, tensors, (shapes,)),
             tensors,
             dynamo=True,
@@ -89,6 +92,14 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             verbose=False,
             custom_translation_table=_translations(),
         )
+        with few_decompositions() as done:
+            try:
+                program = export()
+            except Exception:  # torch.export succeeded if the program was decomposed
+                if not done:
+                    raise
+        if done and program is None:
+            program = export()
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
     weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
