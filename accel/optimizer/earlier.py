@@ -30,6 +30,7 @@ from .budget import Budget
 from .candidate import CandidateResult, Status
 from .judge.comparison import Judgement
 from .measure.noise import outcome_is_open
+from .mixed.trajectory import Trajectory
 from .request import OptimizeRequest
 from .result import Optimization
 from .run import published
@@ -62,10 +63,8 @@ class Earlier:
         noise decided is measured again, and a search that the user's budget ended may find its stages in the cache."""
         late = any(row.out_of_time for row in result.candidates) and not budget.chosen_by_accel
         noisy = outcome_is_open([row.measured for row in result.candidates if row.measured is not None])
-        # The record of a search for mixed precision is large, and isn't kept.
-        mixed = any(row.trajectory is not None for row in result.candidates)
         made = next(row.artifact for row in result.candidates if row.status == Status.CHOSEN)
-        if self.key is None or budget.interrupted or late or noisy or mixed or made is None or made.manifest is None:
+        if self.key is None or budget.interrupted or late or noisy or made is None or made.manifest is None:
             return
         if Artifact.open(made.path).signature != made.signature:  # the user's samples widened the signature
             return
@@ -175,15 +174,18 @@ def _plain(value: Any) -> Any:
 def _row_json(row: CandidateResult) -> dict[str, Any]:
     kept = {f.name: getattr(row, f.name) for f in fields(row) if f.name not in _NOT_KEPT}
     judged = row.judgement.to_json() if row.judgement else None
-    return {**finite_json(kept), "judgement": judged}
+    searched = row.trajectory.to_json() if row.trajectory else None
+    return {**finite_json(kept), "judgement": judged, "trajectory": searched}
 
 
 def _row(body: Mapping[str, Any], artifact: Artifact | None) -> CandidateResult:
     judged = body["judgement"]
     if judged is not None:
         judged = Judgement(**{**judged, "drop": math.inf if judged["drop"] is None else judged["drop"]})
-    status = Status(body["status"])
-    return CandidateResult(**{**body, "judgement": judged, "status": status}, artifact=artifact)
+    searched = body.get("trajectory")  # records of older versions have none
+    trajectory = None if searched is None else Trajectory.from_json(searched)
+    made = {**body, "judgement": judged, "status": Status(body["status"]), "trajectory": trajectory}
+    return CandidateResult(**made, artifact=artifact)
 
 
 def _source_json(source: Artifact) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,6 +50,27 @@ class Trajectory:
         """Returns the record in the format of the manifest and ``optimize.json``."""
         found: dict[str, Any] = finite_json(asdict(self))
         return found
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Trajectory:
+        """Returns the record that ``to_json`` wrote. A drop or an error without a number is infinite."""
+
+        def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: math.inf if value is None else value for name, value in row.items()}
+
+        tries = [
+            Try(**{**numbers(one), "kept": tuple(one["kept"]), "in_fp32": tuple(one["in_fp32"])})
+            for one in body["tries"]
+        ]
+        return cls(
+            **{
+                **body,
+                "layers": [Sensitivity(**numbers(layer)) for layer in body["layers"]],
+                "tries": tries,
+                "kept": tuple(body["kept"]),
+                "in_fp32": tuple(body["in_fp32"]),
+            }
+        )
 
     def precision_of(self, node: str) -> str:
         """Returns the precision of the layer ``node``."""

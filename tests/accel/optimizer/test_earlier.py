@@ -14,10 +14,12 @@ import pytest
 import accel
 from accel.artifact import Artifact
 from accel.cache import StageCache
+from accel.converters.quantize.sensitivity import Sensitivity
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult, Status
 from accel.optimizer.earlier import Earlier
 from accel.optimizer.judge.comparison import Judgement
+from accel.optimizer.mixed.trajectory import Trajectory, Try
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.result import Optimization
 from accel.sources.source import Source
@@ -79,6 +81,29 @@ def test_the_second_run_publishes_the_result_of_the_first(
     assert "the result of an earlier run; " in earlier_run
     assert replace(result, notes=tuple(notes)).to_json() == first.to_json()
     assert json.loads((tmp_path / "elsewhere" / "optimize.json").read_text())["notes"][0] == "measured"
+
+
+def test_a_search_for_mixed_precision_is_remembered(
+    model: Artifact, request_of: Callable[..., OptimizeRequest], tmp_path: Path
+) -> None:
+    """Fails if a run with a mixed-precision search runs again, or if the record of the search changes."""
+    searched = Trajectory(
+        base="bf16",
+        layers=[Sensitivity("one", "MatMul", math.inf, 0.25, 3.0), Sensitivity("two", "Conv", 0.5)],
+        tries=[
+            Try(kept=("one",), drop=math.inf, within=False, judged_on="search"),
+            Try(kept=("one", "two"), drop=0.001, within=True, judged_on="held out", in_fp32=("two",)),
+        ],
+        kept=("one", "two"),
+        in_fp32=("two",),
+        not_confirmed="too few samples",
+    )
+    cache, first = StageCache(tmp_path / "cache"), found(model, trajectory=searched)
+    Earlier.of(request_of(), cache).remember(first, None, Budget(None))
+    again = Earlier.of(request_of(), cache).publish()
+    assert again is not None
+    assert again[0].candidates[1].trajectory == searched
+    assert again[0].to_json()["candidates"] == first.to_json()["candidates"]
 
 
 def test_another_request_runs(model: Artifact, request_of: Callable[..., OptimizeRequest], tmp_path: Path) -> None:
