@@ -26,7 +26,7 @@ from accel.proof.gates import OutputGate, gate_runtime
 from accel.stage import Gate, run_stage
 
 from .budget import Budget, OutOfTime
-from .candidate import CandidateResult, megabytes
+from .candidate import LARGE_MEGABYTES, CandidateResult, megabytes
 from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
@@ -40,6 +40,8 @@ _GIVING_UP = 0.75
 _ROUNDING = ("quantize", "cast", "pack_weights")
 # A candidate is made without a stage of these if the stage fails.
 _OPTIONAL = ("fuse_decoder",)
+# The number of samples on which the gate of a stage compares a large model. The judge compares it on further samples.
+_SAMPLES_IF_LARGE = 8
 # The tokens that a decoder is proved with if nothing records its context.
 _USUAL_CONTEXT = 128
 
@@ -184,7 +186,8 @@ def gates_of(stage: str, src: Artifact, limit: float, data: Path | None) -> list
     runs."""
     if stage == "fuse_decoder":
         return [DecoderGate(limit=limit, context=special_tokens(src).context or _USUAL_CONTEXT)]
-    return [OutputGate(limit=limit, data=data)]
+    samples = _SAMPLES_IF_LARGE if megabytes(src) >= LARGE_MEGABYTES else OutputGate(limit=limit).samples
+    return [OutputGate(limit=limit, data=data, samples=samples)]
 
 
 def judged(

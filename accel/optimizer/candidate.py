@@ -24,6 +24,10 @@ class Status(StrEnum):
     NOT_TRIED = "not tried"
 
 
+# A run of a model of at least this size may take a second, so there are fewer runs before the first result.
+LARGE_MEGABYTES = 100.0
+
+
 @dataclass(kw_only=True)
 class CandidateResult:
     """One row of the table.

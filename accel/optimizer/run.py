@@ -21,7 +21,7 @@ from accel.spelling import option
 from .attempt import attempt
 from .budget import Budget
 from .calibration import calibration_samples
-from .candidate import CandidateResult, Status, megabytes, not_tried
+from .candidate import LARGE_MEGABYTES, CandidateResult, Status, megabytes, not_tried
 from .choice import fused, likeliest
 from .first_result import FirstResult
 from .judge.comparison import Judge, Judgement, Metric
@@ -45,11 +45,10 @@ _ON_DATA = "running the source on the data"
 
 # The number of samples on which the model runs before it is measured, if there are no calibration samples.
 _CHECKED_SAMPLES = 64
-# The number of samples on which a model of at least ``_LARGE_MEGABYTES`` runs before any candidate is made. The model
+# The number of samples on which a model of at least ``LARGE_MEGABYTES`` runs before any candidate is made. The model
 # runs on the other samples before the first candidate that is calibrated on them, because it may take a minute for
 # them. A first result then comes earlier.
-_CHECKED_FIRST = 8
-_LARGE_MEGABYTES = 100.0
+_CHECKED_FIRST = 2
 
 
 class Opened(Protocol):
@@ -221,7 +220,7 @@ class DataCheck:
     def begin(self) -> None:
         """Runs the source on the data before any candidate is made. Leaves out most calibration samples if the model is
         large, unless the search is thorough."""
-        large = megabytes(self.opened.artifact) >= _LARGE_MEGABYTES and not self.request.thorough
+        large = megabytes(self.opened.artifact) >= LARGE_MEGABYTES and not self.request.thorough
         self._run(min(self.samples, _CHECKED_FIRST) if large else self.samples)
         # In addition, every source runs on the samples for judging.
         with self.budget.spending(_ON_DATA):

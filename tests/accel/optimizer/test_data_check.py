@@ -11,7 +11,9 @@ import pytest
 import accel
 from accel.artifact import Artifact
 from accel.errors import BadData
+from accel.optimizer import attempt
 from accel.optimizer import run as module
+from accel.proof.runs import Furthest
 from tests.support.onnx_builder import FLOAT, INT64, artifact, node, save_data
 
 COUNT, BAD = 40, 15
@@ -39,11 +41,11 @@ def test_a_large_model_finds_its_bad_samples_later(
     """Fails if the samples that are left out at first are never checked, or only after a candidate was calibrated on
     them. A small model runs on all of them before any candidate is made."""
     made: list[str] = []
-    attempt = module.attempt
+    attempt_of = module.attempt
 
     def counting(recipe: Any, *rest: Any) -> Any:
         made.append(recipe.name)
-        return attempt(recipe, *rest)
+        return attempt_of(recipe, *rest)
 
     monkeypatch.setattr(module, "attempt", counting)
     model, data = lookup
@@ -51,7 +53,33 @@ def test_a_large_model_finds_its_bad_samples_later(
     plain = ["ort-cpu fp32"]
     for megabytes, precision, candidates in ((100.0, "fp32", []), (0.0, "fp32", plain), (0.0, "int8", [])):
         made.clear()
-        monkeypatch.setattr(module, "_LARGE_MEGABYTES", megabytes)
+        monkeypatch.setattr(module, "LARGE_MEGABYTES", megabytes)
         with pytest.raises(BadData, match=f"sample {BAD}: "):
             accel.optimize(model.path, out=tmp_path / "out", precision=precision, **words)
         assert made == candidates
+
+
+def test_a_large_model_has_few_runs_before_its_first_candidate(
+    lookup: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a large model runs on most of its samples before the first candidate is judged, although each run may
+    take seconds. The samples of the judge don't count, because no candidate can be judged without them."""
+    model, data = lookup
+    save_data(data, ids=np.arange(COUNT) % 8)
+    checked: list[int] = []
+    monkeypatch.setattr("accel.api.as_onnx.check_samples", lambda *given, **_: checked.append(given[2]) or Furthest())
+    gates: list[int] = []
+    gates_of = attempt.gates_of
+
+    def counting(*given: Any) -> Any:
+        made = gates_of(*given)
+        gates.extend(gate.samples for gate in made)
+        return made
+
+    monkeypatch.setattr(attempt, "gates_of", counting)
+    for where in (module, attempt):
+        monkeypatch.setattr(where, "LARGE_MEGABYTES", 0.0)
+    words = {"data": data, "target": "ort-cpu", "precision": "fp32", "vary_session": False, "rounds": 5}
+    accel.optimize(model.path, out=tmp_path / "out", **words)
+    assert checked == [2, COUNT // 2]
+    assert set(gates) == {8}
