@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,9 @@ class OutputGate:
     repeated to the shape of the case. In addition, the first ``samples`` samples of ``data`` are run at their own
     shape. ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches
     of a model.
+
+    ``reference`` is the model to compare with, by default the stage's input. With ``deferred``, nothing is compared,
+    because the gate of the next stage has the same ``reference``, and compares the next stage's result with it.
     """
 
     name: str = "outputs"
@@ -47,14 +50,21 @@ class OutputGate:
     data: Path | None = None
     samples: int = 16
     seeds: int = 3
+    reference: Artifact | None = None
+    deferred: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(self)
+        body = {name: getattr(self, name) for name in ("name", "limit", "samples", "seeds")}
         body["data"] = path_sha256(self.data) if self.data else None
-        return body
+        # Defaults that were added later keep the keys of cached results.
+        body |= {"reference": self.reference.digest} if self.reference is not None else {}
+        return body | ({"deferred": True} if self.deferred else {})
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
         """Returns a result for each output and case. ``passed`` is None if this machine can't run ``out``."""
+        if self.deferred:
+            return []
+        src = self.reference or src
         return self._compared(src, out, lambda: self._feeds(src, out))
 
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
@@ -62,6 +72,7 @@ class OutputGate:
 
         If ``self.seeds`` is at least ``seeds``, returns no results.
         """
+        src = self.reference or src
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
 

@@ -178,6 +178,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]
+    limits += filter(None, [record["notes"].get("deferred_limit")])
     if not limits or gate_runtime(made) is None or gate_runtime(before) is None:
         note = "other bytes, and no gate of it can run here"
         return Remade(stage=record["name"], status="different", note=note, versions=others)
