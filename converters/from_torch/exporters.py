@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.errors import ExportFailed
+from accel.sources.onnx import weights as onnx_weights
 from accel.sources.onnx.weights import read_detached
 
 from ..graph import write as onnx_write
+from ..graph.memory_weights import with_weights_in_memory
 from ..graph.names import rename_values
 from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
@@ -103,7 +105,12 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
     weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-    if sum(tensor.nbytes for tensor in weights) <= onnx_write.SINGLE_FILE_BYTES:
+    size = sum(tensor.nbytes for tensor in weights)
+    if onnx_weights.DETACHED_BYTES < size <= min(onnx_write.ATTACHED_BYTES, onnx_write.SINGLE_FILE_BYTES):
+        with with_weights_in_memory(program) as model:
+            _finish_graph(src, model, out, outputs)
+        return
+    if size <= onnx_write.SINGLE_FILE_BYTES:
         _finish_graph(src, program.model_proto, out, outputs)
         return
     with _apart(out) as exported:

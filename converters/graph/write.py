@@ -24,7 +24,7 @@ SINGLE_FILE_BYTES = 1_800_000_000
 
 # If the detached weights exceed this size, they go into a second file. Writing detached weights into the main file
 # needs four times their memory.
-_ATTACHED_BYTES = 1 << 29
+ATTACHED_BYTES = 1 << 29
 
 # Tensors with fewer bytes than this limit stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
@@ -88,7 +88,7 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
     """
     if (
         weight_bytes(model) <= (SINGLE_FILE_BYTES if limit is None else limit)
-        and detached_bytes(model) <= _ATTACHED_BYTES
+        and detached_bytes(model) <= ATTACHED_BYTES
     ):
         with beside(out) as temporary, temporary.open("wb") as stream:
             stream.writelines(_wire_format(model))

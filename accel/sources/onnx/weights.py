@@ -1,16 +1,17 @@
 """Handles detached weights, which stay on disk so that a stage can process a model that is larger than memory.
 
 ``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
-detached tensor refers to its file by an absolute path. In a model that ``write_onnx`` writes, a tensor refers to its
-data file by a relative path. ``weight_array`` memory-maps the file of a detached tensor. ``write_onnx`` copies detached
-tensors piece by piece.
+detached tensor refers to its file by an absolute path. With ``held_in_memory``, a detached tensor refers to an array
+instead. In a model that ``write_onnx`` writes, a tensor refers to its data file by a relative path. ``weight_array``
+memory-maps the file of a detached tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,23 @@ _PIECE = 1 << 22  # numbers in a chunk
 # This metadata key of a detached tensor records the dtype of the values in the tensor's file. A tensor has this key
 # only if reading converts the values to another dtype.
 _STORED_AS = "stored_as"
+
+# The arrays of ``held_in_memory``, by the location in the tensors that refer to them.
+_held: dict[str, np.ndarray] = {}
+
+
+@contextlib.contextmanager
+def held_in_memory(arrays: Sequence[np.ndarray]) -> Iterator[list[str]]:
+    """Yields a location for each array. Within the ``with`` block, a detached tensor with this location has the values
+    of the array."""
+    folder = Path(Path.cwd().anchor, f"in-memory-{uuid.uuid4().hex}")
+    locations = [str(folder / str(index)) for index in range(len(arrays))]
+    _held.update(zip(locations, arrays, strict=True))
+    try:
+        yield locations
+    finally:
+        for location in locations:
+            del _held[location]
 
 
 def read_detached(path: Path) -> onnx.ModelProto:
@@ -158,6 +176,8 @@ def _mapped(tensor: onnx.TensorProto) -> np.ndarray:
 
     entries = {entry.key: entry.value for entry in tensor.external_data}
     kind = helper.tensor_dtype_to_np_dtype(int(entries.get(_STORED_AS, tensor.data_type)))
+    if (held := _held.get(entries["location"])) is not None:
+        return held.reshape(tuple(tensor.dims))
     offset = int(entries.get("offset") or 0)
     return np.memmap(entries["location"], kind, "r", offset, tuple(tensor.dims))
 
