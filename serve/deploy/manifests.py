@@ -1,6 +1,7 @@
 """Generates the Kubernetes or KServe manifests of a server for ``accel serve REPO --manifest kubernetes|kserve``.
 
-The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2, policy/v1) and from KServe's API (serving.kserve.io).
+The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2, policy/v1) and from KServe's API
+(serving.kserve.io).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Deployment:
 
 
 def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
-    """Returns a Deployment with probes, a Service for both ports, a HorizontalPodAutoscaler, and a PodDisruptionBudget."""
+    """Returns a Deployment with probes, a Service for both ports, an autoscaler, and a budget for disruptions."""
     labels = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "accel"}
     selector = {"app.kubernetes.io/name": wanted.name}
     spec: dict[str, Any] = {
