@@ -9,8 +9,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .decompositions import few_decompositions
 from .experts import every_expert
+from .loops.as_scans import loops_as_scans
 from .plain_attention import plain_attention
 
 if TYPE_CHECKING:
@@ -67,21 +67,16 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     from .complex.numbers import in_real_numbers
 
     dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
-    shapes = tuple(
-        # torch.export finds out by itself which sum of dims an axis has.
-        {axis: dims.get(d, torch.export.Dim.AUTO) for axis, d in enumerate(spec.shape) if isinstance(d, str)}
-        for spec in src.signature.inputs
-    )
     outputs = _output_names(src)
     module = named(src)
-    with contextlib.ExitStack() as stack:
-        for block in (torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _no_collection()):
-            stack.enter_context(block)
-        stack.enter_context(_lengths_of_tensors(module))
-        stack.enter_context(_roots())
-        tensors, program = example(src), None
-        export = partial(
-            torch.onnx.export,
+
+    def traced(dims: Mapping[str, Any]) -> Any:
+        # torch.export finds out by itself which sum of dims an axis has.
+        shapes = tuple(
+            {axis: dims.get(d, torch.export.Dim.AUTO) for axis, d in enumerate(spec.shape) if isinstance(d, str)}
+            for spec in src.signature.inputs
+        )
+        return torch.onnx.export(
             in_real_numbers(module, tensors, (shapes,)),
             tensors,
             dynamo=True,
@@ -94,14 +89,30 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             verbose=False,
             custom_translation_table=_translations(),
         )
+
+    def program_of(dims: Mapping[str, Any]) -> Any:
         with few_decompositions() as done:
             try:
-                program = export()
+                program = traced(dims)
             except Exception:  # torch.export succeeded if the program was decomposed
                 if not done:
                     raise
-        if done and program is None:
-            program = export()
+                program = None
+        return traced(dims) if done and program is None else program  # PyTorch's own decomposition may succeed
+
+    with contextlib.ExitStack() as stack:
+        for block in (torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _no_collection()):
+            stack.enter_context(block)
+        stack.enter_context(_lengths_of_tensors(module))
+        stack.enter_context(loops_as_scans(module))
+        stack.enter_context(_roots())
+        tensors = example(src)
+        program = program_of(dims)
+        if program is not None and _has_fixed_dims(src, program.model.graph):
+            # For a named dim, torch.export has to prove the model's conditions on sizes for the whole range. It may
+            # fail to prove a condition that holds. Without a name, it records the dim, and the gates run the file at
+            # several sizes.
+            program = program_of({})
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
     weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
@@ -117,6 +128,16 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
         program.save(str(exported), external_data=True)
         del program
         _finish_graph(src, read_detached(exported), out, outputs)
+
+
+def _has_fixed_dims(src: Artifact, graph: Any) -> bool:
+    """Tells whether an input of the exported ``graph`` has a fixed size instead of a dynamic dim."""
+    shapes = {value.name: value.shape for value in graph.inputs}
+    return any(
+        isinstance(wanted, str) and isinstance(found, int)
+        for spec in src.signature.inputs
+        for wanted, found in zip(spec.shape, shapes.get(spec.name) or (), strict=False)
+    )
 
 
 @contextlib.contextmanager
