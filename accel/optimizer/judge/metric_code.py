@@ -33,8 +33,9 @@ def metric_digest(metric: Callable[..., Any]) -> str:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Returns ``file`` and the files of imported modules in the same folder."""
-    found = [file]
+    """Returns ``file`` and the files of imported modules in the same folder. Leaves out ``file`` if it doesn't exist,
+    because the code of a notebook's cell is in no file."""
+    found = [file] if file.is_file() else []
     for module in list(sys.modules.values()):
         where = getattr(module, "__file__", None)
         if isinstance(where, str) and where.endswith(".py"):
