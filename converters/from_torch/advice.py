@@ -48,6 +48,8 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
             f"; the outputs depend on the order of equal or nearly equal scores in {place}, and each runtime orders "
             f"them differently; {_APART}; a model may have equal scores because its weights are not trained"
         )
+    if other := _differs_in_exports(src, module, feeds, limit):
+        return other
     apart = _from_float64(src, module, feeds, found) if all(off) else 0.0
     if apart > limit / 4:
         return (
@@ -56,6 +58,35 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
             "BatchNorm over a channel that hardly varies: raise its eps, or leave that channel out)"
         )
     return ""
+
+
+def _differs_in_exports(src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], limit: float) -> str:
+    """Returns a text about a model that computes other outputs while it is exported. Returns "" if the outputs agree
+    within ``limit`` on ``feeds``, and on ``feeds`` with masks of ones."""
+    import numpy as np
+
+    from .exporters import example
+    from .python_numbers import during_export, places
+
+    ones = {name: np.ones_like(value) for name, value in feeds.items() if name.endswith("mask")}
+    apart = False
+    try:
+        for given in (feeds, {**feeds, **ones}):
+            found = run_named(module, src.signature, given)
+            with during_export():
+                changed = run_named(module, src.signature, given)
+            differences = [difference(name, found[name], changed[name]) for name in found]
+            apart = apart or any(one.problem or one.rel_l2 > limit for one in differences)
+    except Exception:  # a model may raise anything
+        return ""
+    if not apart:
+        return ""
+    read = list(dict.fromkeys(place.where for place in places(module, example(src))))
+    where = f" at {' and '.join(read[:2])}" if read else ""
+    return (
+        "; the model computes other outputs while it is exported (torch.compiler.is_exporting()) than in eager mode, "
+        f"which chooses by values of the inputs{where}; make both ways equal"
+    )
 
 
 def _ties(

@@ -53,6 +53,15 @@ class Training(torch.nn.Module):
         self.layer.train()
         return self.layer(self.linear(x))
 
+class Shortcut(torch.nn.Module):
+    def forward(self, x):
+        if not torch.compiler.is_exporting() and (x > -99).all():
+            return x.cumsum(1)
+        return x
+
+def shortcut():
+    return Shortcut()
+
 def ties():
     return Ties()
 
@@ -78,6 +87,7 @@ def norm():
     [
         ("ties", ["only the integers of 'output_1' differ", "return the scores themselves"]),
         ("routed", ["scores in topk at net.py:18", "make the scores differ", "its weights are not trained"]),
+        ("shortcut", ["computes other outputs while it is exported", " at net.py:49; make both ways equal"]),
         ("narrow", ["float32 is not enough for this model", "raise its eps"]),
         ("dropout", ["differs from run to run", "'layer' (Dropout) runs in training mode", "take that call out"]),
         ("norm", ["Expected more than 1 value per channel", "'layer' (BatchNorm1d) runs in training mode"]),
@@ -97,12 +107,15 @@ def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path,
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_scores_that_differ(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model that follows the advice about equal scores can't be exported."""
+def test_the_advice_works(tmp_path: Path, cli: Any) -> None:
+    """Fails if a model that follows the advice about equal scores, or about a way of the export, can't be exported."""
     (tmp_path / "trained.py").write_text(NETS)
+    (tmp_path / "equal.py").write_text(
+        NETS.replace("        return x\n\ndef shortcut", "        return x.cumsum(1)\n\ndef shortcut")
+    )
     apart = "(self.router(x).sigmoid() - 1e-3 * torch.arange(4))"
     (tmp_path / "apart.py").write_text(NETS.replace("self.router(x).sigmoid()", apart))
-    for source in ("trained.py:trained", "apart.py:routed"):
+    for source in ("trained.py:trained", "apart.py:routed", "equal.py:shortcut"):
         given = ["--input", "x:float32[batch,12]", "-o", tmp_path / "m.onnx", "-q"]
         ran = cli("export", f"{tmp_path / source}", *given)
         assert ran.code == 0, ran.stderr
