@@ -27,6 +27,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -64,6 +65,8 @@ CLASSES = {
     "wrong": "wrong number",
     "crashed": "crashed",
 }
+# The words for a model that ``accel optimize`` fails to optimize, or optimizes wrongly.
+NO_RESULT = ("failed", "wrong")
 Row = dict[str, Any]
 
 
@@ -88,6 +91,8 @@ def main() -> None:
             ((family, names),) = families.items()
             prepare(family, asked.packages)
             known = names or names_of(family)
+            if asked.sample:
+                known = drawn(family, known, read(RESULTS / "zoo.jsonl"), asked.sample, asked.seed)
             rows = pending(family, known, asked.tools.split(","), read(path), asked.again)
             limits = Limits(asked.seconds, asked.memory)
             try_all(rows[: asked.limit], path, limits, OPTIMIZE_SECONDS if asked.optimize else 0.0)
@@ -109,6 +114,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
     parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
     parser.add_argument("--optimize", action="store_true", help="also optimize each model that can be exported")
+    parser.add_argument("--sample", type=int, default=0, help="draw this number of exported models of each family")
+    parser.add_argument("--seed", type=int, default=20, help="the seed of --sample")
     parser.add_argument("--limit", type=int, default=None, help="the largest number of tries")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="only write the page of results")
@@ -136,6 +143,15 @@ def read(path: Path) -> dict[tuple[str, str, str], Row]:
             continue
         found[row["family"], row["name"], row["tool"]] = row
     return found
+
+
+def drawn(
+    family: str, names: Iterable[str], done: Mapping[tuple[str, str, str], Row], count: int, seed: int
+) -> list[str]:
+    """Draws ``count`` of the models that accel exports, in an order that depends only on ``seed``."""
+    exported = [name for name in names if done.get((family, name, "accel"), {}).get("class") in ("first", "followed")]
+    chance = random.Random(f"{family} {seed}")
+    return chance.sample(sorted(exported), min(count, len(exported)))
 
 
 def pending(
@@ -302,23 +318,35 @@ def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
 
 
 def optimized(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns a section about the exported models that were also optimized, with a line for each failure."""
+    """Returns a section about the exported models that were also optimized.
+
+    The section has a table line for each family, and a line for each failure.
+    """
     found = {f"{family}/{name}": row for (family, name, _), row in sorted(rows.items()) if row.get("optimize")}
-    done = {name: float(row["optimize"]) for name, row in found.items() if row["optimize"] != "failed"}
-    if not done:
+    if all(row["optimize"] in NO_RESULT for row in found.values()):
         return []
-    seconds = statistics.median(row["optimize_seconds"] for name, row in found.items() if name in done)
-    faster = sum(speedup > 1.02 for speedup in done.values())
     lines = [
         "## accel optimize",
         "",
-        f"{len(found)} of the exported files were also optimized, without data and within {OPTIMIZE_SECONDS:g} s:",
-        f"{len(done)} gave a result, after {seconds:.0f} s in the median; {faster} of the results are faster than the",
-        f"file in ONNX Runtime ({statistics.geometric_mean(done.values()):.2f} times in the geometric mean of all).",
+        f"A part of the exported files was also optimized, without data and within {OPTIMIZE_SECONDS:g} s. The outputs",
+        "of the result are compared with the model's outputs on further inputs. A result counts as faster if it is at",
+        "least 2% faster than the file in ONNX Runtime. The speedup is the geometric mean of all results.",
         "",
+        "| family | files | no result | wrong | faster | speedup | seconds (median) |",
+        "|---|---|---|---|---|---|---|",
     ]
-    failed = {name: row for name, row in found.items() if name not in done}
-    return [*lines, *(f"- {name}: {row['optimize_message']}" for name, row in failed.items()), ""]
+    for family in [*dict.fromkeys(name.partition("/")[0] for name in found), "all"]:
+        rows_of = [row for name, row in found.items() if family in (name.partition("/")[0], "all")]
+        done = [row for row in rows_of if row["optimize"] not in NO_RESULT]
+        speedups = [float(row["optimize"]) for row in done]
+        counts = [sum(row["optimize"] == kind for row in rows_of) for kind in NO_RESULT]
+        faster = sum(speedup > 1.02 for speedup in speedups)
+        mean = f"{statistics.geometric_mean(speedups):.2f}" if speedups else "-"
+        seconds = f"{statistics.median(row['optimize_seconds'] for row in done):.0f}" if done else "-"
+        cells = [len(rows_of), *counts, faster, mean, seconds]
+        lines.append(f"| {family} | " + " | ".join(map(str, cells)) + " |")
+    failed = {name: row for name, row in found.items() if row["optimize"] in NO_RESULT}
+    return [*lines, "", *(f"- {name}: {row['optimize_message']}" for name, row in failed.items()), ""]
 
 
 def not_counted(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:

@@ -22,6 +22,9 @@ from accel.converters.graph import simplify
 from zoo_models.case import Case, NotMade, make
 
 EXPORT_BATCH, OTHER_BATCHES = 2, (3, 5)
+# The largest distance between the outputs of an optimized model and of the model, on inputs that the optimizer didn't
+# see. On inputs that it draws itself, the optimizer's limit is the default of ``max_drop``, 0.01.
+DISTANCE_LIMIT = 0.05
 # The arguments of accel.export that an error message may ask for.
 _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 
@@ -67,7 +70,7 @@ def outcome(family: str, name: str, tool: str, optimize: float, folder: Path) ->
     try:
         found = trial(case, calls, folder)
         if tool == "accel" and optimize and found["class"] in ("first", "followed"):
-            found |= _optimized(folder / "model.onnx", optimize, folder)
+            found |= _optimized(case, calls, optimize, folder)
     except Exception as error:  # an exporter may raise anything
         found = {"class": "failed", "message": f"{type(error).__name__}: {_line(error)}"}
     return found | {"seconds": round(time.monotonic() - started, 1)}
@@ -290,16 +293,57 @@ def _dynamic_shapes(case: Case, arguments: Any, takes_batches: bool) -> Any:
     return found
 
 
-def _optimized(path: Path, seconds: float, folder: Path) -> dict[str, Any]:
-    """Runs ``accel optimize`` on the exported file."""
+def _optimized(case: Case, calls: Calls, seconds: float, folder: Path) -> dict[str, Any]:
+    """Runs ``accel optimize`` on the exported file, and compares the result with the model's outputs in ``calls``.
+
+    Returns the speedup or the word ``failed`` or ``wrong``, the name of the chosen candidate, the distance of its
+    outputs, and the reasons why other candidates were rejected.
+    """
     import accel
 
     started = time.monotonic()
     try:
         with _silent():
-            fast = accel.optimize(path, out=folder / "fast", budget_seconds=seconds)
+            fast = accel.optimize(folder / "model.onnx", out=folder / "fast", budget_seconds=seconds)
+            taken = {"optimize_seconds": round(time.monotonic() - started, 1)}
+            distance = _distance(case, calls[1:], folder / "fast", bool(fast.artifact.signature.dims))
     except Exception as error:  # the result of the try contains the error message
         return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
+    rejected = {row.name: _line(row.reason)[:300] for row in fast.candidates if row.status == "rejected"}
+    facts = taken | {"chosen": fast.chosen, "distance": distance, "rejected": rejected}
     if fast.speedup is None:
-        return {"optimize": "failed", "optimize_message": "the budget was over before any candidate was measured"}
-    return {"optimize": f"{fast.speedup:.2f}", "optimize_seconds": round(time.monotonic() - started, 1)}
+        message = "the budget was over before any candidate was measured"
+        return facts | {"optimize": "failed", "optimize_message": message}
+    if distance > DISTANCE_LIMIT:
+        message = f"the distance of the outputs of {fast.chosen} is {distance:.2g}"
+        return facts | {"optimize": "wrong", "optimize_message": message}
+    return facts | {"optimize": f"{fast.speedup:.2f}"}
+
+
+def _distance(case: Case, calls: Calls, optimized: Path, any_size: bool) -> float:
+    """Returns the largest distance of an output of the optimized model from the model's output in ``calls``.
+
+    Returns infinity if a shape or the number of outputs differs. If ``any_size`` is false, uses only the calls at the
+    exported size.
+    """
+    import accel
+    from accel.proof.concordance import discordance
+    from zoo_models.compare import call, copied, leaves
+
+    worst = 0.0
+    with accel.load(optimized) as session:
+        for batch, size, arguments, wanted in calls:
+            if not any_size and (batch, size) != (EXPORT_BATCH, case.sizes[0]):
+                continue
+            found = leaves(call(session, copied(arguments)))
+            if [tuple(t.shape) for t in found] != [tuple(t.shape) for t in wanted]:
+                return float("inf")
+            for one, other in zip(found, wanted, strict=True):
+                worst = max(worst, 0.0 if not other.numel() else discordance([_real(other)], [_real(one)]))
+    return worst
+
+
+def _real(value: Any) -> Any:
+    import torch
+
+    return (torch.view_as_real(value) if value.is_complex() else value).float().numpy()

@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,34 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
     assert ("own", "a", "accel") in zoo.pending("own", names, tools, done, "failed,first")
 
 
+def test_a_sample_of_the_exported_models(zoo: ModuleType) -> None:
+    """Fails if the sample contains a model that isn't exported, has another size, or changes with the other models'
+    order."""
+    names = [f"m{number}" for number in range(9)]
+    done = {("own", name, "accel"): row(name, "first") for name in names[:8]}
+    done["own", "m7", "accel"] = row("m7", "refused")
+    found = zoo.drawn("own", names, done, 5, 20)
+    assert found == zoo.drawn("own", reversed(names), done, 5, 20)
+    assert (len(set(found)), set(found) & {"m7", "m8"}) == (5, set())
+    assert len(zoo.drawn("own", names, done, 50, 20)) == 7
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_wrong_result_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if a result of the optimizer with other outputs than the model's counts as a result, or if a right result
+    counts as wrong."""
+    case = toys(monkeypatch)
+    trial = importlib.import_module("zoo_models.trial")
+    made = case.make("toys", "linear")
+    calls = trial._calls(made)
+    fast = SimpleNamespace(artifact=SimpleNamespace(signature=SimpleNamespace(dims={"batch": 1})))
+    fast.chosen, fast.speedup, fast.candidates = "int8", 2.0, []
+    monkeypatch.setattr("accel.optimize", lambda *_, **__: fast)
+    for net, wanted in ((made.module, "2.00"), (torch.nn.Linear(3, 2), "wrong")):
+        monkeypatch.setattr("accel.load", lambda _, net=net: nullcontext(net))
+        assert trial._optimized(made, calls, 20.0, tmp_path)["optimize"] == wanted
+
+
 def test_the_page(zoo: ModuleType) -> None:
     """Fails if the page counts a model that the zoo can't make, or leaves out a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
@@ -169,7 +198,8 @@ def test_the_page(zoo: ModuleType) -> None:
     assert "| own | accel | 2 | 1 (50%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own | torch.onnx | 1 | 0 (0%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own/b | failed | a \\| b | - |" in text
-    assert "1 gave a result, after 20 s in the median; 1 of the results are faster" in text
+    assert "| own | 2 | 1 | 0 | 1 | 4.00 | 20 |" in text
+    assert "| all | 2 | 1 | 0 | 1 | 4.00 | 20 |" in text
     assert "- own/b: no candidate" in text
     assert "can't make them from a small config (1): own/c." in text
 
