@@ -58,7 +58,9 @@ def test_the_python_about_models_in_memory(
     monkeypatch.chdir(tmp_path)
     found = blocks("python", (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8"))
     assert len(found) >= count
-    exec(compile("\n".join(found), page, "exec"), {"__name__": "__main__"})
+    code = "\n".join(found)
+    (tmp_path / page).write_text(code, encoding="utf-8")  # for inspect, which finds the source code of a loop
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
     assert "False" not in capsys.readouterr().out.splitlines()
 
 
