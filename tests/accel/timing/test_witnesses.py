@@ -48,13 +48,13 @@ def timed(ms: Sequence[float], cpu_ms: float, *, cores: float = 1.0, runs: int =
 
 
 def test_on_a_quiet_machine_the_medians_decide() -> None:
-    """Fails if the CPU time decides although the times of the clock agree. The times of the clock are what users
-    wait for."""
-    first, second = timed([10.0] * ROUNDS, 10.0), timed([10.1] * ROUNDS, 10.0)
+    """Fails if the CPU time decides although the times of the clock agree within 5%. Users wait for the times of the
+    clock."""
+    first, second = timed([10.0] * ROUNDS, 10.0), timed([10.4] * ROUNDS, 10.0)
     slower = timed([12.0] * ROUNDS, 10.0)
     found = witness(first, second, [slower])
     assert found.statistic == "median"
-    assert found.speedup(slower).value == pytest.approx(10.05 / 12.0, rel=1e-3)
+    assert found.speedup(slower).value == pytest.approx(np.sqrt(10.0 * 10.4) / 12.0)
     assert found.speedup(first).value == 1.0
 
 
