@@ -285,9 +285,11 @@ def page(body: Mapping[str, Any]) -> str:
     ]
     for name, row in rows.items():
         low, high = row["ci95"]
+        # Rows of an older version lack these figures.
+        decided, taken = row.get("statistic", ""), f"{row['lost']:.0%}" if "lost" in row else ""
         lines.append(
             f"| {name} | {row['runtime']} | {row['median_ms']:.3f} | {row['speedup']:.3f}x | {low:.3f} to {high:.3f} "
-            f"| {row['noise_floor']:.1%} | {row['verdict']} | {row['statistic']} | {row['lost']:.0%} |"
+            f"| {row['noise_floor']:.1%} | {row['verdict']} | {decided} | {taken} |"
         )
     return "\n".join([*lines, ""])
 
