@@ -131,10 +131,11 @@ PACKED_WEIGHTS = "packed_weights"
 _ACCEL = "accel"  # the domain of accel's operators
 
 
-def _packed_bits(model: onnx.ModelProto) -> set[int]:
-    """Returns the bits of the weights in accel's packed products, the only operators of accel with this attribute."""
+def _packed_products(model: onnx.ModelProto) -> dict[str, int]:
+    """Returns the bits of the weights in accel's packed products, the only operators of accel with this attribute, by
+    the name of their scales."""
     own = (node for node in model.graph.node if node.domain == _ACCEL)
-    return {a.i for node in own for a in node.attribute if a.name == "bits"}
+    return {node.input[2]: a.i for node in own for a in node.attribute if a.name == "bits" and len(node.input) > 2}
 
 
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
@@ -152,7 +153,7 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     }
     if any(node.op_type in _SCALED_AT_RUN_TIME for node in model.graph.node):
         properties[ROWS_SHARE_SCALES] = True
-    if _packed_bits(model):
+    if _packed_products(model):
         properties[PACKED_WEIGHTS] = True
     return Signature(inputs, outputs), properties
 
@@ -220,12 +221,9 @@ def _precision(model: onnx.ModelProto) -> str:
     four = any(
         a.name == "bits" and a.i == 4 for n in model.graph.node if n.op_type == "MatMulNBits" for a in n.attribute
     )
-    packed = _packed_bits(model)
-    if (
-        four
-        or 4 in packed
-        or any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer)
-    ):
+    packed = set(_packed_products(model).values())
+    int4 = any(t.data_type in (TensorProto.INT4, TensorProto.UINT4) for t in model.graph.initializer)
+    if four or int4 or 4 in packed:
         return "int4"
     if any(t.data_type in (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2) for t in model.graph.initializer):
         return "fp8"
@@ -244,11 +242,13 @@ def _precision(model: onnx.ModelProto) -> str:
 
 
 def _floats(model: onnx.ModelProto) -> list[str]:
-    """Returns the float dtypes of the inputs, weights and casts of a model."""
+    """Returns the float dtypes of the inputs, weights and casts of a model. No value is computed in the dtype of the
+    scales of packed weights."""
     from onnx import TensorProto
 
     names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
-    found = {tensor.data_type for tensor in model.graph.initializer}
+    scales = _packed_products(model)
+    found = {tensor.data_type for tensor in model.graph.initializer if tensor.name not in scales}
     found |= {value.type.tensor_type.elem_type for value in model.graph.input}
     found |= {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
     return sorted(name for kind, name in names.items() if kind in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,13 @@ import torch
 import accel
 from accel.decoders.decoder import Decoder
 from accel.errors import BadData, BadSource, UnknownName, UsageError
+from accel.kernels.native import bridges
 from accel.optimizer.judge.decoder import KL, PERPLEXITY, TOP1, DecoderJudge, Sums, sums
 from accel.optimizer.judge.texts import calibration_texts, judged_texts
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
 from accel.runtimes.base import open_session
+from accel.tables.target import TARGETS
 from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
 
@@ -162,3 +167,17 @@ def test_a_decoder_that_cannot_be_fused_keeps_its_graph(tmp_path: Path) -> None:
     found = accel.optimize(source, out=tmp_path / "q", target="ort-cpu", precision="fp32", rounds=5)
     assert [row.reason for row in found.candidates if row.status == "rejected"] == []
     assert any("the stage fuse_decoder was left out: the attention of" in note for note in found.notes)
+
+
+def test_packed_weights_need_the_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if the candidates for accel's CPU kernels are missing where the kernels are built, or are tried where they
+    aren't, or for a model that isn't a decoder."""
+    src = accel.Source(folder).open()
+    request = RecipeRequest(targets=(TARGETS["ort-cpu"],), precisions=("int8", "int4"), data=None, samples=0, threads=1)
+    for library in (tmp_path / "libaccel_onnxruntime.so", None):
+        monkeypatch.setattr(bridges, "find_onnxruntime_library", lambda library=library: library)
+        made, _ = recipes(src, request)
+        packed = [one.name for one in made if any(step.stage == "pack_weights" for step in one.stages)]
+        assert packed == (["ort-cpu int8 weights packed", "ort-cpu int4 packed"] if library else [])
+        alone = replace(src, signature=accel.Signature(src.signature.inputs[:1], src.signature.outputs[:1]))
+        assert not any("packed" in one.name for one in recipes(alone, request)[0])

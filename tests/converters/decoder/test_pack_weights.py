@@ -65,6 +65,7 @@ def test_the_body_computes_the_same(
     }  # fmt: skip
     assert not {"MatMulNBits", "MatMul", "Split", "Sigmoid"} & set(ops)
     assert (out.properties["precision"], out.properties[PACKED_WEIGHTS]) == (f"int{bits}", True)
+    assert out.properties["floats"] == ["float32"], "the scales alone are fp16, so ONNX Runtime judges the model"
     feeds = src.signature.example_inputs(batch=3, sequence=4, past=6)
     feeds[MASK][:] = 1
     with open_session(src) as session, open_session(open_onnx(out.path)) as packed:
