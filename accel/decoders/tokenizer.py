@@ -72,6 +72,15 @@ class Tokenizer:
         found: dict[str, int] = self._encoder.get_vocab()
         return found
 
+    def definition(self) -> str:
+        """Returns the content of tokenizer.json. Raises ``BadSource`` if the folder has a tokenizer in another form."""
+        if not self._fast:
+            raise BadSource(
+                f"{self._folder} has no {_FAST}, which a grammar needs; save the tokenizer with transformers as a fast "
+                "tokenizer"
+            )
+        return (self._folder / _FAST).read_text(encoding="utf-8")
+
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
         """Returns the token ids of ``text``. With ``specials``, the tokenizer adds its special tokens."""
         if self._fast:

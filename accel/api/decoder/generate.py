@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from accel.artifact import Artifact
 from accel.decoders.decoder import Decoder
 from accel.decoders.encoder_decoder import TextPair
 from accel.decoders.generation import Generation, Row, Token, begin
+from accel.decoders.grammar import open_grammar
 from accel.decoders.sampling import Sampling
 from accel.decoders.tokenizer import NoTokenizer, Tokenizer
 from accel.decoders.ways.draft import NGRAM, Draft, Ngrams, SmallDecoder, check_draft
@@ -124,6 +126,8 @@ def generate(
     chat: bool = False,
     truncate: bool = False,
     draft: Model | None = None,
+    json_schema: str | Path | Mapping[str, Any] | None = None,
+    grammar: str | Path | None = None,
     runtime: str | None = None,
     options: Mapping[str, Any] | None = None,
     **about: Unpack[SourceOptions],
@@ -140,6 +144,9 @@ def generate(
     ``draft`` makes single answers faster: it proposes tokens, and a step of the model checks several of them. It is a
     smaller decoder with the same tokenizer, or ``"ngram"`` for what followed the last tokens before in the same text.
     The answers stay the same. ``drafted`` has the accepted share and the gain.
+
+    Every answer follows ``json_schema``, a file or a dict, or ``grammar``, a file (as a ``Path``) or a text in
+    llguidance's Lark format. An answer of ``max_new_tokens`` tokens may be incomplete, and finishes with ``length``.
 
     The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
 
@@ -169,6 +176,7 @@ def generate(
         source = replace(source, decoder=True)
     with ExitStack() as stack:
         decoder = _opened(source, pair, stack, runtime, options)
+        sampling = replace(sampling, grammar=open_grammar(decoder, json_schema, grammar))
         needed = chat or any(isinstance(prompt, str) for prompt in given)
         tokenizer = _tokenizer(decoder, needed)
         encoded = [_encoded(prompt, tokenizer, chat) for prompt in given for _ in range(sequences)]

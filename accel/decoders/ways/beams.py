@@ -82,7 +82,8 @@ class BeamSearch:
         go on if all tokens that end a text are among them."""
         import numpy as np
 
-        rows = [sampler.scores(_log_probabilities(one), text, prompt) for one, text in zip(logits, texts, strict=True)]
+        pairs = zip(logits, texts, strict=True)
+        rows = [sampler.scores(0, _log_probabilities(one), text, prompt) for one, text in pairs]
         total = (np.stack(rows) + scores[:, None]).ravel()
         count = min(max(2, 1 + len(self.decoder.tokens.ends)) * self.beams, len(total))
         order = np.argsort(-total, kind="stable")[:count]

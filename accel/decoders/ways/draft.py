@@ -3,7 +3,7 @@ looking up what followed the same tokens before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import UnsupportedHere, UsageError
@@ -26,8 +26,9 @@ _LOOKED_UP = (4, 3, 2, 1)
 class Draft(Protocol):
     """Proposes tokens. Wrong proposals cost time, and never change an answer."""
 
-    def begin(self, sampling: Sampling, rows: int) -> None:
-        """Forgets the text. ``rows`` is the number of rows of the generation, which are drafted one after the other."""
+    def begin(self, sampling: Sampling, rows: int, ends: Collection[int]) -> None:
+        """Forgets the text. ``rows`` is the number of rows of the generation, which are drafted one after the other.
+        Nothing follows the tokens ``ends``."""
 
     def propose(self, row: int, text: Sequence[int], prompt: int, most: int, sampler: Sampler) -> list[int]:
         """Returns up to ``most`` tokens that may follow ``text`` in ``row``. The first ``prompt`` tokens are the
@@ -37,7 +38,7 @@ class Draft(Protocol):
 class Ngrams:
     """Proposes what followed the last tokens at their latest earlier occurrence in the text."""
 
-    def begin(self, sampling: Sampling, rows: int) -> None:
+    def begin(self, sampling: Sampling, rows: int, ends: Collection[int]) -> None:
         """Does nothing, because only the text counts."""
 
     def propose(self, row: int, text: Sequence[int], prompt: int, most: int, sampler: Sampler) -> list[int]:  # noqa: ARG002
@@ -63,8 +64,9 @@ class SmallDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def begin(self, sampling: Sampling, rows: int) -> None:
+    def begin(self, sampling: Sampling, rows: int, ends: Collection[int]) -> None:
         """Begins with an empty cache at the first proposal."""
+        self._ends = ends
         self._sampler = Sampler(sampling, rows)
         self._row = -1
 
@@ -83,6 +85,8 @@ class SmallDecoder:
             if not np.isfinite(logits.max()):
                 break
             tokens.append(self._sampler.choose(row, logits, tokens, prompt))
+            if tokens[-1] in self._ends:
+                break
         return tokens[len(text) :]
 
 

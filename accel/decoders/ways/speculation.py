@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # The number of tokens to propose at first. It grows by two if all are accepted, and shrinks by one otherwise.
 _FIRST, _LEAST, _MOST = 5, 1, 16
-# The single steps that are timed after an answer, to compare with.
-_TIMED = 5
+# The single steps that are timed after the first answer, to compare with.
+_TIMED = 9
 
 
 @dataclass(kw_only=True)
@@ -48,8 +48,8 @@ class Drafted:
 
     @property
     def gain(self) -> float | None:
-        """Returns how many times as fast tokens came as single steps after the answers, or None if only first tokens
-        were generated."""
+        """Returns how many times as fast tokens came as single steps after the first answer. Returns None if only first
+        tokens were generated."""
         if not self.tokens or not self.seconds or not self.single:
             return None
         return statistics.median(self.single) * self.tokens / self.seconds
@@ -66,7 +66,7 @@ class Speculation:
     def tokens(self, generation: Generation, check: Callable[..., None]) -> Iterator[Token]:
         """Yields the tokens of every row. ``check`` raises an error if logits aren't finite."""
         sampler = Sampler(generation.sampling, len(generation.rows))
-        self.draft.begin(generation.sampling, len(generation.rows))
+        self.draft.begin(generation.sampling, len(generation.rows), self.decoder.tokens.ends)
         for row in generation.rows:
             yield from self._answer(generation, row, sampler, check)
 
@@ -95,7 +95,7 @@ class Speculation:
                 self.drafted.tokens += len(made)
                 self.drafted.seconds += time.perf_counter() - begun
             yield from made
-        if len(row.answer) > 1:
+        if len(row.answer) > 1 and not self.drafted.single:
             self._time_single(steps.running, row)
 
     def _proposed(self, generation: Generation, row: Row, sampler: Sampler, size: int) -> list[int]:

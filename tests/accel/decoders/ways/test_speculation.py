@@ -77,11 +77,12 @@ def test_a_draft_changes_no_token(folders: Mapping[str, Path], form: str, draft:
     assert drafted.gain > 0
 
 
+@pytest.mark.slow
 def test_sampling_keeps_its_distribution(tmp_path: Path) -> None:
     """Fails if the pairs of the first two tokens after a prompt have other shares than the decoder's own probabilities,
     in a chi-squared test with a significance of 0.1%. The same test tells the draft's distribution apart, so it
     would find tokens that are accepted although only the draft likes them."""
-    size, count = 8, 1500
+    size, count = 8, 1000
     fields = {"vocab_size": size, "eos_token_id": None, "pad_token_id": None, "bos_token_id": 1}
     folder, other = _near(tmp_path / "one", 1, **fields), _near(tmp_path / "other", 2, **fields)
     made = accel.export(folder, out=tmp_path / "dec", simplify=False, decoder=True)
