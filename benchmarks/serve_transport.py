@@ -38,7 +38,7 @@ MEAN = """<ir_version: 10, opset_import: ["" : 20]>
 mean (float[batch, {sizes}] x) => (float[batch, {channels}] y) <int64[2] axes = {{2, 3}}> {{
   y = ReduceMean <keepdims = 0> (x, axes)
 }}"""
-TRANSPORTS = ("grpc", "cygrpc")
+TRANSPORTS = ("grpc", "cygrpc", "native")
 # Each row has a model, the shape of a request, and the numbers of callers.
 SCENARIOS = (("small", (1, 4, 16, 16), (1, 8, 32)), ("mlp", (1, 1024), (1, 8, 32)), ("image", (1, 3, 224, 224), (8,)))
 

@@ -43,6 +43,7 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"accel"}
     sources = [*ROOT.glob("accel/kernels/native/csrc/*.*"), *ROOT.glob("accel/kernels/native/csrc/cutlass/*.*")]
     sources += ROOT.glob("accel/kernels/native/plugins/*.*")
+    sources += ROOT.glob("accel/serve/transports/native/csrc/*.*")
     assert len(sources) > 10
     for path in [*ROOT.glob("converters/*.py"), *ROOT.glob("accel/*/*.py"), *sources]:
         inside = path.relative_to(ROOT)

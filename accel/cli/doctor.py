@@ -26,7 +26,10 @@ def command(say: Output) -> None:
     def serve_line() -> str:
         row = found["serve"]
         why = f": {row['why_not']}" if row["why_not"] else ""
-        return f"accel serve answers gRPC calls with --transport {row['transport']}{why}" if row["transport"] else ""
+        if not row["transport"]:
+            return ""
+        native = f"can't be used: {row['native_why_not']}" if row["native_why_not"] else "can be used"
+        return f"accel serve answers gRPC calls with --transport {row['transport']}{why}\n--transport native {native}"
 
     def human() -> Any:
         from rich.console import Group
@@ -70,10 +73,11 @@ def _serve() -> dict[str, str]:
     """Returns the gRPC transport that `accel serve` chooses, or "" without grpcio, and why it isn't the fastest one."""
     try:
         from accel.serve.transports.grpc.choice import CYGRPC, GRPC, why_not
+        from accel.serve.transports.native.build import why_not as why_not_native
     except ModuleNotFoundError:
-        return {"transport": "", "why_not": ""}
+        return {"transport": "", "why_not": "", "native_why_not": ""}
     reason = why_not()
-    return {"transport": GRPC if reason else CYGRPC, "why_not": reason}
+    return {"transport": GRPC if reason else CYGRPC, "why_not": reason, "native_why_not": why_not_native()}
 
 
 def _yes(value: bool) -> str:

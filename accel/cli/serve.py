@@ -94,11 +94,29 @@ class _Serve(click.Command):
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
 @click.option(
     "--transport",
-    type=click.Choice(["auto", "cygrpc", "grpc"]),
+    type=click.Choice(["auto", "native", "cygrpc", "grpc"]),
     default="auto",
     show_default=True,
-    help="How gRPC calls are answered. cygrpc: by the core of grpcio, in batches; grpc: by grpcio's server; auto: "
-    "cygrpc, if accel knows the installed version of grpcio.",
+    help="How gRPC calls are answered. native: by libnghttp2, through an extension that is compiled at its first use; "
+    "cygrpc: by the core of grpcio, in batches; grpc: by grpcio's server; auto: cygrpc, if accel knows the installed "
+    "version of grpcio.",
+)
+@click.option(
+    "--max-resets-per-second",
+    "max_resets",
+    type=click.FloatRange(0),
+    default=1000.0,
+    show_default=True,
+    help="For --transport native: a connection ends if its client resets more calls; 0: no limit. An address may reset "
+    "ten times as many.",
+)
+@click.option(
+    "--max-connections-per-address",
+    "max_connections",
+    type=click.IntRange(0),
+    default=0,
+    help="For --transport native: the open gRPC connections of an address, or of an IPv6 /64, in each process; 0: no "
+    "limit.",
 )
 @click.option(
     "--grpc-threads",

@@ -54,6 +54,9 @@ class Processes(Control, Protocol):
     def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
         """Returns the statistics of ``models``, summed over the processes."""
 
+    def counts(self) -> dict[str, int]:
+        """Returns what the transports have counted, summed over the processes."""
+
 
 COMMANDS = frozenset(name for name in vars(Control) if not name.startswith("_"))
 

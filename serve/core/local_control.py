@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from accel.errors import AccelError, BadRepository
 
@@ -25,6 +26,7 @@ class LocalControl:
     def __init__(self, repository: Repository, memory: OwnedMemory, trace: TraceSettings, logging: LogSettings) -> None:
         self._repository, self._memory, self.trace, self.logging = repository, memory, trace, logging
         self.uploads = Uploads()
+        self.counters: list[Callable[[], Mapping[str, int]]] = []  # of the transports
         self._configs: dict[str, str] = {}  # maps each model to the config of the last load command
 
     def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -78,6 +80,13 @@ class LocalControl:
     def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
         """Returns the statistics of ``models`` in this process."""
         return [(model.name, model.version, model.statistics()) for model in models]
+
+    def counts(self) -> dict[str, int]:
+        """Returns what the transports of this process have counted."""
+        found: Counter[str] = Counter()
+        for count in self.counters:
+            found.update(count())
+        return dict(found)
 
     def statistics_of(self, versions: Collection[tuple[str, str]]) -> list[StatisticsRow]:
         """Returns the statistics of each version in ``versions`` that this process has loaded. ``versions`` holds pairs

@@ -179,6 +179,11 @@ class InferenceServer:
             models = [m for m in self.repository.models() if self.access.allowed(token, m.name)]
         return self.processes.statistics(models)
 
+    def counts(self, token: str | None = None) -> dict[str, int]:
+        """Returns what the transports have counted, summed over the processes of the server."""
+        self.access.check(token)
+        return self.processes.counts()
+
     # Inference
 
     def infer(self, call: InferCall, reply: Reply) -> Ticket:

@@ -30,7 +30,7 @@ from ..process.options import ServeOptions
 from ..protocol import messages as proto
 from ..protocol.inference import Code, ServeError
 from ..security.access import bearer
-from ..transports.grpc.front import unary_methods
+from ..transports.grpc.servicer import unary_methods
 from ..transports.http import wire as http_wire
 
 METHODS = (
@@ -49,7 +49,7 @@ def add_inference_service(servicer: Any, server: Any) -> None:
 
 
 class _Context:
-    """Gives Ray's gRPC context the methods that ``transports/grpc/front.py`` calls on a grpcio context."""
+    """Gives Ray's gRPC context the methods that ``transports/grpc/servicer.py`` calls on a grpcio context."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

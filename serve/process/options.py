@@ -35,8 +35,8 @@ class ServeOptions:
     the form ``NAME=PATH`` (see ``models/places.py``). For ``grpc_port`` and ``http_port``, 0 takes a free
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
     the number of cores that the sessions of one model share, or 0 for all cores that the process may use. ``threads``
-    is the number of threads of each session, or 0 for the session's share of ``cores``. ``transport`` is ``cygrpc``,
-    ``grpc`` or ``auto`` (see ``transports/grpc/choice.py``). If ``restart`` is True, a
+    is the number of threads of each session, or 0 for the session's share of ``cores``. ``transport`` is ``native``,
+    ``cygrpc``, ``grpc`` or ``auto`` (see ``transports/grpc/choice.py``). If ``restart`` is True, a
     supervisor restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form
     ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, the server takes requests
     for ``drain_delay`` seconds but reports that it isn't ready. Then open requests have ``drain`` seconds to end. A
@@ -58,6 +58,8 @@ class ServeOptions:
     threads: int = 0
     cores: int = 0
     transport: str = "auto"
+    max_resets: float = 1000.0
+    max_connections: int = 0
     grpc_threads: int = 512
     max_message: int = 0
     drain: float = 30.0

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -57,6 +58,7 @@ class Peers:
             "run": self._run_here,
             "commands": local.commands,
             "statistics": self._statistics_here,
+            "counts": local.counts,
         }
 
     def listen(self) -> None:
@@ -134,6 +136,14 @@ class Peers:
                 for name, version, statistics in answer[1]:
                     rows[name, version].add(statistics)
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
+
+    def counts(self) -> dict[str, int]:
+        """Returns what the transports have counted, summed over the processes that answer."""
+        found = Counter(self._local.counts())
+        for _, answer in self._ask("counts"):
+            if answer[0] == "done":
+                found.update(answer[1])
+        return dict(found)
 
     def catch_up(self) -> None:
         """Asks another process for all commands that the server ran before this process started. Runs the commands in

@@ -125,9 +125,16 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
         "shared": options.supervised,
     }
     if options.grpc_port is not None:
-        from ..transports.grpc.front import GrpcTransport
+        from ..transports.grpc_port import open_grpc
 
-        found["grpc"] = GrpcTransport(server, port=options.grpc_port, transport=options.transport, **common)
+        found["grpc"] = open_grpc(
+            server,
+            port=options.grpc_port,
+            transport=options.transport,
+            max_resets=options.max_resets,
+            max_connections=options.max_connections,
+            **common,
+        )
     if options.http_port is not None:
         from ..transports.http.front import HttpTransport
 

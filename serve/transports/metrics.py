@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -101,9 +102,38 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return list(zip(ends, accumulate(histogram.counts), strict=True))
 
 
-def render(rows: list[StatisticsRow]) -> bytes:
-    """Returns the metrics of ``rows`` in the text format that Prometheus scrapes."""
+# What a port counts: the key in its counts, the name and the description of the metric, and its kind.
+CONNECTIONS, ACCEPTED, REFUSED, ENDED = "connections", "accepted", "refused", "ended_"
+_PORT = (
+    (CONNECTIONS, "accel_grpc_connections", "Open gRPC connections", "gauge"),
+    (ACCEPTED, "accel_grpc_connections_accepted", "gRPC connections that were accepted", "counter"),
+    (REFUSED, "accel_grpc_connections_refused", "gRPC connections above the limit of an address", "counter"),
+)
+
+
+class _Counts(Collector):
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        for key, name, text, kind in _PORT:
+            if key in self._counts:
+                metric = Metric(name, text, kind)
+                metric.add_sample(name, {}, self._counts[key])
+                yield metric
+        ended = {key.removeprefix(ENDED): count for key, count in self._counts.items() if key.startswith(ENDED)}
+        if ended:
+            name = "accel_grpc_connections_ended"
+            metric = Metric(name, "gRPC connections that were ended because they sent too many of something", "counter")
+            for reason, count in ended.items():
+                metric.add_sample(name, {"reason": reason}, count)
+            yield metric
+
+
+def render(rows: list[StatisticsRow], counts: Mapping[str, int] = MappingProxyType({})) -> bytes:
+    """Returns the metrics of ``rows`` and of a port's ``counts`` in the text format that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_Rows(rows))
+    registry.register(_Counts(counts))
     # The Prometheus library declares a counter as NAME_total, but the names of Triton's counters don't end in _total.
     return re.sub(rb"(?m)^(# (?:HELP|TYPE) \w+)_total ", rb"\1 ", generate_latest(registry))

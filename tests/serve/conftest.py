@@ -16,26 +16,33 @@ from accel.serve.models import loading
 from accel.serve.models.repository import Repository
 from accel.serve.process.options import ServeOptions
 from accel.serve.process.serving import ServingProcess
-from accel.serve.transports.grpc.choice import CYGRPC, GRPC
+from accel.serve.transports.grpc.choice import CYGRPC, GRPC, NATIVE
+from accel.serve.transports.native.build import why_not
 from tests.serve.faulty_session import Faulty
 from tests.support.serving import Served, Start, linear, two_inputs
 
-# The modules whose tests always run on both gRPC transports. All other tests of a server run on ``cygrpc``, and on
-# ``grpc`` with the marker ``proof``. Nightly tests and tests for a GPU run on both where they run at all.
-ON_BOTH = ("test_grpc_infer", "test_grpc_control", "test_drain")
+# The modules whose tests always run on all gRPC transports, and those that always run on ``cygrpc`` and ``native``. All
+# other tests of a server run on ``cygrpc``, and on the others with the marker ``proof``. Nightly tests and tests for a
+# GPU run on all where they run at all. A module may name its TRANSPORTS itself.
+ON_ALL = ("test_grpc_infer", "test_grpc_control", "test_drain")
+ON_NATIVE = (*ON_ALL, "test_together", "test_large_messages")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
         apart = any(metafunc.definition.get_closest_marker(name) for name in ("nightly", "gpu"))
-        both = apart or metafunc.module.__name__.rpartition(".")[2] in ON_BOTH
-        marks = () if both else (pytest.mark.proof,)
-        metafunc.parametrize("transport", [CYGRPC, pytest.param(GRPC, marks=marks)], indirect=True)
+        module = metafunc.module.__name__.rpartition(".")[2]
+        always = [CYGRPC] + [name for name, on in ((GRPC, ON_ALL), (NATIVE, ON_NATIVE)) if apart or module in on]
+        proof = [pytest.param(name, marks=pytest.mark.proof) for name in (GRPC, NATIVE) if name not in always]
+        only = getattr(metafunc.module, "TRANSPORTS", ())
+        metafunc.parametrize("transport", only or [*always, *proof], indirect=True)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
     """Returns the gRPC transport of the servers that ``start`` and ``serve`` start."""
+    if request.param == NATIVE and (reason := why_not()):
+        pytest.skip(reason)
     return str(request.param)
 
 

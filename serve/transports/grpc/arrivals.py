@@ -51,7 +51,7 @@ class Arrivals:
 
     def arrived(self, call: Any) -> None:
         """Ends what ``expect`` began."""
-        del self._since[call]
+        self._since.pop(call, None)
 
     def track(self, context: Any) -> None:
         """Counts the call as open until its answer is sent, or the call ends otherwise."""

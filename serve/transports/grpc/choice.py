@@ -1,4 +1,5 @@
-"""Chooses between grpcio's own server and the loop over gRPC's core (``infer_loop.py``)."""
+"""Chooses between grpcio's own server, the loop over gRPC's core (``infer_loop.py``) and the extension on libnghttp2
+(``transports/native``)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from accel.errors import UnsupportedHere
 
 log = logging.getLogger("accel.serve")
 
-AUTO, CYGRPC, GRPC = CHOICES = ("auto", "cygrpc", "grpc")
+AUTO, NATIVE, CYGRPC, GRPC = CHOICES = ("auto", "native", "cygrpc", "grpc")
 # The loop uses private names of grpcio. The tests were run with 1.81.1 and with 1.85.1.
 _FIRST, _END = (1, 81), (1, 86)
 _NAMES = {
@@ -52,11 +53,17 @@ def why_not() -> str:
 
 
 def chosen(asked: str) -> str:
-    """Returns ``CYGRPC`` or ``GRPC``. Raises ``UnsupportedHere`` if ``asked`` is ``CYGRPC`` and grpcio doesn't allow
-    it."""
-    reason = "" if asked == GRPC else why_not()
-    if reason and asked == CYGRPC:
-        raise UnsupportedHere(f"can't use --transport cygrpc: {reason}; write --transport auto")
-    found = GRPC if asked == GRPC or reason else CYGRPC
+    """Returns ``NATIVE``, ``CYGRPC`` or ``GRPC``. Raises ``UnsupportedHere`` if ``asked`` is a transport that can't be
+    used here."""
+    reason = ""
+    if asked == NATIVE:
+        from ..native.build import why_not as why_not_native
+
+        reason = why_not_native()
+    elif asked != GRPC:
+        reason = why_not()
+    if reason and asked != AUTO:
+        raise UnsupportedHere(f"can't use --transport {asked}: {reason}, or write --transport auto")
+    found = (GRPC if reason else CYGRPC) if asked == AUTO else asked
     log.info("gRPC calls are answered", extra={"transport": found, **({"reason": reason} if reason else {})})
     return found

@@ -20,6 +20,11 @@ def refuse(context: Any, error: ServeError) -> NoReturn:
     raise AssertionError  # abort has raised
 
 
+def quoted(text: str) -> bytes:
+    """Returns ``text`` as gRPC writes it into the metadata."""
+    return quote(text, safe=_PLAIN).encode("ascii")
+
+
 def shortened(text: str) -> str:
     """Returns ``text``, cut so that it needs at most ``_MOST`` bytes in the metadata, where gRPC writes a byte outside
     printable ASCII as three."""

@@ -15,6 +15,7 @@ from .message import ReceivedRequest
 
 _InferResponse = proto.message("ModelInferResponse")
 # The tag of an entry of raw_output_contents: the number of the field, and the wire type of bytes.
+_LARGE = 1 << 16  # bytes that aren't worth a copy
 _RAW_TAG = bytes([_InferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | 2])
 
 
@@ -116,10 +117,16 @@ class Reply:
 
     def SerializeToString(self) -> bytes:
         """Returns the bytes of the message, as protobuf's method of this name does."""
+        return b"".join(self.parts())
+
+    def parts(self) -> tuple[bytes | memoryview, ...]:
+        """Returns the bytes of the message in parts. Joins the parts of a small message."""
         parts: list[bytes | memoryview] = [self._head.SerializeToString()]
+        size = 0
         for raw in self._raws:
             parts += (_RAW_TAG, _varint(len(raw)), raw)
-        return b"".join(parts)
+            size += len(raw)
+        return tuple(parts) if size > _LARGE else (b"".join(parts),)
 
     def message(self) -> Any:
         """Returns the protobuf message."""

@@ -8,12 +8,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from ...protocol.tensors import invalid
+from ..unpacking import FREE, PIECE, RATIO
 
-# A compressed body may be this many times larger unpacked. Less than _FREE bytes are taken at any ratio, because
-# tensors of equal numbers pack to a thousandth.
-_RATIO = 100
-_FREE = 16 << 20
-_PIECE = 1 << 20
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 # Calls a function on another thread, because unpacking takes time.
@@ -60,16 +56,16 @@ async def _unpacked(request: web.Request, most: int, apart: Apart) -> bytearray:
             unpack = zlib.decompressobj(47 if chunk[0] == 0x1F or chunk[0] & 15 == 8 else -15)
         while chunk:
             try:
-                found += await apart(unpack.decompress, chunk, _PIECE)
+                found += await apart(unpack.decompress, chunk, PIECE)
             except zlib.error as error:
                 raise invalid(f"the compressed body is broken: {error}") from None
             if unpack.unused_data:
                 raise invalid("bytes follow the compressed body")
             if len(found) > most:
                 raise _too_large(most, len(found))
-            if len(found) > max(_FREE, _RATIO * received):
+            if len(found) > max(FREE, RATIO * received):
                 raise web.HTTPRequestEntityTooLarge(
-                    most, len(found), text=f"the body is more than {_RATIO} times larger unpacked; send it uncompressed"
+                    most, len(found), text=f"the body is more than {RATIO} times larger unpacked; send it uncompressed"
                 )
             chunk = unpack.unconsumed_tail
     if unpack is not None and not unpack.eof:

@@ -221,7 +221,8 @@ class _Rest:
 
     async def metrics(self, request: web.Request) -> web.Response:
         rows = await self._do(self._server.statistics, "", "", self._token(request))
-        return web.Response(body=metrics.render(rows), headers={"Content-Type": metrics.CONTENT_TYPE})
+        counts = await self._do(self._server.counts, self._token(request))
+        return web.Response(body=metrics.render(rows, counts), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def metadata(self, request: web.Request) -> web.Response:
         name, version, extensions = self._server.metadata(self._token(request))

@@ -231,10 +231,10 @@ def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
 
 def test_every_method_is_there() -> None:
     """Fails if the server lacks a method of the protocol."""
-    from accel.serve.transports.grpc.front import _Servicer
+    from accel.serve.transports.grpc.servicer import Servicer
 
     assert len(proto.methods()) == 20
-    assert all(callable(getattr(_Servicer, name)) for name in proto.methods())
+    assert all(callable(getattr(Servicer, name)) for name in proto.methods())
 
 
 def test_health(process: Any) -> None:

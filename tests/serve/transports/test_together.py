@@ -15,9 +15,13 @@ import tritonclient.grpc as triton
 
 from accel.errors import UnsupportedHere
 from accel.serve.models import loading
-from accel.serve.transports.grpc import choice, infer_loop
+from accel.serve.transports import turns
+from accel.serve.transports.grpc import choice
 from accel.serve.transports.grpc.choice import AUTO, CYGRPC, GRPC, chosen, why_not
+from accel.serve.transports.native.front import NativeTransport
 from tests.support.serving import WEIGHTS, Start, ask, client, linear, until
+
+LOOPS = ("accel-grpc-", "accel-native-")  # the names of the threads that read all calls
 
 
 class Watched:
@@ -60,11 +64,11 @@ def watched(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> An
 def test_calls_that_arrive_together_share_a_run(watched: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if calls that have arrived while the loop was busy run one by one, if the loop's thread doesn't run a brief
     model itself, or if a caller gets the rows of another caller."""
-    if transport != CYGRPC:
+    if transport == GRPC:
         pytest.skip("grpcio's own server passes each call to a thread")
     process, sessions = watched
     session = sessions["linear"]
-    monkeypatch.setattr(infer_loop, "_STUCK", 60.0)  # no other thread takes over while this test holds the loop
+    monkeypatch.setattr(turns, "_STUCK", 60.0)  # no other thread takes over while this test holds the loop
     with client(process.ports["grpc"]) as made:
         make_brief(made, session)
         for patience in range(1, 20):
@@ -84,7 +88,7 @@ def make_brief(made: Any, session: Watched) -> None:
 
     def runs_itself() -> bool:
         ask(made)
-        return session.threads[-1].startswith("accel-grpc-")
+        return session.threads[-1].startswith(LOOPS)
 
     until(runs_itself)
 
@@ -118,7 +122,7 @@ def burst(made: Any, session: Watched, count: int, patience: float) -> list[Any]
 
 def test_a_brief_model_that_hangs(watched: Any, transport: str) -> None:
     """Fails if a model whose runs were brief holds up the calls of other models once a run takes long."""
-    if transport != CYGRPC:
+    if transport == GRPC:
         pytest.skip("grpcio's own server passes each call to a thread")
     process, sessions = watched
     go, entered = threading.Event(), threading.Event()
@@ -155,7 +159,7 @@ def test_a_slow_model_runs_in_its_own_thread(watched: Any) -> None:
     with client(process.ports["grpc"]) as made:
         for _ in range(20):
             ask(made, "other")
-    assert not any(name.startswith("accel-grpc-") for name in sessions["other"].threads[2:])
+    assert not any(name.startswith(LOOPS) for name in sessions["other"].threads[2:])
 
 
 def test_the_installed_grpcio_is_known() -> None:
@@ -187,7 +191,7 @@ def test_a_grpcio_that_is_not_known(
 def test_calls_that_are_cancelled_at_once(watched: Any, transport: str) -> None:
     """Fails if calls that clients reset as soon as they have sent them (rapid reset) take threads, stay open, or end
     the service for others."""
-    if transport != CYGRPC:
+    if transport == GRPC:
         pytest.skip("grpcio's own server passes each call to a thread")
     process, _ = watched
     request = triton.service_pb2.ModelInferRequest(model_name="linear")
@@ -206,9 +210,10 @@ def test_calls_that_are_cancelled_at_once(watched: Any, transport: str) -> None:
                 for call in calls:
                     call.cancel()
         ask(made)
-        until(lambda: process.server.under_way == 0 and state_of(process).active_rpc_count == 0)
-    assert not {thread.name for thread in threading.enumerate()} - names - {"accel-grpc-1"}
+        until(lambda: process.server.under_way == 0 and open_calls(process) == 0)
+    assert not {thread.name for thread in threading.enumerate()} - names - {f"{name}1" for name in LOOPS}
 
 
-def state_of(process: Any) -> Any:
-    return process.transports["grpc"]._grpc._state
+def open_calls(process: Any) -> int:
+    made = process.transports["grpc"]
+    return int(made._port.open if isinstance(made, NativeTransport) else made._grpc._state.active_rpc_count)

@@ -1,0 +1,102 @@
+"""Compiles the extension on libnghttp2 when it is first used, and keeps it in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accel.errors import BuildFailed, UnsupportedHere
+from accel.kernels.catalogue.folder import cache_folder
+from accel.kernels.native.compilers import Compilers, scratch_beside
+
+SOURCES = Path(__file__).parent / "csrc"
+MODULE = "accel_port"
+_FLAGS = ("-std=c17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror")
+_LIBRARIES = ("-lnghttp2", "-lssl", "-lcrypto", "-lm")
+_CHECK = """#include <Python.h>
+#include <nghttp2/nghttp2.h>
+#include <openssl/ssl.h>
+int main(void) { return !nghttp2_version(0) || !TLS_server_method(); }
+"""
+ADVICE = "install a C compiler, the headers of Python, libnghttp2 and OpenSSL (Debian: gcc libnghttp2-dev libssl-dev)"
+
+
+def _compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+@cache
+def why_not() -> str:
+    """Returns the reason why the extension can't be compiled here, or "" if it can. Takes a moment."""
+    compiler = _compiler()
+    if compiler is None:
+        return f"there is no C compiler; {ADVICE}"
+    with tempfile.TemporaryDirectory() as name:
+        words = [compiler, "-x", "c", "-", f"-I{sysconfig.get_path('include')}", "-o", f"{name}/check", *_LIBRARIES]
+        words += ["-shared", "-fPIC"]  # without Python's library
+        try:
+            found = subprocess.run(words, input=_CHECK, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} can't be run ({error}); {ADVICE}"
+    if found.returncode:
+        lines = [line for line in found.stderr.splitlines() if "error" in line or "cannot find" in line]
+        return f"{(lines or ['the compiler failed'])[0].strip()[:200]}; {ADVICE}"
+    return ""
+
+
+def build(*, sanitize: str = "", folder: Path | None = None) -> Path:
+    """Compiles the extension, or takes it from the cache if the sources are unchanged. Returns the library's path.
+
+    ``sanitize`` is the value of the compiler option -fsanitize, for tests. Raises ``UnsupportedHere`` if a compiler or
+    a library is missing, and ``BuildFailed`` if the compiler fails.
+    """
+    compiler = _compiler()
+    reason = why_not()
+    if compiler is None or reason:
+        raise UnsupportedHere(f"can't compile the native transport: {reason}")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    include = sysconfig.get_path("include")
+    flags = [*_FLAGS, f"-I{include}"]
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+    sources = sorted(SOURCES.glob("*.c"))
+    texts = [path.read_text(encoding="utf-8") for path in (*sources, *sorted(SOURCES.glob("*.h")))]
+    key = hashlib.sha256("\0".join([version, *flags, *_LIBRARIES, *texts]).encode()).hexdigest()[:32]
+    library = (folder or cache_folder().parent / "native") / key / f"{MODULE}.abi3.so"
+    if library.is_file():
+        return library
+    with scratch_beside(library.parent) as scratch, Compilers(scratch) as compilers:
+        made = scratch / "library"
+        made.mkdir()
+        words = [compiler, *flags, "-shared", *map(str, sources), "-o", str(made / library.name), *_LIBRARIES]
+        compilers.run(words)
+        if not library.parent.exists():  # another process may have built it meanwhile
+            made.rename(library.parent)
+    return library
+
+
+@cache
+def port_library() -> Any:
+    """Returns the extension module. Raises ``UnsupportedHere`` or ``BuildFailed`` if there is none."""
+    return load(Path(given) if (given := os.environ.get("ACCEL_PORT_LIBRARY")) else build())
+
+
+def load(library: Path) -> Any:
+    """Returns the extension module in the file ``library``."""
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    if spec is None or spec.loader is None:
+        raise BuildFailed(f"{library} is no extension of Python; remove the file and try again")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UnsupportedHere(f"can't load {library}: {error}; remove the file and try again, or {ADVICE}") from None
+    return module
