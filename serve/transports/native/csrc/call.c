@@ -272,9 +272,10 @@ int take_data(Call *call, const uint8_t *data, size_t len) {
   return 0;
 }
 
+/* Lets the client send more, if the call may go on. */
 void go_on(Call *call) {
   if (!call->connection || !call->unconsumed || !may_go_on(call)) return;
   nghttp2_session_consume_stream(call->connection->session, call->id, call->unconsumed);
   call->unconsumed = 0;
-  mark_dirty(call->connection);
+  push(call);
 }
