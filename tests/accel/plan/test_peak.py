@@ -19,7 +19,7 @@ from accel.train.optimizer.master import MasterOptimizer
 from accel.train.parallel.zero import micro_batch, shard
 from accel.train.precision.modes import autocast, parameter_dtype
 from accel.train.recompute import recompute
-from accel.train.simulate import _default_dtype, _fake_world, _meshes
+from accel.train.simulate import _default_dtype, _meshes, fake_world
 
 SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
@@ -28,7 +28,7 @@ def _peaks(layout: Layout) -> tuple[int, int]:
     """Returns the peak memory of all live tensors, in bytes, as two numbers. The first number covers two micro-batches.
     The second number also covers the optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
-    with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
         with _default_dtype(parameter_dtype(layout.precision)):
             module = GPT(SHAPE)
         recompute(module, layout.recompute)

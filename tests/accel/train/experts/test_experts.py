@@ -22,7 +22,7 @@ from accel.train.experts.dispatch import distribute
 from accel.train.loop import Trainer
 from accel.train.parallel.zero import shard
 from accel.train.run.launch import train
-from accel.train.simulate import _fake_world, _locals
+from accel.train.simulate import _locals, fake_world
 from tests.support.runs import SMALL, config_of, logged, trainer_of
 
 MOE = f"{SMALL}:moe"
@@ -127,7 +127,7 @@ def test_the_plan_counts_experts_once() -> None:
     found = plan(spec_of_config(config), layout)
     spec = found.spec
     assert (spec.mixtures, spec.experts, spec.top_k, spec.expert_params) == (2, 4, 2, 2 * 4 * 3 * 16 * 32)
-    with _fake_world(4):
+    with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside", "ep"))
         model = make_model(MOE, 0)
         experts = distribute(model, mesh["ep"], 0.0)
