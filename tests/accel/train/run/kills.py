@@ -1,4 +1,8 @@
-"""Kills processes of ``accel train`` with SIGKILL at random instants, and checks what is left after each kill."""
+"""Kills processes of ``accel train`` with SIGKILL at random instants, and checks what is left after each kill.
+
+The runs are short, so a process that lives on may end by itself before it is looked for. ``test_owner`` kills the
+command of a long run.
+"""
 
 from __future__ import annotations
 
