@@ -5,9 +5,6 @@ BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# The processes that tests start would otherwise compile accel's modules again and again.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: help demo test test-fast docs remote ray proof record soak gpu lint format descriptors clean
 .DEFAULT_GOAL := help
 
@@ -34,9 +31,12 @@ demo: $(VENV)/demo-ready  ## train one model, take another's weights: measured a
 
 # A file of tests runs in one process. tests/conftest.py orders the files.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Tests start many processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile accel's modules again.
+COMPILE := $(BIN)/python -m compileall -q -j 2 accel converters kernels serve
 
 # Training has processes of its own: it forks ranks, which must not inherit the thread pools of five runtimes.
 test: $(VENV)/ready $(OLD)/ready  ## run the suite
+	$(COMPILE)
 	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q $(TWO) --ignore=tests/accel/train
 	$(BIN)/python -m pytest -q $(TWO) tests/accel/train
 
@@ -73,6 +73,7 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 	@touch $@
 
 proof: $(VENV)/ready  ## run the long proofs: every shipped kernel, the longest tests of the rest
+	$(COMPILE)
 	$(BIN)/python -m pytest -q -n 2 -m proof
 
 docs: $(VENV)/ready  ## build the documentation as a site that opens offline
