@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from accel.errors import CannotWrite, TrainingFailed
 from accel.train import log
-from accel.train.run import watchdog
+from accel.train.run import launch, watchdog
 from accel.train.run.launch import first_errors, train
 from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of, logged, rows_of
@@ -231,8 +231,8 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Fails if a sleeping or stopped rank blocks the run forever. Also fails if the error names a rank that only waits
-    for the hung rank."""
+    """Fails if a sleeping or stopped rank blocks the run forever, or still runs when torchrun is told to end, because
+    torchrun would wait for it. Also fails if the error names a rank that only waits for the hung rank."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal, time\n\n"
@@ -244,14 +244,19 @@ def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     )
     config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=5.0, parallel={"zero": 3})
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 3.0)
+    whole, left_to_torchrun = launch._end, list[str]()
+
+    def end(process: subprocess.Popen[bytes]) -> None:
+        left_to_torchrun.extend(line for line in _processes(tmp_path) if "torch.distributed.run" not in line)
+        whole(process)
+
+    monkeypatch.setattr(launch, "_end", end)
     where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
     with pytest.raises(TrainingFailed, match=rf"no step in 5 s: rank 1 {where}") as caught:
         train(config, tmp_path / "run", nproc=2)
     assert "rank 0" not in str(caught.value)
-    left = [
-        f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.run.rank" in _read(f)
-    ]
-    assert not left
+    assert not left_to_torchrun
+    assert not _processes(tmp_path)
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
@@ -285,13 +290,16 @@ def test_a_killed_command_leaves_no_rank_behind(tmp_path: Path) -> None:
     while not (tmp_path / "log.jsonl").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (tmp_path / "log.jsonl").is_file()
-    ranks = [
-        p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(p) and "train.run.rank" in _read(p)
-    ]
-    assert len(ranks) >= 2
+    assert len(_processes(tmp_path)) >= 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 1
-    assert not [p for p in ranks if str(tmp_path) in _read(p)]
+    assert not _processes(tmp_path)
+
+
+def _processes(folder: Path) -> list[str]:
+    """Returns the command lines of the running ranks and torchruns of the run in ``folder``."""
+    lines = [_read(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in lines if str(folder) in line and "train.run.rank" in line]
 
 
 def _read(path: Path) -> str:
