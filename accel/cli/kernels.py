@@ -78,7 +78,7 @@ def check_(every: bool, say: Output) -> None:
 @click.option(
     "--cpu",
     is_flag=True,
-    help="Builds the int4 and int8 products of few rows on this machine's CPU for torch.ops.accel.packed_product.",
+    help="Builds the int4 and int8 products of few rows for PyTorch on this machine's CPU.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Files to compile at a time. Default: the number of cores.")
 @output_options
