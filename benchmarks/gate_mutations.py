@@ -8,9 +8,8 @@ Usage:
 Each fault changes one thing in the ONNX graph of a small transformer, a convolutional net or a recurrent net: a weight,
 an attribute, an operator, the order of two inputs, or an integer constant such as a size in a Reshape. A fault counts
 if the outputs differ from the original by more than the gate's limit, or can't be computed, at one of 27 combinations
-of sizes, with three inputs for each. The gate runs with its own cases, with the cases of version 0.1.0, which
-combined the largest batch with the usual sizes, and on the simplified form of the faulty graph, as in an export, whose
-only gate comes after the simplification.
+of sizes, with three inputs for each. The gate runs with its own cases, and with the cases of version 0.1.0, which
+combined the largest batch with the usual sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from onnx import numpy_helper
 import accel
 from accel import kept_outputs
 from accel.artifact import Artifact
-from accel.converters.graph.simplify import _SKIPPED, run_onnxsim
 from accel.errors import AccelError
 from accel.proof.compare import compare
 from accel.proof.gates import OutputGate
@@ -228,15 +226,6 @@ def finds(source: Artifact, mutant: Artifact) -> bool:
         return True
 
 
-def simplified(mutant: Artifact, out: Path) -> Artifact:
-    """Returns the simplified form of the model, or the model itself if onnxsim fails, as the stage does."""
-    try:
-        run_onnxsim(mutant.path, out, list(_SKIPPED))
-        return replace(open_onnx(out, probe=False), signature=mutant.signature)
-    except Exception:  # onnxsim may raise anything for a faulty graph
-        return mutant
-
-
 def run(count: int) -> dict[str, Any]:
     draw = random.Random(0)
     rows: list[dict[str, Any]] = []
@@ -266,8 +255,6 @@ def run(count: int) -> dict[str, Any]:
                 kept_outputs._kept.clear()
                 with with_cases(cases):
                     found[name] = finds(source, mutant)
-            kept_outputs._kept.clear()
-            found["simplified"] = finds(source, simplified(mutant, folder / "simplified.onnx"))
             rows.append({"model": source.path.stem, "kind": kind, **found})
             print(f"{len(rows)}: {rows[-1]}", flush=True)
     return {"rows": rows, "limit": LIMIT}
@@ -282,13 +269,13 @@ def markdown(body: dict[str, Any]) -> str:
         f" {body['limit']:g}",
         "at some sizes, or stops the model there. Made by `python benchmarks/gate_mutations.py`.",
         "",
-        "| fault | faults | found | found in the simplified file | found with the cases of version 0.1.0 |",
-        "|---|---|---|---|---|",
+        "| fault | faults | found | found with the cases of version 0.1.0 |",
+        "|---|---|---|---|",
     ]
     for kind in (*mutations(), ""):
         own = [row for row in rows if row["kind"] == kind or not kind]
-        new, after, old = (sum(row[name] for row in own) for name in ("new", "simplified", "old"))
-        lines.append(f"| {kind or 'all'} | {len(own)} | {new} | {after} | {old} |")
+        new, old = (sum(row[name] for row in own) for name in ("new", "old"))
+        lines.append(f"| {kind or 'all'} | {len(own)} | {new} | {old} |")
     return "\n".join([*lines, ""])
 
 
