@@ -102,7 +102,7 @@ def free_port() -> int:
 def settings(port: int, ports: list[dict[str, int]]) -> str:
     """Returns the settings of the page, with the ports of the test."""
     page = (ROOT / "docs/how-to/several-machines.md").read_text()
-    found = re.search(r"```haproxy\n(.*?)```", page, re.S)
+    found = re.search(r"```text\n(defaults\n.*?)```", page, re.S)
     assert found is not None
     kept = [line for line in found[1].splitlines() if not line.strip().startswith("server ")]
     lines = [
