@@ -87,6 +87,7 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
         recompute=p.recompute,
         pipeline=p.pipeline,
         offload=p.offload,
+        disk=p.disk,
     )
 
 
@@ -96,13 +97,13 @@ def search_for_config(
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
     ``fixed`` maps fields of ``Layout`` to required values. Every layout keeps the config's settings for replicas,
-    ZeRO++ and offload. If the config turns off sequence parallelism, no layout uses sequence parallelism. Raises
+    ZeRO++, offload and disk. If the config turns off sequence parallelism, no layout uses sequence parallelism. Raises
     ``BadConfig`` if no layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()
     kept = {
         name: getattr(p, name)
-        for name in ("replicate", "hpz", "qwz", "qgz", "offload", "sequence_parallel")
+        for name in ("replicate", "hpz", "qwz", "qgz", "offload", "disk", "sequence_parallel")
         if getattr(p, name) != getattr(usual, name)
     }
     found = search(
@@ -150,6 +151,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             recompute=layout.recompute,
             replicate=layout.replicate,
             offload=layout.offload,
+            disk=layout.disk,
         ),
     )
 

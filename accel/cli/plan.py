@@ -33,7 +33,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 
 
 # Options that are off by default.
-_EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
+_EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload", "disk")
 
 
 @click.command("plan")
@@ -63,6 +63,7 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int8.")
 @click.option("--replicate", type=int, help="Replicas of the group that ZeRO shards over (HSDP).")
 @click.option("--offload", is_flag=True, help="CPU offload: keep the shards of ZeRO on the host.")
+@click.option("--disk", default="", help="Keep the optimizer states in this folder of the disk.")
 @click.option("--inference", is_flag=True, help="Plan inference (weights and KV cache) instead of training.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences of --inference.")
 @click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. List every layout that fits, fastest first.")
@@ -70,6 +71,7 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--bandwidth", type=Quantity(), help="Bytes/s that a rank sends between nodes: 40G.")
 @click.option("--node-bandwidth", type=Quantity(), help="Bytes/s that a rank sends inside its node: 300G.")
 @click.option("--host-bandwidth", type=Quantity(), help="Bytes/s that a rank copies from or to its host: 25G.")
+@click.option("--disk-bandwidth", type=Quantity(), help="Bytes/s that a rank reads or writes on its disk: 3G.")
 @click.option("--node-size", type=int, help="Ranks a node: 8.")
 @click.option("--latency", type=float, help="Seconds that an empty message takes, for --compare: 1e-5.")
 @click.option("--compare", is_flag=True, help="Compare ring, tree, hierarchy and parameter servers for the gradients.")
@@ -193,7 +195,7 @@ def _spec(base: TrainConfig | None, given: dict[str, Any]) -> ModelSpec:
 def _machine(given: dict[str, Any]) -> Machine:
     from accel.plan.spec import Machine
 
-    names = ("flops", "bandwidth", "node_bandwidth", "host_bandwidth", "node_size", "hbm", "latency")
+    names = ("flops", "bandwidth", "node_bandwidth", "host_bandwidth", "disk_bandwidth", "node_size", "hbm", "latency")
     return Machine(**{name: given[name] for name in names if given[name] is not None})
 
 
@@ -275,7 +277,8 @@ def _assumptions(machine: Machine, plan: Plan) -> list[str]:
     said = [
         f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
         f"{machine.node_size}, {machine.bandwidth / 1e9:g} GB/s between nodes"
-        + (f", {machine.host_bandwidth / 1e9:g} GB/s to the host" if plan.layout.offload else ""),
+        + (f", {machine.host_bandwidth / 1e9:g} GB/s to the host" if plan.layout.offload else "")
+        + (f", {machine.disk_bandwidth / 1e9:g} GB/s to the disk" if plan.layout.disk else ""),
         "data-parallel traffic is hidden behind compute as far as it fits, tensor- and context-parallel traffic is not",
     ]
     if plan.spec.experts:
@@ -295,6 +298,7 @@ def _more(layout: Layout, before: str = "") -> str:
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),
         *(name for name, there in (("qwZ", layout.qwz), ("qgZ", layout.qgz), ("offload", layout.offload)) if there),
+        *(["states on the disk"] if layout.disk else []),
     ]
     return before + ", ".join(said) if said else ""
 
@@ -317,6 +321,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"  or in a step {_size(m.stepping)}",
         f"  at most      {_size(m.total)}",
         *([f"  on its host  {_size(m.host)}"] if layout.offload else []),
+        *([f"  on its disk  {_size(m.disk)}, read and written in a step"] if layout.disk else []),
         f"each rank sends in a step: {sent}",
     ]
     if plan.spec.seq or plan.spec.flops:

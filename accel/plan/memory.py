@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from accel.errors import BadConfig
 from accel.spelling import option
 
+from .rules import DISK_PART
 from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The device memory, in bytes, of the rank that needs the most memory. ``host`` is the number of bytes that this
-    rank keeps in host memory under CPU offload.
+    rank keeps in host memory under CPU offload. ``disk`` is the number of bytes that this rank keeps on its disk.
 
     ``activations`` is None if the model's shape isn't known. ``stepping`` is the number of bytes that the optimizer's
     step needs. The optimizer's step begins after the activations and temporary buffers are freed. ``teacher`` is the
@@ -33,6 +34,7 @@ class Memory:
     temporary: float
     kv_cache: float = 0.0
     host: float = 0.0
+    disk: float = 0.0
     stepping: float = 0.0
     teacher: float = 0.0
 
@@ -107,14 +109,14 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns three byte counts under CPU offload: parameters on the device, gradients on the device, and everything on
     the host.
 
-    The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. At ZeRO stage 1,
-    the device holds the gathered parameters and the accumulated gradients. At ZeRO stage 2, the device holds the
-    gathered parameters.
+    The host holds the shards of parameters and gradients, and of optimizer states that aren't on the disk. The host
+    runs the optimizer. At ZeRO stage 1, the device holds the gathered parameters and the accumulated gradients. At ZeRO
+    stage 2, the device holds the gathered parameters.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
     state = master + MOMENTS[layout.optimizer] * moment
-    host = (weight + gradient + state) * psi / layout.shards
+    host = (weight + gradient + (0 if layout.disk else state)) * psi / layout.shards
     second = weight * psi / layout.hpz if layout.hpz else 0.0
     return weight * psi if layout.zero < 3 else second, gradient * psi if layout.zero == 1 else 0.0, host
 
@@ -257,19 +259,28 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
 
     Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, because Adam's
     ``foreach`` implementation computes all square roots at once. Returns 0 under CPU offload, because the optimizer's
-    step then runs on the host.
+    step then runs on the host. With states on the disk, three parts of the states are in memory at a time, and
+    the copies of one part.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:
         return 0.0
     copies = master + (moment if layout.optimizer in ("adam", "adamw") else 0)
-    return copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
+    copied = copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
+    if not layout.disk:
+        return copied
+    states = model_states(spec, layout)[2]
+    shards = layout.shards if layout.zero else 1
+    part = max(DISK_PART, 12 * spec.embedding / layout.tp / shards)  # a larger tensor is a part of its own
+    return min(3 * part, states) + min(part, copied)
 
 
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     """Returns the memory that a rank needs for training."""
     parameters, gradients, optimizer = model_states(spec, layout)
-    host = 0.0
+    host, disk = 0.0, optimizer if layout.disk else 0.0
+    if layout.disk:
+        optimizer = 0.0
     if layout.offload:
         optimizer = 0.0
         parameters, gradients, host = offloaded(spec, layout)
@@ -280,6 +291,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
         activations=activations(spec, layout),
         temporary=temporary(spec, layout),
         host=host,
+        disk=disk,
         stepping=stepping(spec, layout),
         teacher=4.0 * spec.teacher,  # every rank holds the whole teacher in float32
     )

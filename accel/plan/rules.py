@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
+# The bytes of optimizer states that a step with states on the disk updates at once. A larger tensor is updated alone.
+DISK_PART = 2**26
 CP_METHODS = ("ulysses", "ring")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # A stated number of parameters contradicts the shape if it is this many times larger or smaller than the formula's

@@ -13,7 +13,7 @@ from accel.spelling import option
 from .memory import Memory, training_memory
 from .rules import Axes, fit_problems, layout_problems
 from .spec import Layout, Machine, ModelSpec
-from .traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
+from .traffic import StepTime, bubble, disk_bytes, flops, host_bytes, step_time, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,10 @@ class Plan:
             "communication_seconds": {"dp": t.dp, "tp": t.tp, "pp": t.pp, "cp": t.cp, "ep": t.ep},
             "host_bytes_copied_per_step": round(host_bytes(self.spec, self.layout)),
             "host_seconds": t.host,
+            "disk_bytes_per_rank": round(m.disk),
+            "disk_bytes_read_per_step": round(disk_bytes(self.spec, self.layout)),
+            "disk_bytes_written_per_step": round(disk_bytes(self.spec, self.layout)),
+            "disk_seconds": t.disk,
             "bubble_fraction": bubble(self.layout),
             "samples_per_second": self.layout.global_batch / t.step if timed else None,
             "fits": self.fits,
@@ -111,6 +115,7 @@ class Plan:
                 "qwz": self.layout.qwz,
                 "qgz": self.layout.qgz,
                 "offload": self.layout.offload,
+                "disk": self.layout.disk,
             },
         }
 

@@ -155,7 +155,8 @@ class Layout(Axes):
     ``replicate`` is the number of shard groups in hybrid sharding. ZeRO shards within each group, and all groups hold
     the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the
     backward gather (ZeRO++). ``qwz`` gathers the weights in int8, and ``qgz`` reduces the gradients in int8 (both
-    ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
+    ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload). ``disk`` is
+    the folder in which a rank keeps its optimizer states, or "" for memory.
     """
 
     precision: str = "bf16"
@@ -163,6 +164,7 @@ class Layout(Axes):
     accumulation: int = 1
     chunks: int = 2
     sequence_parallel: bool = True
+    disk: str = ""
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)
@@ -205,23 +207,24 @@ class Machine:
     """A cluster.
 
     ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bandwidth inside a node, and ``bandwidth``
-    is the bandwidth between nodes. ``host_bandwidth`` is the bandwidth between a device and its host. All bandwidths
-    are in bytes per second and rank. ``latency`` is the time of an empty message in seconds. ``hbm`` is the memory of a
-    rank in bytes, or 0 if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the machine
-    figures that it assumes.
+    is the bandwidth between nodes. ``host_bandwidth`` is the bandwidth between a device and its host, and
+    ``disk_bandwidth`` is the bandwidth of the disk. All bandwidths are in bytes per second and rank. ``latency`` is the
+    time of an empty message in seconds. ``hbm`` is the memory of a rank in bytes, or 0 if not given. The defaults are
+    rough figures of an 8-GPU node of 2023. A plan prints the machine figures that it assumes.
     """
 
     flops: float = 400e12
     node_bandwidth: float = 300e9
     bandwidth: float = 40e9
     host_bandwidth: float = 25e9
+    disk_bandwidth: float = 3e9
     node_size: int = 8
     hbm: float = 0.0
     reserve: float = 0.06
     latency: float = 10e-6
 
     def __post_init__(self) -> None:
-        for name in ("flops", "node_bandwidth", "bandwidth", "host_bandwidth", "node_size"):
+        for name in ("flops", "node_bandwidth", "bandwidth", "host_bandwidth", "disk_bandwidth", "node_size"):
             if getattr(self, name) <= 0:
                 raise BadConfig(f"the value of {name} is {getattr(self, name)}; use a value above 0")
         if self.latency < 0:

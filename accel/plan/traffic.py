@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .memory import offloaded, rank_params, stage_params
+from .memory import model_states, offloaded, rank_params, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
 # The number of bytes per value when ZeRO++ sends values in int8 blocks (accel.train.parallel.quantized_comm). Each
@@ -184,6 +184,15 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
     return shard * (weight * gathers + gradient * (1 if layout.zero == 1 else m))
 
 
+def disk_bytes(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the bytes that a rank reads from its disk in a step, and also writes to it: its optimizer states and
+    master weights, if the layout keeps them there.
+
+    The first step reads the master weights only, because it makes the moments.
+    """
+    return model_states(spec, layout)[2] if layout.disk else 0.0
+
+
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
@@ -223,7 +232,7 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The time of a step in seconds (``step``), and its parts: computing, sending over each axis, copying to and from
-    the host, and waiting in the pipeline bubble.
+    the host, reading and writing the disk, and waiting in the pipeline bubble.
     """
 
     compute: float
@@ -233,6 +242,7 @@ class StepTime:
     cp: float
     ep: float
     host: float
+    disk: float
     bubble: float
     step: float
 
@@ -245,7 +255,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     Data-parallel traffic overlaps with computing, so the estimate includes only the longer of the data-parallel time
     and the computing time. The estimate also includes the pipeline traffic of one micro-batch. CPU offload adds the
     time of the copies to and from the host. CPU offload also adds the time to read and write all tensors on the host
-    once, at ``machine.host_bandwidth``.
+    once, at ``machine.host_bandwidth``. States on the disk add the time to read and write all of them.
 
     When ranks are numbered, the tensor- and context-parallel indices vary fastest, and the index of the replica varies
     slowest. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
@@ -266,7 +276,8 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     busy = (compute + seconds["tp"] + seconds["cp"] + seconds["ep"]) / (1 - idle)
     held = offloaded(spec, layout)[2] if layout.offload else 0.0
     host = (host_bytes(spec, layout) + 2 * held) / machine.host_bandwidth
-    step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation + host
+    disk = 2 * disk_bytes(spec, layout) / machine.disk_bandwidth
+    step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation + host + disk
     return StepTime(
         compute=compute,
         dp=seconds["dp"],
@@ -275,6 +286,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
         cp=seconds["cp"],
         ep=seconds["ep"],
         host=host,
+        disk=disk,
         bubble=busy * idle,
         step=step,
     )

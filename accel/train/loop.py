@@ -68,13 +68,13 @@ class Trainer:
         self.built = build(config, ranks, self.loss, self.data, teacher)
         self.module = self.built.module
         self.code = sources(config.model)  # read at the start, because the file may be edited during the run
-        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
+        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode, config.parallel.disk)
         self.rates = Rates(config)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
         )
         self.state = RunState(self.module, self.optimizer, self.scale, self.built.memory, self.built.history, config)
-        self.checkpoints = Checkpoints(out, config.checkpoint, ranks.saving)
+        self.checkpoints = Checkpoints(out, config.checkpoint, ranks.saving, self.optimizer.disk)
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.expected = 0.0  # The number of targets in the previous step.
@@ -237,6 +237,7 @@ class Trainer:
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
         found |= {name: value / counted for name, value in zip(further, sums, strict=True)}
+        found |= self.optimizer.moved if finite else {}
         return found | ({"loss_scale": self.scale.scale, "skipped": self.scale.skipped} if self.scale.enabled else {})
 
     def _seed(self) -> int:

@@ -28,6 +28,8 @@ import torch.distributed.checkpoint
 from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
 
 from ..config.schema import CheckpointConfig
+from ..disk.planners import load_planner, save_planner
+from ..disk.store import Disk
 
 dcp: Any = torch.distributed.checkpoint  # type checkers don't see the names that this module exports
 
@@ -41,12 +43,16 @@ BEST = "best.json"
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    Every rank has an instance of this class, but only rank 0 renames and deletes folders.
+    Every rank has an instance of this class, but only rank 0 renames and deletes folders. ``disk`` holds the tensors
+    that have no memory between steps.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None, disk: Disk | None = None
+    ) -> None:
         self.folder = folder / "checkpoints"
         self.config = config
+        self.disk = disk
         self.group = group  # Background saves use this separate gloo group.
         self.damaged: list[str] = []  # The faults of the damaged checkpoints that were skipped.
         self._passed: set[str] = set()
@@ -72,7 +78,8 @@ class Checkpoints:
 
         Waits for the previous save first. If ``asynchronous`` is set, copies the tensors, writes the copies in the
         background and returns. A call of ``wait`` then finishes the save. All ranks have to call ``wait`` together. If
-        no rank is ``writing``, ``wait`` returns quickly.
+        no rank is ``writing``, ``wait`` returns quickly. With a ``disk``, copies may not fit into memory, so the call
+        returns only when the checkpoint is written.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -87,9 +94,10 @@ class Checkpoints:
             "storage_writer": writer,
             "process_group": self.group,
             "no_dist": self.group is None,
+            "planner": save_planner(self.disk),
         }
         try:
-            if self.config.asynchronous and self.group is not None:
+            if self.config.asynchronous and self.group is not None and self.disk is None:
                 arguments.pop("no_dist")
                 self._pending = (dcp.async_save(dict(state), **arguments), final, dict(run))
                 return
@@ -274,7 +282,13 @@ class Checkpoints:
             with warnings.catch_warnings():  # torch warns about DCP in a single process
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
-                dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+                dcp.load(
+                    state,
+                    storage_reader=reader,
+                    planner=load_planner(self.disk),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
         except _FAILED as error:
             raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 

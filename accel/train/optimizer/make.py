@@ -23,12 +23,20 @@ _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 FACTOR = "factor"
 
 
-def make(names: Sequence[str], tensors: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns the optimizer of ``config`` for the parameters ``tensors``, which are called ``names``.
+def make(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], config: OptimizerConfig, *, parts: bool = False
+) -> torch.optim.Optimizer:
+    """Returns the optimizer of ``config`` for the parameters ``tensors``, which are called ``names``. ``parts`` tells
+    whether the optimizer will update some of the parameters at a time.
 
     Raises ``BadConfig`` if there is no such optimizer, if it doesn't take the options, or if it can't update shards.
     """
     kind = _kind(config.name)
+    if parts and kind.__name__ not in _ELEMENTWISE:
+        raise BadConfig(
+            f"{config.name} may need all parameters at once, which states on the disk can't give; leave out "
+            "parallel.disk, or use an optimizer such as adamw"
+        )
     if kind.__name__ not in _ELEMENTWISE and any(
         isinstance(t, DTensor) and t.to_local().shape != t.shape for t in tensors
     ):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accel.plan.rules import DISK_PART
+
 from ..config.schema import OptimizerConfig
+from ..disk.store import Disk
 from ..precision.modes import keeps_master
 from .make import FACTOR, make
 
@@ -17,20 +21,31 @@ from .make import FACTOR, make
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only.
+    Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only. If ``disk`` names a
+    folder, the copies and the moments are kept there. A step then updates a part of the parameters at a time, while the
+    next part is read and the previous part is written. At most three parts are in memory.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
+    def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str, disk: str = "") -> None:
+        self.disk = Disk(Path(disk)) if disk else None
+        self.moved: dict[str, int] = {}  # The bytes that the last step read from the disk, and wrote to it.
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.master: list[torch.Tensor] | None = None
         stepped: list[torch.Tensor] = list(self.parameters)
         if keeps_master(mode):
-            self.master = [p.detach().float() for p in self.parameters]
+            self.master = [self._copied(p) for p in self.parameters]
             stepped = self.master
-        self.inner = make(self.names, stepped, config)
+        self.inner = make(self.names, stepped, config, parts=self.disk is not None)
 
-    def weights(self, module: nn.Module) -> dict[str, Any]:
+    def _copied(self, parameter: nn.Parameter) -> torch.Tensor:
+        master = parameter.detach().float()
+        if self.disk is not None and parameter.dtype != torch.float32:  # a float32 parameter is its own copy
+            self.disk.keep(master)
+            self.disk.wait([master])
+        return master
+
+    def weights(self, module: nn.Module) -> Mapping[str, Any]:
         """Returns ``module.state_dict()`` with the master weights in place of the rounded parameters.
 
         A parameter that has several names has its master weights under all of them.
@@ -40,20 +55,87 @@ class MasterOptimizer:
             masters = {id(p): master for p, master in zip(self.parameters, self.master, strict=True)}
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 found[name] = masters.get(id(parameter), found[name])
-        return found
+        return found if self.disk is None else _FromDisk(found, self.disk)
 
     def step(self) -> None:
         """Updates the parameters once from their gradients."""
+        if self.disk is None:
+            self._update(range(len(self.parameters)))
+            return
+        read, written = self.disk.read, self.disk.written
+        for part in self._parts([p.grad is not None for p in self.parameters]):
+            self._update(part)
+        self.moved = {"disk_read_bytes": self.disk.read - read, "disk_written_bytes": self.disk.written - written}
+
+    def _update(self, part: Sequence[int]) -> None:
+        """Updates the parameters with the indices ``part``."""
         if self.master is None:
             self.inner.step()
             return
-        for master, parameter in zip(self.master, self.parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+        for index in part:
+            gradient = self.parameters[index].grad
+            self.master[index].grad = None if gradient is None else gradient.float()
         self.inner.step()
         with torch.no_grad():
-            for master, parameter in zip(self.master, self.parameters, strict=True):
-                parameter.copy_(master)
-                master.grad = None
+            for index in part:
+                self.parameters[index].copy_(self.master[index])
+                self.master[index].grad = None
+
+    def _parts(self, used: Sequence[bool]) -> Iterator[Sequence[int]]:
+        """Yields the parameters that are ``used``, a part at a time, with their states in memory. The inner optimizer
+        sees the yielded part alone."""
+        assert self.disk is not None
+        groups, stepped = self.inner.param_groups, self.master or self.parameters
+        parts = self._cut(used)
+        try:
+            for number, (group, part) in enumerate(parts):
+                self.disk.fetch(self._states(part))
+                if number + 1 < len(parts):
+                    self.disk.fetch(self._states(parts[number + 1][1]))
+                self.disk.load(self._states(part))
+                whole, group["params"] = group["params"], [stepped[index] for index in part]
+                self.inner.param_groups = [group]
+                try:
+                    yield part
+                finally:
+                    group["params"] = whole
+                if number:
+                    self.disk.wait(self._states(parts[number - 1][1]))
+                self._keep(part)
+        finally:
+            self.inner.param_groups = groups
+
+    def _cut(self, used: Sequence[bool]) -> list[tuple[dict[str, Any], list[int]]]:
+        """Returns pairs (group, indices of some of its parameters). The states of the parameters of a pair take up to
+        ``DISK_PART`` bytes."""
+        places = {id(tensor): index for index, tensor in enumerate(self.master or self.parameters)}
+        found: list[tuple[dict[str, Any], list[int]]] = []
+        for group in self.inner.param_groups:
+            size = DISK_PART
+            for index in (places[id(tensor)] for tensor in group["params"]):
+                own = 12 * _local(self.parameters[index]).numel()  # a master copy and two moments
+                if used[index]:
+                    if size + own > DISK_PART:
+                        found.append((group, []))
+                        size = 0
+                    found[-1][1].append(index)
+                    size += own
+        return found
+
+    def _states(self, part: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yields the states of the parameters ``part`` that belong on the disk. Scalars, such as step counts, stay in
+        memory."""
+        for index in part:
+            if self.master is not None and self.parameters[index].dtype != torch.float32:
+                yield self.master[index]
+            for value in self.inner.state.get((self.master or self.parameters)[index], {}).values():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    yield value
+
+    def _keep(self, part: Sequence[int]) -> None:
+        assert self.disk is not None
+        for tensor in self._states(part):
+            self.disk.keep(tensor)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -90,11 +172,13 @@ class MasterOptimizer:
         old = [dict(group) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
-        for tensor in stepped:
-            tensor.grad = torch.zeros_like(tensor)
-        self.inner.step()
-        for tensor in stepped:
-            tensor.grad = None
+        everything = range(len(stepped))
+        for part in [everything] if self.disk is None else self._parts([True] * len(stepped)):
+            for index in part:
+                stepped[index].grad = torch.zeros_like(stepped[index])
+            self.inner.step()
+            for index in part:
+                stepped[index].grad = None
         for group, before in zip(self.inner.param_groups, old, strict=True):
             group.clear()
             group.update(before)
@@ -107,7 +191,9 @@ class MasterOptimizer:
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
             if not any(f"{name}.{key}" in saved for key in self.inner.state.get(tensor, {})):
-                self.inner.state.pop(tensor, None)
+                dropped = self.inner.state.pop(tensor, {})
+                if self.disk is not None:
+                    self.disk.forget(value for value in dropped.values() if isinstance(value, torch.Tensor))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies a ``state_dict`` into the existing tensors."""
@@ -115,9 +201,39 @@ class MasterOptimizer:
         with torch.no_grad():
             for name, tensor in zip(self.names, stepped, strict=True):
                 if self.master is not None:
-                    tensor.copy_(state[f"{name}.master"])
+                    self._take(tensor, state[f"{name}.master"])
                 for key, value in self.inner.state.get(tensor, {}).items():
                     if isinstance(value, torch.Tensor):
-                        value.copy_(state[f"{name}.{key}"])
+                        self._take(value, state[f"{name}.{key}"])
                     else:
                         self.inner.state[tensor][key] = state[f"{name}.{key}"]
+
+    def _take(self, own: torch.Tensor, value: torch.Tensor) -> None:
+        if self.disk is None or not self.disk.holds(own):
+            own.copy_(value)
+        elif own is not value:  # otherwise the checkpoint was read onto the disk
+            self.disk.load([own])
+            own.copy_(value)
+            self.disk.keep(own)
+            self.disk.wait([own])
+
+
+class _FromDisk(Mapping[str, Any]):
+    """Tensors by name, which are read from the disk one by one."""
+
+    def __init__(self, tensors: Mapping[str, Any], disk: Disk) -> None:
+        self.tensors, self.disk = tensors, disk
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.tensors[name]
+        return self.disk.copy(found) if isinstance(found, torch.Tensor) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tempfile import gettempdir
+
 from tests.support.runs import SMALL
 
 STEPS, HALF = 10, 5
@@ -11,6 +13,7 @@ UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
 DISTILLED = [f"distillation.teacher={SMALL}:teacher", "distillation.hidden=0.01", "distillation.attention=0.1"]
 EXPERTS = [f"model={SMALL}:moe", "experts.balance=0.1", "experts.z=0.01"]
+DISK = f"parallel.disk={gettempdir()}"  # the files have no names, so nothing is left
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
 # Maps a name to the overrides of a config. Every config uses the same global batches as the one-process run.
@@ -28,6 +31,7 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 3, full recomputation": ["parallel.zero=3", "parallel.recompute=full"],
     "ZeRO 1, selective recomputation": ["parallel.zero=1", "parallel.recompute=selective"],
     "ZeRO 3, CPU offload": ["parallel.zero=3", "parallel.offload=true"],
+    "ZeRO 3, states on the disk": ["parallel.zero=3", DISK],
     "ZeRO 0, uneven last batch": UNEVEN,
     "ZeRO 3, uneven last batch": ["parallel.zero=3", *UNEVEN],
     "ZeRO 3, packed documents, full recomputation": ["parallel.zero=3", "parallel.recompute=full", *PACKED],

@@ -1,0 +1,1 @@
+"""Keeps optimizer states on a disk between the steps of a run."""
