@@ -86,6 +86,14 @@ def whole_sentences(error: object, most: int = 240) -> str:
     return text[: ends[-1]] if ends else shortened(text, most)
 
 
+def install_command(extra: str | None) -> str:
+    """Returns the command that installs the dependencies of an extra of accel. None is accel without extras.
+
+    pip finds the extra in the installed accel, so the command works for every installation, and outside a checkout.
+    """
+    return f'pip install "accel-toolchain[{extra}]"' if extra else "pip install accel-toolchain"
+
+
 class AccelError(Exception):
     """The base class of accel's errors. ``exit_code`` is the exit code of the command line."""
 
@@ -159,7 +167,7 @@ class MissingExtra(UsageError):
         self.extra = extra
 
     def __str__(self) -> str:
-        return f'{self.what} is not installed; run: pip install "accel-toolchain[{self.extra}]"'
+        return f"{self.what} is not installed; run: {install_command(self.extra)}"
 
 
 class StageFailed(AccelError):

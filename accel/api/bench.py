@@ -17,6 +17,7 @@ from accel.proof.data import rounding_note, widened
 from accel.proof.runs import failed_on_data
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
+from accel.sources.declare import Dims, parse_dims
 from accel.sources.main_file import main_file
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, known_keywords, shared
 from accel.spelling import option
@@ -90,10 +91,11 @@ def bench(
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread)
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
-    first = widened(ready[0].artifact, samples, declared)
+    _check_known(ready, declared)
+    first = widened(_with_ranges(ready, declared), samples, declared)
     _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
-    notes = (rounding_note(samples, first.signature), _unchecked(ready, [sizes or {}]))
+    notes = (rounding_note(samples, first.signature), _unchecked(ready, [first.signature.sizes(**(sizes or {}))]))
     try:
         found = measure(
             ready,
@@ -146,7 +148,8 @@ def sweep(
     ready = _candidates(candidates, against, also, cuda_graph, about)
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
-    first = widened(ready[0].artifact, samples, declared)
+    _check_known(ready, declared)
+    first = widened(_with_ranges(ready, declared), samples, declared)
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread=False)
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
@@ -232,6 +235,25 @@ def _shapes(
     for shape in found:
         signature.known(shape)
     return found
+
+
+def _check_known(ready: Sequence[Candidate], declared: Dims) -> None:
+    """Raises ``BadInputSpec`` if the user declared a range for a dim that no candidate has."""
+    known = {dim: None for one in ready for dim in one.artifact.signature.dims}
+    for dim in declared:
+        if dim not in known:
+            raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are {', '.join(known) or 'none'}")
+
+
+def _with_ranges(ready: Sequence[Candidate], declared: Dims) -> Artifact:
+    """Returns the baseline, which is the first of ``ready``, with the ranges that the user declared. An engine keeps
+    the ranges that it was built for."""
+    artifact = ready[0].artifact
+    if artifact.kind == "engine":
+        return artifact
+    known = artifact.signature.dims
+    ranges = {dim: limits for dim, limits in parse_dims(declared).items() if dim in known}
+    return replace(artifact, signature=artifact.signature.with_dims(ranges)) if ranges else artifact
 
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:

@@ -9,6 +9,7 @@ import shutil
 from typing import Any
 
 from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
+from accel.errors import install_command
 from accel.machine import available_cores
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.tables.target import TARGETS
@@ -90,7 +91,7 @@ def doctor() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "parts": [
-            *(_part(name, module, extra, brings, _line(extra)) for name, module, extra, brings in _PARTS),
+            *(_part(name, module, extra, brings, install_command(extra)) for name, module, extra, brings in _PARTS),
             *(_part(name, module, None, brings, ONNX2TF) for name, module, brings in _BESIDE),
         ],
         "kernels": _kernels(),
@@ -98,10 +99,6 @@ def doctor() -> dict[str, Any]:
         "machine": machine(),
         "cache": _cache(),
     }
-
-
-def _line(extra: str | None) -> str:
-    return f'pip install "accel-toolchain[{extra}]"' if extra else "pip install accel-toolchain"
 
 
 def _part(distribution: str, module: str, extra: str | None, brings: str, needs: str) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def _kernels() -> list[dict[str, Any]]:
 def _target(name: str) -> dict[str, Any]:
     target = TARGETS[name]
     runtime = get_runtime(target.runtime)
-    why = "" if runtime.installed else f'pip install "accel-toolchain[{target.extra}]"'
+    why = "" if runtime.installed else install_command(target.extra)
     if not why and runtime.needs_gpu and not has_nvidia_gpu():
         why = "no NVIDIA GPU here" + ("; engines can be built" if target.kind == "engine" else "")
     return {

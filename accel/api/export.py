@@ -252,7 +252,8 @@ def _as_asked(
     ranges = parse_dims(dims or {})
     known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
     if unknown := set(ranges) - known:
-        raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
+        has = ", ".join(sorted(known)) or "none"
+        raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {has}")
     # An ONNX file can't record the range of an integer input, so gates and later stages read the range from the
     # signature.
     values = {spec.name: spec.values for spec in given if spec.values}

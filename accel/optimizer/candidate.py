@@ -87,11 +87,13 @@ class CandidateResult:
         """Returns the measured figures as a row for ``accel.timing.columns``. The verdict of the row is the status and
         the reason."""
         judged, measured = self.judgement, self.measured or {}
+        noisy = measured.get("verdict") == "too noisy"
         return {
             **measured,
             "name": self.name,
-            "speedup": None if measured.get("verdict") == "too noisy" else measured.get("speedup"),
-            "ci95": None if measured.get("verdict") in ("baseline", "too noisy") else measured.get("ci95"),
+            "too_noisy": noisy,
+            "speedup": None if noisy else measured.get("speedup"),
+            "ci95": None if noisy or measured.get("verdict") == "baseline" else measured.get("ci95"),
             "drop": judged.drop if judged else None,
             "metric": judged.metric if judged else None,
             "megabytes": self.megabytes,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadInputSpec
+from accel.spelling import option
 
 from .bounds import Bound, bound_at, dims_of, free_dims, is_sum, parse_bound, size_at, substituted
 
@@ -100,7 +101,9 @@ class TensorSpec:
                     raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
                 continue
             if not (part.lstrip("-").isdigit() or part.isidentifier() or is_sum(part)):
-                raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like batch")
+                name, _, limits = part.partition(":")
+                like = f"{name}, and its range apart, as {option('dims', {name: limits})}" if limits else "batch"
+                raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like {like}")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
         values = (match["lo"], match["hi"]) if match["lo"] is not None else None
         return cls(match["name"], match["dtype"], tuple(shape), values)

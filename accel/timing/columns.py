@@ -97,6 +97,8 @@ def _interval(row: BenchRow) -> str:
 def _speedup(row: BenchRow) -> str:
     if row.get("verdict") == "too noisy":
         return "-"
+    if row.get("too_noisy"):  # in the table of ``accel optimize``, the verdict is the candidate's status
+        return "too noisy"
     return "" if row.get("speedup") is None else f"{row['speedup']:.2f}x"
 
 

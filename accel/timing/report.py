@@ -179,7 +179,11 @@ class BenchReport:
         return as_text(AsWideAsFits(self))
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{row.name} {row.speedup:.3g}x" for row in self.rows if row.speedup is not None)
+        rows = ", ".join(
+            f"{row.name} too noisy" if row.verdict == "too noisy" else f"{row.name} {row.speedup:.3g}x"
+            for row in self.rows
+            if row.speedup is not None
+        )
         noisy = f", too noisy to tell (noise floor {self.noise_floor:.0%})" if self.too_noisy else ""
         return f"<accel benchmark against {self.baseline}: {rows or 'nothing was timed'}{noisy}>"
 

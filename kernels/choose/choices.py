@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from accel.errors import UnsupportedHere
+from accel.errors import MissingExtra, UnsupportedHere
 
 from ..catalogue.configs import ARCHS, CONFIGS, FIRST_FP8, HAND_WRITTEN, TMA_ARCHS, Config, HandWritten, get
 from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
@@ -162,7 +162,7 @@ def choose(
     if tuned_name in by_name:
         return Choice(config=by_name[tuned_name], reason="the fastest that accel kernels tune found for this problem")
     if not triton_installed and not usable:
-        return Choice(config=None, reason='Triton is not installed; run: pip install "accel-toolchain[kernels]"')
+        return Choice(config=None, reason=str(MissingExtra("Triton", "kernels")))
     if isinstance(spec, ConvSpec):
         if not triton_installed:
             product = of_patches(spec, capability, tma_layout, native, residual_dtype)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import AccelError, one_line
+from accel.errors import AccelError, MissingExtra, one_line
 
 from ..catalogue.configs import ARCHS, get, shipped
 from ..catalogue.folder import cache_folder
@@ -43,7 +43,7 @@ def check(*, every: bool = False, progress: Progress = lambda _message, _fractio
 
 def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
     if importlib.util.find_spec("triton") is None:
-        missing = 'Triton is not installed; run: pip install "accel-toolchain[kernels]"'
+        missing = str(MissingExtra("Triton", "kernels"))
         yield Proof(what="interpreter", passed=None, detail=missing)
         yield Proof(what="cross-compilation", passed=None, detail=missing)
     else:

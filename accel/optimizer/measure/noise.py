@@ -7,7 +7,7 @@ from typing import Any
 
 from accel.spelling import option
 from accel.timing.report import disturbed
-from accel.timing.statistics import MIN_FLOOR, Verdict
+from accel.timing.statistics import MIN_FLOOR, TOO_NOISY_FLOOR, Verdict
 
 from ..candidate import CandidateResult
 
@@ -54,6 +54,11 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
         if row.hidden_by_noise and row is not chosen and (taken is None or (row.measured or {})["speedup"] > taken)
     ]
     floor = f"noise floor {environment.get('noise_floor') or 0.0:.1%}"
+    if (environment.get("noise_floor") or 0.0) > TOO_NOISY_FLOOR:
+        notes.append(
+            f"too noisy to tell which candidate is faster ({floor}): end what else is running, or give more "
+            f"{option('rounds')}"
+        )
     if hidden:
         notes.append(
             f"noise decided ({floor}): {', '.join(hidden)} may be faster than the chosen candidate; measure again on "

@@ -13,7 +13,7 @@ from typing import Any
 from accel.artifact import text_sha256
 from accel.cache import StageCache
 from accel.cancel import check_interrupted
-from accel.errors import BadSource
+from accel.errors import BadSource, install_command
 from accel.progress import report
 from accel.version import __version__
 
@@ -56,7 +56,7 @@ def locate(asked: ModelId) -> Located:
     except ImportError as error:
         raise BadSource(
             f"{str(asked)!r} is no file or folder here, and huggingface_hub has to be installed to read models of the "
-            f'Hugging Face Hub; {or_nearby(str(asked))}, or run: pip install "accel-toolchain[examples]"'
+            f"Hugging Face Hub; {or_nearby(str(asked))}, or run: {install_command('examples')}"
         ) from error
     try:
         names = _names(asked)

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from accel.api.doctor import doctor
 from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
+from accel.errors import MissingExtra
 from accel.tables.target import TARGETS
 from tests.support import ROOT
 
@@ -74,6 +75,21 @@ def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.Mon
     ray = parts()["ray"]
     assert (ray["version"], ray["installed"]) == ("2.50.0", False)
     assert ray["install"] == "pip install --force-reinstall --no-deps ray==2.50.0"
+
+
+def test_one_command_installs_an_extra() -> None:
+    """Fails if doctor, the errors, the README and the pages name different commands for an extra of an installed
+    accel. Only the first installation reads a checkout."""
+    for row in parts().values():
+        if row["extra"] and row["version"] is None:
+            assert row["install"] == str(MissingExtra("it", row["extra"])).partition("run: ")[2]
+    form = re.compile(r'pip install "accel-toolchain\[[a-z0-9,-]+\]"')
+    first = 'pip install -c constraints.txt ".[all-cpu]"'
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = " ".join(page.read_text(encoding="utf-8").split()).replace(first, "")
+        assert '".[' not in text, page
+        for found in re.finditer(r"pip install [^`]*accel-toolchain", text):
+            assert form.match(text, found.start()), f"{page}: {text[found.start() : found.end() + 20]}"
 
 
 def test_the_command(cli: Any) -> None:

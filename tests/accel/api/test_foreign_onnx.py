@@ -115,3 +115,58 @@ def test_a_bf16_file_that_no_cpu_runs_becomes_an_engine(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     result = accel.optimize(path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.9"])
     assert result.chosen == "tensorrt-rtx bf16"
+
+
+@pytest.fixture
+def capital(tmp_path: Path) -> Path:
+    """Makes a model whose dim has a name that a library of formulas takes for a function: ``N``."""
+    rows = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 8])
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        [rows],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 8])],
+    )
+    path = tmp_path / "capital.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def test_a_dim_called_n_has_the_range_that_the_user_declares(capital: Path, tmp_path: Path, cli: Any) -> None:
+    """Fails if a command doesn't take the range of a dim called ``N``, or measures at another size."""
+    ran = cli("export", capital, "--dim", "N=2:16:64", "-o", tmp_path / "n.onnx", "--json")
+    assert ran.code == 0, ran.stderr
+    made = accel.load(tmp_path / "n.onnx")
+    assert str(made.signature.dims["N"]) == "2:16:64"
+    made.close()
+    ran = cli("bench", capital, "--dim", "N=2:5:64", "--rounds", "5", "--budget-seconds", "1", "--json")
+    assert ran.code == 0, ran.stderr
+    assert json.loads(ran.stdout)["sizes"]["N"] == 5
+    words = ("--target", "ort-cpu", "--precision", "fp32", "--budget-seconds", "1", "--fixed-session")
+    ran = cli("optimize", capital, "--dim", "N=2:7:64", *words, "-o", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.stderr
+    made = accel.load(json.loads(ran.stdout)["path"])
+    assert str(made.signature.dims["N"]) == "2:7:64"
+    made.close()
+
+
+def test_a_range_for_a_dim_that_is_not_there_is_refused(capital: Path, tmp_path: Path, cli: Any) -> None:
+    """Fails if a command ignores the range of an unknown dim, doesn't name the known dims, or takes no range where the
+    dim is declared but gives an advice that fails."""
+    out = ("-o", tmp_path / "out.onnx")
+    for command, *more in (
+        ("export", *out),
+        ("bench",),
+        ("bench", "--batch", "1,2"),
+        ("optimize", "-o", tmp_path / "out"),
+    ):
+        ran = cli(command, capital, "--dim", "n=2:16:64", *more)
+        assert ran.code == 2, ran.stdout
+        assert "dim" in ran.stderr
+        assert "'n'" in ran.stderr
+        assert ran.stderr.strip().endswith(" N"), ran.stderr
+    ran = cli("export", capital, "--input", "x:float32[N:2:16:64,8]", *out)
+    assert ran.code == 2
+    assert "write a number or a name like N, and its range apart, as --dim N=2:16:64" in ran.stderr
+    ran = cli("export", capital, "--input", "x:float32[N,8]", "--dim", "N=2:16:64", "-o", tmp_path / "n.onnx")
+    assert ran.code == 0, ran.stderr

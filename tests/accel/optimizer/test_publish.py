@@ -12,6 +12,8 @@ import accel
 from accel.api.optimized import Optimized
 from accel.artifact import Artifact
 from accel.errors import CannotWrite
+from accel.optimizer.candidate import CandidateResult, Status
+from accel.optimizer.measure.noise import noise_notes
 from accel.signature import Signature
 from tests.support.small_decoder import save_byte_tokenizer, save_decoder
 
@@ -42,6 +44,23 @@ def test_a_speedup_in_noise_is_said_to_be_none(tmp_path: Path) -> None:
     assert "noisy" not in repr(one)
     noisy = replace(one, environment={"noise_floor": 25.0})
     assert "too noisy to tell the speedup (noise floor 2500%)" in repr(noisy)
+    rows = [
+        CandidateResult(name="source", status=Status.PASSED, measured={"median_ms": 26.12, "verdict": "baseline"}),
+        CandidateResult(
+            name="int8",
+            status=Status.CHOSEN,
+            measured={"median_ms": 12.34, "speedup": 189.8, "ci95": [10.2, 3655.8], "verdict": "too noisy"},
+        ),
+    ]
+    noisy = replace(
+        noisy, candidates=tuple(rows), notes=tuple(noise_notes(rows, rows[1], {"noise_floor": 25.0})), chosen="int8"
+    )
+    for shown in (noisy.table(), noisy._repr_html_()):
+        assert "26.12" in shown
+        assert "12.34" in shown
+        assert "189.8" not in shown
+        assert "too noisy │" in shown
+        assert "too noisy to tell which candidate is faster (noise floor 2500.0%)" in " ".join(shown.split())
 
 
 def test_another_model_does_not_replace_a_decoder(decoder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.source import Source
 from accel.timing import page
 from accel.timing.blocks import Block
+from accel.timing.columns import named
 from accel.timing.energy import EnergyCounter
 from accel.timing.paired import Candidate, measure
 from accel.timing.report import AsWideAsFits, BenchReport, Row, table
@@ -299,6 +300,12 @@ def test_the_terminal_has_the_same_columns() -> None:
     noisy = replace(report, noise_floor=25.0)
     assert noisy.too_noisy
     assert repr(noisy).endswith(", too noisy to tell (noise floor 2500%)>")
+    hidden = replace(noisy, rows=(rows[0], replace(rows[1], verdict="too noisy")))
+    assert "[bold]x too noisy, too noisy to tell (noise floor 2500%)" in repr(hidden)
+    for whole in (hidden.table(), hidden._repr_html_()):
+        assert "1234" in whole
+        assert "26.12" in whole
+        assert "too noisy" in " ".join(whole.split())
     other = replace(report, rows=(rows[0], replace(rows[1], cosine=-0.07)))
     assert [line for line in other.warnings if "[bold]x gives other outputs than base (cosine -0.07)" in line]
     alone = replace(rows[0], name="base, 1 thread", median_ms=20.0)
@@ -353,6 +360,8 @@ def test_a_ratio_below_the_noise_is_not_shown() -> None:
     row = CandidateResult(name="other", status="passed", measured=measured)
     assert (row.bench_row()["speedup"], row.bench_row()["ci95"]) == (None, None)
     assert row.to_json()["measured"]["speedup"] == 189.8
+    (speedup,) = named("speedup")
+    assert speedup.text(row.bench_row()) == "too noisy"
 
 
 @browser
