@@ -101,7 +101,7 @@ lint: $(VENV)/ready  ## check style, types and the layers
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
-	$(BIN)/mypy examples
+	$(BIN)/mypy examples tests/typed_calls.py
 
 format: $(VENV)/ready  ## mend most of what lint finds
 	$(BIN)/ruff check --fix .

@@ -31,7 +31,8 @@ from .metric_code import metric_digest
 if TYPE_CHECKING:
     import numpy as np
 
-Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], float]
+# The arguments are dicts, so that type checkers take metrics that declare dicts and metrics that declare mappings.
+Metric = Callable[[dict[str, "np.ndarray"], dict[str, "np.ndarray"]], float]
 
 BATCH = 8
 

@@ -1,4 +1,5 @@
-"""Proves that the warning about a source that was taken instead of another precision says what would help."""
+"""Proves that the notes of accel optimize say which part of a model is in int8, and what would help if the source was
+taken instead of another precision."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from accel.optimizer.candidate import CandidateResult, Status
 from accel.optimizer.judge.comparison import Judgement
-from accel.optimizer.notes import not_as_asked
-from tests.support.onnx_builder import FLOAT, artifact, node
+from accel.optimizer.notes import not_as_asked, notes_on_making
+from tests.support.onnx_builder import FLOAT, INT64, artifact, node
 
 SOURCE = CandidateResult(name="source", precision="fp32")
 
@@ -81,3 +82,29 @@ def test_when_it_is_said() -> None:
     assert not_as_asked(SOURCE, not_faster(), [], ["int8"]) == ""
     assert not_as_asked(SOURCE, SOURCE, [], None) == ""
     assert not_as_asked(SOURCE, SOURCE, [], ["fp32", "int8"]) == ""
+
+
+def test_an_int8_model_whose_embedding_alone_is_in_int8_says_so(tmp_path: Path) -> None:
+    """Fails if an int8 candidate whose products are in float has no note with the shares of the FLOPs and bytes in
+    int8, or if a candidate of another precision has the note."""
+    made = artifact(
+        tmp_path / "m.onnx",
+        [
+            node("Gather", "table ids", "rows"),
+            node("DequantizeLinear", "rows scale zero", "x"),
+            node("MatMul", "x w", "y"),
+        ],
+        {"ids": (INT64, ["batch", 2])},
+        {"y": (FLOAT, ["batch", 2, 4])},
+        {
+            "table": np.ones((100, 3), np.int8),
+            "scale": np.array(0.5, np.float32),
+            "zero": np.array(0, np.int8),
+            "w": np.ones((3, 4), np.float32),
+        },
+    )
+    rows = [CandidateResult(name=f"ort-cpu {name}", precision=name, artifact=made) for name in ("int8 dynamic", "fp32")]
+    # 301 bytes of int8 numbers, 52 bytes of float32 numbers
+    assert notes_on_making(rows, 0, None) == [
+        "ort-cpu int8 dynamic: 0% of the FLOPs of its products and 85% of its weights' bytes are in int8"
+    ]
