@@ -17,7 +17,7 @@ from accel.proof.data import rounding_note, widened
 from accel.proof.runs import failed_on_data
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
-from accel.sources.declare import Dims, parse_dims
+from accel.sources.declare import Dims, Inputs, parse_dims, parse_inputs
 from accel.sources.main_file import main_file
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, known_keywords, shared
 from accel.spelling import option
@@ -92,7 +92,7 @@ def bench(
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
     _check_known(ready, declared)
-    first = widened(_with_ranges(ready, declared), samples, declared)
+    first = widened(_with_ranges(ready, declared, about.get("inputs")), samples, declared)
     _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
     notes = (rounding_note(samples, first.signature), _unchecked(ready, [first.signature.sizes(**(sizes or {}))]))
@@ -149,7 +149,7 @@ def sweep(
     samples = Path(data) if data else None
     declared = declared_dims(candidates[0] if against is None else against, about)
     _check_known(ready, declared)
-    first = widened(_with_ranges(ready, declared), samples, declared)
+    first = widened(_with_ranges(ready, declared, about.get("inputs")), samples, declared)
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread=False)
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
@@ -245,15 +245,17 @@ def _check_known(ready: Sequence[Candidate], declared: Dims) -> None:
             raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are {', '.join(known) or 'none'}")
 
 
-def _with_ranges(ready: Sequence[Candidate], declared: Dims) -> Artifact:
-    """Returns the baseline, which is the first of ``ready``, with the ranges that the user declared. An engine keeps
-    the ranges that it was built for."""
+def _with_ranges(ready: Sequence[Candidate], declared: Dims, inputs: Inputs | None) -> Artifact:
+    """Returns the baseline, which is the first of ``ready``, with the ranges that the user declared for its dims and
+    for the values of its inputs. An engine keeps the ranges that it was built for."""
     artifact = ready[0].artifact
     if artifact.kind == "engine":
         return artifact
-    known = artifact.signature.dims
-    ranges = {dim: limits for dim, limits in parse_dims(declared).items() if dim in known}
-    return replace(artifact, signature=artifact.signature.with_dims(ranges)) if ranges else artifact
+    signature = artifact.signature
+    values = {(spec.name, spec.dtype): spec.values for spec in parse_inputs(inputs or ()) if spec.values}
+    specs = tuple(replace(spec, values=values.get((spec.name, spec.dtype), spec.values)) for spec in signature.inputs)
+    ranges = {dim: limits for dim, limits in parse_dims(declared).items() if dim in signature.dims}
+    return replace(artifact, signature=replace(signature, inputs=specs).with_dims(ranges))
 
 
 def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:

@@ -170,3 +170,30 @@ def test_a_range_for_a_dim_that_is_not_there_is_refused(capital: Path, tmp_path:
     assert "write a number or a name like N, and its range apart, as --dim N=2:16:64" in ran.stderr
     ran = cli("export", capital, "--input", "x:float32[N,8]", "--dim", "N=2:16:64", "-o", tmp_path / "n.onnx")
     assert ran.code == 0, ran.stderr
+
+
+def test_bench_draws_the_integers_that_the_user_declares(tmp_path: Path, cli: Any) -> None:
+    """Fails if ``accel bench`` of an ONNX file draws integers outside the bounds that ``--input`` declares. Here, the
+    model fails for every index except the last one of the length."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["rows"], start=0, end=1),
+        helper.make_node("Sub", ["rows", "last"], ["from"]),
+        helper.make_node("Slice", ["x", "from", "rows"], ["one"]),  # the last row alone
+        helper.make_node("Sub", ["i", "from"], ["index"]),
+        helper.make_node("Gather", ["one", "index"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 8]),
+            helper.make_tensor_value_info("i", TensorProto.INT64, ["K"]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["K", 8])],
+        [numpy_helper.from_array(np.array([1]), "last")],
+    )
+    path = tmp_path / "last.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    ran = cli("bench", path, "--input", "i:int64[K]{N-1..N-1}", "--rounds", "5", "--budget-seconds", "1", "--json")
+    assert ran.code == 0, ran.stderr
+    assert json.loads(ran.stdout)["results"][0]["error"] is None
