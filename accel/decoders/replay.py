@@ -9,7 +9,7 @@ from accel.errors import BadSource
 from accel.runtimes.base import Session
 from accel.runtimes.kv.cache import open_cache
 from accel.signature import Feeds, Signature
-from accel.signature.decoder import IDS, MASK, PARTS, POSITIONS, Cache, is_stateful
+from accel.signature.decoder import IDS, MASK, PARTS, POSITIONS, Cache, is_stateful, precision_name
 from accel.signature.encoder_decoder import Caches
 
 if TYPE_CHECKING:
@@ -110,6 +110,18 @@ def bytes_a_token(session: Session) -> int:
     from .stateful import state_bytes_a_token
 
     return state_bytes_a_token(session)
+
+
+def cache_precision(session: Session) -> str:
+    """Returns the precision in which a decoder's session really keeps keys and values. Several are joined by a
+    comma."""
+    if is_stateful(session.signature):
+        from .stateful import kept_in
+
+        return ", ".join(kept_in(session))
+    pair = Caches.of(session.signature)
+    cache = pair.own if pair is not None else cache_of(session.signature)
+    return ", ".join(dict.fromkeys(precision_name(spec.dtype) for spec in cache.past))
 
 
 def padded(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

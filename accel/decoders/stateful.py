@@ -15,6 +15,8 @@ from accel.signature.decoder import BEAMS, LOGITS
 if TYPE_CHECKING:
     import numpy as np
 
+# The bytes of a value in each precision of the cache.
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 # The precisions of matrix products that round more than float32 does.
 _ROUNDED = ("bf16", "f16")
 
@@ -26,13 +28,16 @@ class StatefulCache:
     Raises ``GateFailed`` if the session was opened in float32 and computes a matrix product with fewer bits.
     """
 
-    def __init__(self, session: Session, rows: int) -> None:
+    def __init__(self, session: Session, rows: int, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """``arrays`` are the keys and values to begin with, by the names of the inputs of a decoder that is given
+        them."""
         import numpy as np
 
         opened = _openvino(session)
         if opened.options.precision == "fp32":
             check_float32(opened)
-        self._next = opened.steps()
+        named = None if arrays is None else _by_variable(opened, arrays)
+        self._next = opened.steps(named)
         self._order = np.arange(rows, dtype=np.int32)
 
     def step(self, feeds: Feeds) -> np.ndarray:
@@ -57,6 +62,12 @@ class StatefulCache:
         return {}
 
 
+def _by_variable(session: OpenVinoSession, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the keys and values by the names of the variables, which begin with the names of the inputs."""
+    variables = [spec.name for spec in session.state()]
+    return {name: next(value for past, value in arrays.items() if name.startswith(past)) for name in variables}
+
+
 def check_float32(session: OpenVinoSession) -> None:
     """Raises ``GateFailed`` if a matrix product is computed with fewer bits than float32. On CPUs with bfloat16, this
     is OpenVINO's default."""
@@ -68,12 +79,24 @@ def check_float32(session: OpenVinoSession) -> None:
         )
 
 
+def kept_in(session: Session) -> list[str]:
+    """Returns the precisions in which the runtime keeps the cache, as read back from the compiled model."""
+    return list(_openvino(session).cache_kept_in())
+
+
 def state_bytes_a_token(session: Session) -> int:
     """Returns the number of bytes that the state grows by for each token of a row."""
-    rows = _openvino(session).state()
-    return sum(
-        prod(size for size in spec.shape if isinstance(size, int)) * numpy_dtype(spec.dtype).itemsize for spec in rows
-    )
+    opened = _openvino(session)
+    kept = opened.cache_kept_in()
+    rounded = next(iter(kept)) if len(kept) == 1 else ""
+    found = 0
+    for spec in opened.state():
+        values = prod(size for size in spec.shape if isinstance(size, int))
+        found += values * _BYTES.get(rounded, numpy_dtype(spec.dtype).itemsize)
+        if rounded == "int8":
+            # Each head of a token has a scale and a zero point in float32.
+            found += 2 * 4 * (values // int(spec.shape[-1]))
+    return found
 
 
 def _openvino(session: Session) -> OpenVinoSession:

@@ -40,6 +40,8 @@ _GIVING_UP = 0.75
 _ROUNDING = ("quantize", "cast", "pack_weights")
 # A candidate is made without a stage of these if the stage fails.
 _OPTIONAL = ("fuse_decoder",)
+# The stages after which a decoder keeps its cache in another way.
+_PROVED_IN_STEPS = ("fuse_decoder", "stateful_from_onnx")
 # The number of samples on which the gate of a stage compares a large model. The judge compares it on further samples.
 _SAMPLES_IF_LARGE = 8
 # The tokens that a decoder is proved with if nothing records its context.
@@ -184,7 +186,7 @@ def _rounding(recipe: Recipe) -> Mapping[str, Any]:
 def gates_of(stage: str, src: Artifact, limit: float, data: Path | None) -> list[Gate]:
     """Returns the gates of a stage. A stage that changes the cache of a decoder is proved step by step, as a generation
     runs."""
-    if stage == "fuse_decoder":
+    if stage in _PROVED_IN_STEPS:
         return [DecoderGate(limit=limit, context=special_tokens(src).context or _USUAL_CONTEXT)]
     samples = _SAMPLES_IF_LARGE if megabytes(src) >= LARGE_MEGABYTES else OutputGate(limit=limit).samples
     return [OutputGate(limit=limit, data=data, samples=samples)]

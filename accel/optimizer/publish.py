@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, manifest_path
-from accel.decoders.folder import GENAI_CONFIG, write_folder
+from accel.decoders.folder import GENAI_CONFIG, OPENVINO_GENAI, write_folder
 from accel.errors import AccelError, CannotWrite
+from accel.signature.decoder import is_stateful
 from accel.sources.main_file import REPORT
 from accel.spelling import option
 from accel.tables.kinds import KINDS, main_files
@@ -63,7 +64,7 @@ def publish(
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
-    main = folder / KINDS[artifact.kind].main_file
+    main = folder / (OPENVINO_GENAI if is_stateful(artifact.signature) else KINDS[artifact.kind].main_file)
     published = artifact.copy_to(main)
     if "decoder" in artifact.source:
         write_folder(published, configs)

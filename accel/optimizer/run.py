@@ -182,7 +182,9 @@ def judge_for(
             f"{option('data')}"
         )
     measure, limit = measure_and_limit(metric, request.max_drop, request.max_kl)
-    return DecoderJudge(src, request.text, measure, request.source.folder), replace(request, max_drop=limit)
+    return DecoderJudge(src, request.text, measure, request.source.folder, request.contexts), replace(
+        request, max_drop=limit
+    )
 
 
 def timed_workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+CACHE_PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 GRAPH_LEVELS = ("none", "basic", "extended", "all")
 
 
@@ -34,7 +35,8 @@ class SessionOptions:
     supports bfloat16, or ``tf32`` on a GPU. ``streams`` is the number of concurrent runs, which share the threads.
     ``graph_level``, one of ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle
     threads of ONNX Runtime busy-wait, which speeds up the model and slows down other work on the machine.
-    ``cuda_graph`` launches an engine's kernels as one CUDA graph.
+    ``cuda_graph`` launches an engine's kernels as one CUDA graph. ``cache_precision``, one of ``CACHE_PRECISIONS``, is
+    the precision of a KV cache that OpenVINO keeps. By default it is ``precision``.
     """
 
     threads: int = 0
@@ -43,6 +45,7 @@ class SessionOptions:
     graph_level: str = "all"
     spinning: bool = True
     cuda_graph: bool = False
+    cache_precision: str = ""
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 0:
@@ -52,6 +55,10 @@ class SessionOptions:
             )
         if self.graph_level not in GRAPH_LEVELS:
             raise UnknownName(f"unknown graph level {self.graph_level!r}; use one of {', '.join(GRAPH_LEVELS)}")
+        if self.cache_precision not in ("", *CACHE_PRECISIONS):
+            raise UnknownName(
+                f"unknown precision {self.cache_precision!r} of a KV cache; use one of {', '.join(CACHE_PRECISIONS)}"
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SessionOptions:

@@ -25,6 +25,7 @@ from accel.errors import (
 )
 from accel.machine import trim_memory
 from accel.signature import Feeds, IntegerRanges, TensorSpec, numpy_dtype, shapes_of
+from accel.signature.decoder import precision_name
 
 from .base import BaseSession, SessionOptions
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # The precision hint is always set, because by default OpenVINO computes float32 models in bfloat16 on CPUs with
 # bfloat16.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
+_CACHE_HINTS = {**_HINTS, "fp16": "f16", "int8": "u8"}
 _CAPABILITY = {"bf16": "BF16"}
 _PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention")
 # OpenVINO's Python API takes tensors of these dtypes only as integers with the same bits.
@@ -54,13 +56,14 @@ class _Slot:
 class OpenVinoSession(BaseSession):
     """A compiled model with one infer request for latency, or ``options.streams`` requests for throughput. Threads may
     call ``run`` concurrently, at most one thread per request. ``options.precision`` is the precision in which float32
-    models are computed.
+    models are computed. ``options.cache_precision`` is the precision of a KV cache that the runtime keeps.
 
     Raises these errors:
 
     - ``MissingExtra`` if OpenVINO isn't installed.
     - ``InvalidModel`` if the IR is missing, truncated or corrupt.
-    - ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support bfloat16.
+    - ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support bfloat16, or if OpenVINO keeps the cache
+      in another precision than ``options.cache_precision``.
     """
 
     concurrent: ClassVar[bool] = True
@@ -78,6 +81,7 @@ class OpenVinoSession(BaseSession):
         self._load()
         model, signature = self._model, artifact.signature
         self.keeps_state = bool(model.create_infer_request().query_state())
+        self._check_cache()
         self._inputs = self._placed(model.inputs, [spec.name for spec in signature.inputs])
         self._outputs = self._placed(model.outputs, [spec.name for spec in signature.outputs])
         self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
@@ -145,12 +149,15 @@ class OpenVinoSession(BaseSession):
         else:
             request.infer(None)
 
-    def steps(self) -> Steps:
-        """Returns a function that runs the next step of a model with a state, such as a KV cache. The state is empty at
-        first, and belongs to this function alone. The feeds aren't checked, because the signature describes runs that
-        begin with an empty state."""
+    def steps(self, state: Mapping[str, np.ndarray] | None = None) -> Steps:
+        """Returns a function that runs the next step of a model with a state, such as a KV cache. The state is at first
+        ``state``, by the names of the variables, or empty. It belongs to this function alone. The feeds aren't checked,
+        because the signature describes runs that begin with an empty state."""
         self._ready()
         request = self._model.create_infer_request()
+        if state is not None:
+            for variable in request.query_state():
+                variable.state = self._ov.Tensor(np.ascontiguousarray(state[variable.name]))
 
         def step(feeds: Feeds) -> dict[str, np.ndarray]:
             held = [self._tensor(name, feeds[name]) for name in self._inputs]
@@ -187,6 +194,43 @@ class OpenVinoSession(BaseSession):
                 name = about["runtimePrecision"].astype(str)
                 found[name] = found.get(name, 0) + 1
         return found
+
+    def cache_kept_in(self) -> Mapping[str, int]:
+        """Returns how many layers keep their keys and values in each precision, as read back from the compiled model.
+
+        OpenVINO accepts every ``KV_CACHE_PRECISION``. It ignores the property for attention other than its operator,
+        and ignores bfloat16 if it computes in float32.
+        """
+        found: dict[str, int] = {}
+        known = {name: ours for ours, name in _CACHE_HINTS.items()}
+        for node in self._model.get_runtime_model().get_ops():
+            about = node.get_rt_info()
+            kind = about["layerType"].astype(str)
+            if kind == "ScaledDotProductAttention" and "kv_cache_precision" in about:
+                said = about["kv_cache_precision"].astype(str)
+                found[known.get(said, said)] = found.get(known.get(said, said), 0) + 1
+        if self.keeps_state and not found:
+            # The products of an attention of single operations read the variables as they are in the file.
+            for spec in self.state()[::2]:
+                name = precision_name(spec.dtype)
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    def _check_cache(self) -> None:
+        wanted = self.options.cache_precision
+        if not wanted:
+            return
+        found = self.cache_kept_in()
+        if other := [name for name in found if name != wanted]:
+            raise UnsupportedHere(
+                f"OpenVINO keeps the KV cache of {self.artifact.path} in {other[0]} instead of {wanted}; leave out "
+                "cache_precision"
+            )
+        if not found:
+            raise UnsupportedHere(
+                f"{self.artifact.path} keeps no KV cache; leave out cache_precision, or export the decoder with "
+                "--to openvino"
+            )
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
         """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
@@ -311,7 +355,7 @@ def _settings(options: SessionOptions, capabilities: list[str]) -> Mapping[str, 
         "PERFORMANCE_HINT": "LATENCY" if options.streams == 1 else "THROUGHPUT",
         "INFERENCE_PRECISION_HINT": _HINTS[options.precision],
         # By default, a KV cache is rounded to 8 bits.
-        "KV_CACHE_PRECISION": _HINTS[options.precision],
+        "KV_CACHE_PRECISION": _CACHE_HINTS[options.cache_precision or options.precision],
     }
     if options.threads:
         settings["INFERENCE_NUM_THREADS"] = options.threads

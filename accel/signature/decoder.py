@@ -92,6 +92,11 @@ class Cache:
         return sum(_size(spec, 1) * _size(spec, 3) * numpy_dtype(spec.dtype).itemsize for spec in self.past)
 
 
+def precision_name(dtype: str) -> str:
+    """Returns accel's name for the precision of a cache with values of ``dtype``, such as fp16 for float16."""
+    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype)
+
+
 def is_stateful(signature: Signature) -> bool:
     """Tells whether the model is a decoder whose runtime keeps the KV cache between runs."""
     inputs, outputs = ({spec.name for spec in specs} for specs in (signature.inputs, signature.outputs))

@@ -170,6 +170,7 @@ STAGES: tuple[Stage, ...] = (
         gives="openvino",
         packages=("onnx", "openvino"),
         may_change=frozenset({"opset", "ir", "interface"}),
+        version=2,
     ),
     Stage(
         name="ncnn_from_onnx",

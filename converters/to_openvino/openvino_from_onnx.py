@@ -22,6 +22,7 @@ from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.read_ir import RT_INFO, describe, load_openvino
+from .attention import fuse_attention
 from .reductions import keep_reduced_dims
 from .softmax_guard import remove_softmax_guards
 from .state import make_stateful
@@ -104,8 +105,10 @@ def convert(path: Path, out: Path, names: Mapping[str, Any], stateful: bool = Fa
         raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
     guards = remove_softmax_guards(model)
     reductions = keep_reduced_dims(model)
+    fused = 0
     if stateful:
         make_stateful(model)
+        fused = fuse_attention(model)
     model.set_rt_info(json.dumps(names), list(RT_INFO))
     try:
         ov.save_model(model, str(out), compress_to_fp16=False)
@@ -116,6 +119,7 @@ def convert(path: Path, out: Path, names: Mapping[str, Any], stateful: bool = Fa
         "operations": len(model.get_ops()),
         "softmax_guards_removed": guards,
         "reductions_rewritten": reductions,
+        **({"attention_fused": fused} if stateful else {}),
     }
 
 

@@ -52,7 +52,8 @@ class Judgement:
     candidate. Without a metric, ``drop`` is the ``discordance`` of the worst output. For a decoder, ``metric`` is the
     perplexity, and ``DecoderJudge`` computes ``drop``. ``max_abs_diff`` is the largest difference of any output value.
     ``judged_on`` names the batches and the runtime on which the candidate was judged. ``problem`` is the reason why the
-    outputs can't be compared, or empty. ``details`` are further figures in words.
+    outputs can't be compared, or empty. ``details`` are further figures in words. ``cache`` has the ``precision`` of a
+    decoder's KV cache, as read back from the session, and ``bytes_a_token``.
     """
 
     drop: float
@@ -62,6 +63,7 @@ class Judgement:
     judged_on: str
     problem: str = ""
     details: str = ""
+    cache: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the judgement in the format of ``optimize.json`` and the cache."""

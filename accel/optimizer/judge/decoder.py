@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
 from accel.converters.quantize.texts import write_texts
-from accel.decoders.decoder import Decoder
-from accel.decoders.replay import Replay
+from accel.decoders.decoder import Decoder, special_tokens
+from accel.decoders.replay import Replay, bytes_a_token, cache_precision
 from accel.errors import BadData, UnknownName, UsageError
 from accel.progress import report
 from accel.proof.gates import PATIENT, gate_runtime
-from accel.runtimes.base import SessionOptions, open_session
+from accel.runtimes.base import Session, SessionOptions, open_session
+from accel.signature.decoder import is_stateful
 from accel.spelling import option
 from accel.stage import path_sha256
 
+from .cached import CachedText, cached_texts, contexts_to_judge, logits_after
 from .comparison import Judge, Judgement
 from .texts import MOST_TOKENS, WINDOW, calibration_texts, judged_texts
 
@@ -69,12 +71,20 @@ class Sums:
 
 class DecoderJudge(Judge):
     """Judges decoders on the text file ``text``, or on texts that the source samples. ``measure`` is one of
-    ``MEASURES``. ``folder`` has the tokenizer, by default the source's folder.
+    ``MEASURES``. ``folder`` has the tokenizer, by default the source's folder. A candidate whose runtime keeps the
+    cache is also judged on tokens with ``contexts`` tokens in the cache, and its worst loss counts.
 
     Perplexity alone is blind: 4-bit weights may change every twentieth most likely token, and hardly the perplexity.
     """
 
-    def __init__(self, source: Artifact, text: Path | None, measure: str = KL, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        source: Artifact,
+        text: Path | None,
+        measure: str = KL,
+        folder: Path | None = None,
+        contexts: Sequence[int] = (),
+    ) -> None:
         super().__init__(source, None, None)
         if measure not in MEASURES:
             raise UnknownName(f"unknown measure {measure!r} of a decoder; use one of {', '.join(MEASURES)}")
@@ -83,11 +93,15 @@ class DecoderJudge(Judge):
         self._measure_name = measure
         self._windows: list[np.ndarray] | None = None
         self._logits: list[np.ndarray] | None = None
+        self._cached: list[CachedText] | None = None
+        self._most = special_tokens(source).context
+        self._contexts = contexts_to_judge(contexts, self._most)
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
         """Returns a hash of everything that a judgement depends on."""
         text = path_sha256(self._text) if self._text else ""
         part = f"decoder {self._measure_name} {WINDOW} {MOST_TOKENS}"
+        part += f" {self._contexts}" if is_stateful(candidate.signature) else ""
         return text_sha256("\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), text, part]))
 
     def check(self, cache: StageCache) -> None:  # noqa: ARG002 - a decoder's logits are too large for the cache
@@ -111,16 +125,32 @@ class DecoderJudge(Judge):
                 found = Replay(session, 1).step(ids[None])[0]
                 largest = max(largest, float(abs(found - reference).max()))
                 total += sums(ids, reference, found)
-        finite = math.isfinite(total.divergence)
+            in_cache = self._at_contexts(session) if is_stateful(candidate.signature) else {}
+            cache = {"precision": cache_precision(session), "bytes_a_token": bytes_a_token(session)}
+        every = [total, *in_cache.values()]
+        finite = all(math.isfinite(one.divergence) for one in every)
         return Judgement(
-            drop=total.drop(self._measure_name) if finite else math.inf,
+            drop=max(one.drop(self._measure_name) for one in every) if finite else math.inf,
             metric=total.perplexity if finite else None,
             reference_metric=total.source_perplexity,
             max_abs_diff=largest,
             judged_on=f"{total.tokens} tokens of {self._text.name if self._text else 'its own texts'} with {runtime}",
             problem="" if finite else "its logits are NaN or infinite",
-            details=self._details(total) if finite else "",
+            details=self._details(total, in_cache, cache) if finite else "",
+            cache=cache,
         )
+
+    def _at_contexts(self, session: Session) -> dict[int, Sums]:
+        """Returns the sums over the tokens behind each number of tokens in the cache."""
+        windows, _ = self._of_source()
+        if self._cached is None:
+            with open_session(self.source, gate_runtime(self.source), PATIENT) as source:
+                self._cached = cached_texts(source, windows, self._contexts, self._most)
+        found = dict.fromkeys(self._contexts, Sums())
+        for text in self._cached:
+            logits = logits_after(session, text.ids, text.context)
+            found[text.context] += sums(text.judged, text.logits, logits)
+        return found
 
     def texts_to_calibrate(self, cache: StageCache) -> Path:
         """Returns a file with texts that the judge doesn't read (see ``calibration_texts``), made once for the
@@ -134,10 +164,12 @@ class DecoderJudge(Judge):
                 cache.keep(key, folder)
         return cache.entry(key) / _TEXTS_FILE
 
-    def _details(self, total: Sums) -> str:
+    def _details(self, total: Sums, in_cache: Mapping[int, Sums], cache: Mapping[str, Any]) -> str:
+        later = "".join(f", KL {one.drop(KL):.4g} with {size} tokens in the cache" for size, one in in_cache.items())
         return (
             f"KL {total.drop(KL):.4g} nats a token, perplexity {total.perplexity:.4g} (the source: "
             f"{total.source_perplexity:.4g}), {100 * (1 - total.drop(TOP1)):.1f}% of the most likely tokens unchanged"
+            f"{later}, a cache in {cache['precision']} of {cache['bytes_a_token']} bytes a token"
         )
 
     def _of_source(self) -> tuple[list[np.ndarray], list[np.ndarray]]:

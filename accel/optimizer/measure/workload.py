@@ -12,7 +12,7 @@ from accel.proof.gates import cast_feeds
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature, shapes_of
-from accel.signature.decoder import step_sizes
+from accel.signature.decoder import is_stateful, step_sizes
 from accel.spelling import is_command_line, option
 from accel.timing.blocks import Candidate
 
@@ -39,7 +39,7 @@ class Workload:
 
     ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
     runs the mix. ``note`` describes the workload. If ``in_cache`` is True, the requests are steps of a decoder, which
-    run with the cache as a generation holds it.
+    run with the cache as a generation holds it. ``signature`` has the inputs of a decoder's requests.
     """
 
     objective: Objective
@@ -47,6 +47,7 @@ class Workload:
     repeats: int
     note: str
     in_cache: bool = False
+    signature: Signature | None = None
 
     @property
     def requests(self) -> int:
@@ -55,7 +56,8 @@ class Workload:
 
     def candidate(self, candidate: Candidate) -> Candidate:
         """Returns ``candidate`` for timing, as a ``PassCandidate`` if a pass has several requests."""
-        if self.requests == 1 and not self.in_cache:
+        in_cache = self.in_cache or is_stateful(candidate.artifact.signature)
+        if self.requests == 1 and not in_cache:
             return candidate
         return PassCandidate(
             name=candidate.name,
@@ -64,7 +66,8 @@ class Workload:
             options=candidate.options,
             mix=self.mix,
             repeats=self.repeats,
-            opener="accel.optimizer.measure.decoding:DecodingPass" if self.in_cache else PassCandidate.opener,
+            opener="accel.optimizer.measure.decoding:DecodingPass" if in_cache else PassCandidate.opener,
+            signature=self.signature,
         )
 
 
@@ -76,6 +79,7 @@ class PassCandidate(Candidate):
     streams: int = 1  # Passes run one at a time, and each pass uses all of the session's streams.
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
+    signature: Signature | None = None
 
 
 class PassSession:
@@ -183,7 +187,9 @@ def decode_steps(
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
     # Concurrent requests would need a cache each.
-    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note, in_cache=repeats == 1)
+    return Workload(
+        objective=_known(objective), mix=mix, repeats=repeats, note=note, in_cache=repeats == 1, signature=signature
+    )
 
 
 def _known(objective: str) -> Objective:

@@ -79,6 +79,18 @@ def as_search(found: Recipe) -> Recipe | None:
     return replace(found, name=name, precision="mixed", variant=variant, search=True)
 
 
+def with_cache(found: Recipe, precision: str) -> Recipe:
+    """Returns ``found`` with a KV cache in ``precision``."""
+    before = _CACHE.format(found.options.get("cache_precision"))
+    variant = found.variant.removesuffix(before) + _CACHE.format(precision)
+    name = found.name.removesuffix(found.variant) + variant
+    return replace(found, name=name, variant=variant, options={**found.options, "cache_precision": precision})
+
+
+# The end of a variant whose KV cache has another precision.
+_CACHE = " with {} cache"
+
+
 # The variant of an int8 recipe with calibrated activation ranges.
 STATIC = " static"
 
@@ -96,8 +108,12 @@ _CALIBRATED = {" GPTQ": GPTQ, " AWQ": AWQ}
 
 
 def gentler(found: Recipe, texts: Callable[[], Path | None]) -> Recipe | None:
-    """Returns the next int4 recipe to try after ``found`` has lost too much: with the usual, smaller blocks, which read
-    more scales, and then calibrated on the file that ``texts`` returns. Returns None if there is none."""
+    """Returns the next recipe to try after ``found`` has lost too much, or None if there is none. After an 8-bit KV
+    cache, that is one in fp16, if it isn't wider than what the model computes in. An int4 recipe gets the usual,
+    smaller blocks, which read more scales, and then is calibrated on the file that ``texts`` returns."""
+    if cache := found.options.get("cache_precision"):
+        in_float32 = found.options.get("precision", "fp32") == "fp32"
+        return with_cache(found, "fp16") if cache == "int8" and in_float32 else None
     if found.precision != "int4":
         return None
     if found.variant == COARSE:
