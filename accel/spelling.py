@@ -28,6 +28,7 @@ FLAGS: Mapping[str, str] = {
     "page": "--graph",
     "preprocess": "--normalize",
     "prompts": "--prompt",
+    "columns": "--column",
 }
 # Maps an option that sets a field of a Python argument to its spelling in Python.
 ARGUMENTS: Mapping[str, str] = {

@@ -101,6 +101,8 @@ class Rows:
         for column in columns:
             for row, reason in column.bad.items():
                 found.errors.setdefault(row, reason)
+        for row, reason in self._unequal(columns):
+            found.errors.setdefault(row, reason)
         good = np.array([row for row in range(count) if row not in found.errors], np.int64)
         batches = list(self._batches(columns, good))
         step = _AHEAD * self.session.streams if self.session.streams > 1 else 1
@@ -119,6 +121,22 @@ class Rows:
         order = np.argsort(ran)
         arrays = {spec.name: self._column(spec, columns, found, order) for spec in self.signature.outputs}
         return arrays, ran[order], found.errors
+
+    def _unequal(self, columns: Sequence[Column]) -> Iterator[tuple[int, str]]:
+        """Yields the rows in which two inputs have other sizes of one dim, such as a mask that is longer than its ids.
+        Padding would hide the difference."""
+        first: dict[str, tuple[str, np.ndarray]] = {}
+        for column, spec in zip(columns, self.inputs, strict=True):
+            for axis, dim in enumerate(self.axes(spec)):
+                if not isinstance(dim, str) or is_sum(dim):
+                    continue
+                sizes = column.shapes[:, axis]
+                name, others = first.setdefault(dim, (column.name, sizes))
+                for row in np.flatnonzero(sizes != others).tolist():
+                    one, other = (
+                        f"size {n} in the column {c}" for n, c in ((others[row], name), (sizes[row], column.name))
+                    )
+                    yield row, f"the dim {dim!r} has {one}, but {other}"
 
     def _column(self, spec: TensorSpec, columns: Sequence[Column], found: _Outputs, order: np.ndarray) -> pa.Array:
         """Returns the column of an output, with the rows in ``order``."""

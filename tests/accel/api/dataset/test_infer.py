@@ -164,6 +164,18 @@ def test_rows_of_any_length(
         assert all("ids" in reason or "Gather" in reason for reason in aside["accel_error"].to_pylist())
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_inputs_of_unequal_lengths(tmp_path: Path, lookup: Path, padded: bool) -> None:
+    """Fails if padding hides that a mask is longer or shorter than its ids, so that the row gets an invented result."""
+    ids, mask = [[1, 2, 3], [1, 2, 3], [1, 2]], [[1, 1, 1], [1, 1, 1, 1], [1]]
+    pad = {"ids": 0, "mask": 0} if padded else None
+    data = write(tmp_path / "x.parquet", ids=ids, mask=mask, row=range(3))
+    assert accel.infer(lookup, data, out=tmp_path / "out", pad=pad).failed == 2
+    assert results(tmp_path / "out")["row"].to_pylist() == [0]
+    aside = pq.read_table(tmp_path / "out/failed")["accel_error"].to_pylist()
+    assert aside[0] == "the dim 'length' has size 3 in the column ids, but size 4 in the column mask"
+
+
 def test_rows_that_cannot_be_inputs(tmp_path: Path, linear: Path) -> None:
     """Fails if a null, a short list or an overflow stops the run, or goes into the model as another number."""
     x: list[Any] = [[1.0, 2, 3, 4], None, [1, 2, None, 4], [1, 2, 3], [], [1e300, 0, 0, 0], [0, 0, 0, 1]]
