@@ -16,6 +16,7 @@ from accel.artifact import Artifact
 from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere, UsageError, ValuesOutOfRange
 from accel.machine import cpu_limit
 from accel.signature import Feeds, IntegerRanges, Signature
+from accel.signature.bounds import free_dims, size_at
 from accel.tables.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -126,9 +127,11 @@ class BaseSession(ABC):
         if self.closed:
             raise UsageError(f"the session of {self.artifact.path} is closed; open it again with accel.load")
 
-    def check_feeds(self, feeds: Feeds) -> None:
-        """Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or
-        if a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a kind of
+    def check_feeds(self, feeds: Feeds) -> dict[str, int]:
+        """Returns the size of each dynamic dim in ``feeds``.
+
+        Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if
+        a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a kind of
         ``BadFeeds``, for an integer outside its range, because a runtime may silently read another row of a table."""
         self.check_open()
         sizes = self.signature.check_feeds(feeds)
@@ -141,13 +144,26 @@ class BaseSession(ABC):
             raise ValuesOutOfRange(
                 f"{found}; correct the values, or export the model with the right range for this input"
             )
+        return sizes
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Arrays of a narrower dtype are converted (see ``Signature.widened``). Raises
         ``BadFeeds`` if ``feeds`` don't fit the signature, and ``UsageError`` if the session is closed."""
         feeds = self.signature.widened(feeds)
-        self.check_feeds(feeds)
-        return self._run(feeds)
+        sizes = self.check_feeds(feeds)
+        outputs = self._run(feeds)
+        return self._empty_as_declared(outputs, sizes) if 0 in sizes.values() else outputs
+
+    def _empty_as_declared(self, outputs: dict[str, np.ndarray], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Gives empty outputs the shapes of the signature. From empty inputs, some kernels make other shapes: ONNX
+        Runtime's ArgMax keeps the dim that it reduces."""
+        for spec in self.signature.outputs:
+            value = outputs.get(spec.name)
+            if value is not None and not value.size and all(n in sizes for d in spec.shape for n in free_dims(d)):
+                shape = tuple(size_at(dim, sizes) for dim in spec.shape)
+                if 0 in shape:
+                    outputs[spec.name] = value.reshape(shape)
+        return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model with the arguments that the source model takes. Returns the result in the structure that the

@@ -87,3 +87,21 @@ def test_what_takes_an_empty_dim_keeps_it(code: Path, tmp_path: Path) -> None:
     assert not [note for note in source_notes(made) if "range of" in note]
     with accel.load(made) as session:
         assert session.run({"x": np.zeros((1, 2, 0), np.float32)})["output"].shape == (1, 2, 0)
+
+
+class Best(torch.nn.Module):
+    """Reduces a dim by ArgMax, which ONNX Runtime computes with a wrong shape from an empty batch."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x.argmax(-1), x.argmin(-1, keepdim=True), x.sum(-1)
+
+
+def test_outputs_of_an_empty_batch() -> None:
+    """Fails if the outputs of an empty batch have other shapes than in PyTorch."""
+    session = accel.load(accel.export(Best(), example=(torch.randn(4, 3),)))
+    with session:
+        for rows in (0, 1, 5):
+            x = torch.randn(rows, 3)
+            for found, wanted in zip(session(x), Best()(x), strict=True):
+                assert found.shape == wanted.shape
+                assert torch.allclose(found, wanted)
