@@ -137,7 +137,8 @@ def export(
         out = folder / "model.onnx" if to == "onnx" else folder
     out = Path(out)
     if to == "onnx" and out.suffix != ".onnx":
-        raise UsageError(f"the output file {out} has to end in .onnx; rename the file")
+        tokens = f", or pass {option('decoder', True)} for a model that generates text" if src.kind == "torch" else ""
+        raise UsageError(f"the output file {out} has to end in .onnx; rename the file{tokens}")
     if channels != "auto" and src.kind not in ("tensorflow", "tflite"):
         raise UsageError(
             f"the model {named.text} is of kind {src.kind}, but {option('channels')} is for TensorFlow models; leave "

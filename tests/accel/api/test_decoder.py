@@ -112,7 +112,10 @@ class OwnDecoder(nn.Module):
 
 def test_a_module_of_ones_own(tmp_path: Path) -> None:
     """Fails if a module outside transformers is refused, or the context is taken from anything but a run: the table of
-    positions has 40 rows."""
+    positions has 40 rows. Also fails if the error for a folder doesn't name the argument that helps."""
+    inputs = [f"{name}:int64[batch,sequence]{{1..1}}" for name in ("input_ids", "attention_mask", "position_ids")]
+    with pytest.raises(UsageError, match="pass decoder=True for a model that generates text"):
+        accel.export(OwnDecoder(), inputs=inputs, out=tmp_path / "out")
     made = accel.export(OwnDecoder(), decoder=True, out=tmp_path / "out")
     assert made.source["decoder"]["context"] == 40
     assert made.signature.dims["past"].max + made.signature.dims["sequence"].max == 40
