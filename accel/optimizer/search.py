@@ -200,7 +200,10 @@ class Search:
         return 2 * (count + SOURCES) * lane + _SECONDS_OF_CANDIDATES + _SECONDS_OF_OPTIONS
 
     def _fitting_beside(self, bases: Sequence[CandidateResult]) -> int | None:
-        """Returns how many rows there is time to measure beside ``bases``, or None for any number."""
+        """Returns how many rows there is time to measure beside ``bases``, or None for any number. After a Ctrl-C,
+        there is time for none."""
+        if self.budget.interrupted:
+            return 0
         if not self.budget.limited:
             return None
         others = sum(base is not self.source for base in bases)

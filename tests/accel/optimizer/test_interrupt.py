@@ -48,6 +48,15 @@ def test_while_candidates_are_made(tmp_path: Path) -> None:
     assert accel.inspect(tmp_path / "out", check=True).intact
 
 
+def test_session_options_are_left_out(tmp_path: Path) -> None:
+    """Fails if a search that was ended goes on with other session options."""
+    with watched_by(pressing("int8 dynamic: judging")):
+        result = optimized(tmp_path / "out")
+    reasons = [row.reason for row in result.candidates if row.base]
+    assert reasons
+    assert set(reasons) == {"Ctrl-C came before its session options were tried"}
+
+
 def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if Ctrl-C during the last measurement loses the results of the first measurement."""
     import accel.optimizer.search as search
