@@ -244,7 +244,7 @@ def test_a_wrong_operator_does_not_pass_the_gate(
 
     made = fuse(onnxruntime_library, 0)
     assert [node.op_type for node in onnx.load(made.path).graph.node] == ["FusedConv2d_k3x3_s2x1_p1x1_d1x1_relu_fp32"]
-    for folder in ("plugins", "csrc"):
+    for folder in ("plugins", "csrc", "cpu/csrc"):
         shutil.copytree(bridges.PLUGINS.parent / folder, tmp_path / folder)
     source = tmp_path / "plugins" / "onnxruntime_conv2d.h"
     text = source.read_text()
