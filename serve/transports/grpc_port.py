@@ -1,4 +1,4 @@
-"""Opens the gRPC port with the transport that was asked for."""
+"""Opens the gRPC port with the requested transport."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_session_finds_the_library(
 def test_several_callers_of_one_session(
     onnxruntime_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if runs at the same time share the quantized rows."""
+    """Fails if concurrent runs share the quantized rows."""
     monkeypatch.setenv("ACCEL_ONNXRUNTIME_LIBRARY", str(onnxruntime_library))
     model, weights = made(4)
     worst: list[float] = []
