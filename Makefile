@@ -29,8 +29,9 @@ $(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/demo-ready  ## train one model, take another's weights: measured artifacts and engines
 	$(BIN)/python -m accel.examples.demo demo
 
-# A file of tests runs in one process. tests/conftest.py orders the files.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# A file of tests runs in one process. tests/conftest.py orders the files. If a process dies, the run fails and names the
+# test; pytest-xdist would start another process, but never end (its loadfile gives out the finished files again).
+TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Tests start many processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile accel's modules again.
 COMPILE := $(BIN)/python -m compileall -q -j 2 accel converters kernels serve
 
@@ -74,7 +75,7 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 
 proof: $(VENV)/ready  ## run the long proofs: every shipped kernel, the longest tests of the rest
 	$(COMPILE)
-	$(BIN)/python -m pytest -q -n 2 -m proof
+	$(BIN)/python -m pytest -q -n 2 --max-worker-restart 0 -m proof
 
 docs: $(VENV)/ready  ## build the documentation as a site that opens offline
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -90,10 +90,16 @@ class RawClient:
         assert found is not None, self.frames
         return dict(found.decoded)
 
+    def take_settings(self) -> None:
+        """Acknowledges the settings of the server, which then lets the client send as much as they say."""
+        assert self.receive(SettingsFrame, lambda frame: "ACK" not in frame.flags)
+        self.send(SettingsFrame(0, flags=["ACK"]))
+
     def asks_back(self) -> bool:
         """Tells whether the server answers a ping, so that it has read all earlier frames."""
-        self.send(PingFrame(0, b"ask back"))
-        return self.receive(PingFrame, lambda frame: frame.opaque_data == b"ask back") is not None
+        data = f"ask {len(self.frames):4}".encode()
+        self.send(PingFrame(0, data))
+        return self.receive(PingFrame, lambda frame: frame.opaque_data == data) is not None
 
     def end_code(self) -> int | None:
         """Returns the code of the last GOAWAY frame before the server ended the connection, or None."""

@@ -45,6 +45,10 @@ def framed(body: bytes, packed: bool = False) -> bytes:
     return bytes([packed]) + len(body).to_bytes(4, "big") + body
 
 
+def pieces(stream: int, body: bytes) -> list[DataFrame]:
+    return [DataFrame(stream, body[at : at + 16_000]) for at in range(0, len(body), 16_000)]
+
+
 @pytest.fixture
 def process(repository: Path, start: Start) -> Any:
     return start(repository, max_message=1 << 20)
@@ -77,9 +81,9 @@ def test_compressed_messages(process: Any, pack: Any) -> None:
     def status(body: bytes, encoding: str = name, packed: bool = True) -> tuple[str, str]:
         with RawClient(port) as raw:
             data = framed(body, packed)
-            pieces = [DataFrame(1, data[at : at + 16_000]) for at in range(0, len(data), 16_000)]
-            pieces[-1].flags.add("END_STREAM")
-            raw.send(raw.opening(1, grpc_encoding=encoding), *pieces)
+            frames = pieces(1, data)
+            frames[-1].flags.add("END_STREAM")
+            raw.send(raw.opening(1, grpc_encoding=encoding), *frames)
             found = raw.answer(1)
             return found["grpc-status"], found.get("grpc-message", "")
 
@@ -213,12 +217,17 @@ def test_the_sockets() -> None:
 
 
 def test_goaway(process: Any) -> None:
-    """Fails if clients aren't told that the server ends, before their calls are refused."""
+    """Fails if clients aren't told that the server ends, before their calls are refused. Also fails if the connections
+    that they open afterwards are told so: gRPC's clients would then connect again and again until memory is full."""
     with RawClient(process.ports["grpc"]) as raw:
         raw.send(raw.opening(1), DataFrame(1, framed(message()), flags=["END_STREAM"]))
         assert raw.answer(1)
         assert process.server.drain(5)
         assert raw.receive(GoAwayFrame, lambda frame: frame.error_code == 0)
+    with RawClient(process.ports["grpc"]) as raw:
+        raw.send(raw.opening(1), DataFrame(1, framed(message()), flags=["END_STREAM"]))
+        assert raw.answer(1)["grpc-status"] == "14"
+        assert not any(isinstance(frame, GoAwayFrame) for frame in raw.frames)
 
 
 @pytest.mark.proof

@@ -65,7 +65,7 @@ bool submit_answer(Call *call) {
     size_t count = trailers(call, pairs + HEAD_COUNT);
     return !nghttp2_submit_response(session, call->id, pairs, HEAD_COUNT + count, NULL);
   }
-  nghttp2_data_provider provider = {.source = {.ptr = call}, .read_callback = read_answer};
+  nghttp2_data_provider provider = {.read_callback = read_answer};
   return !nghttp2_submit_response(session, call->id, pairs, HEAD_COUNT, &provider);
 }
 
@@ -90,8 +90,9 @@ void refuse(Call *call, int status, const char *text) {
 /* Tells libnghttp2 how many bytes the next DATA frame has. send_data copies them. */
 ssize_t read_answer(nghttp2_session *session, int32_t id, uint8_t *into, size_t len, uint32_t *flags,
                     nghttp2_data_source *source, void *data) {
-  (void)into, (void)data;
-  Call *call = source->ptr;
+  (void)into, (void)source, (void)data;
+  Call *call = call_of(session, id);
+  if (!call) return NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE;
   size_t found = call->queued < len ? call->queued : len;
   if (!found && !call->finishing) {
     call->deferred = true;

@@ -31,6 +31,8 @@ void mark_dirty(Connection *connection) {
   connection->port->dirty = connection;
 }
 
+Call *call_of(nghttp2_session *session, int32_t id) { return nghttp2_session_get_stream_user_data(session, id); }
+
 void end_calls(Connection *connection) {
   while (connection->calls) {
     Call *call = connection->calls;
@@ -67,9 +69,10 @@ static bool put(Connection *connection, const void *from, size_t len) {
 /* Copies the payload of a DATA frame from the parts of the message. */
 static int send_data(nghttp2_session *session, nghttp2_frame *frame, const uint8_t *head, size_t len,
                      nghttp2_data_source *source, void *data) {
-  (void)session, (void)frame;
+  (void)source;
   Connection *connection = data;
-  Call *call = source->ptr;
+  Call *call = call_of(session, frame->hd.stream_id);
+  if (!call) return NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE; /* end_calls was here */
   if (connection->out_len > OUT_BYTES) {
     connection->full = true;
     return NGHTTP2_ERR_WOULDBLOCK;
@@ -158,6 +161,8 @@ static void end(Connection *connection, uint32_t code) {
   mark_dirty(connection);
 }
 
+/* Tells the client to open its next calls on another connection. A connection that it opens afterwards gets no such
+ * notice: a client of gRPC tries again and again, without a pause, as long as every connection tells it to leave. */
 void go_away(Connection *connection) {
   if (!connection->session || connection->ending || connection->dead) return;
   nghttp2_submit_shutdown_notice(connection->session);
@@ -165,8 +170,6 @@ void go_away(Connection *connection) {
 }
 
 /* Receiving */
-
-static Call *call_of(nghttp2_session *session, int32_t id) { return nghttp2_session_get_stream_user_data(session, id); }
 
 static int on_begin_frame(nghttp2_session *session, const nghttp2_frame_hd *head, void *data) {
   (void)session;
@@ -267,7 +270,6 @@ static bool open_session(Connection *connection) {
   };
   nghttp2_submit_settings(connection->session, NGHTTP2_FLAG_NONE, settings, sizeof settings / sizeof *settings);
   nghttp2_session_set_local_window_size(connection->session, NGHTTP2_FLAG_NONE, 0, ALL_WINDOW);
-  if (port->going_away) nghttp2_submit_shutdown_notice(connection->session);
   mark_dirty(connection);
   return true;
 }

@@ -33,7 +33,7 @@ static PyObject *call_finish(PyObject *self, PyObject *arguments) {
   }
   submit_answer(call);
   go_on(call);
-  push(call);
+  if (call->connection) push(call); /* go_on may have sent everything, and the call is over */
   Py_RETURN_TRUE;
 }
 

@@ -141,6 +141,7 @@ int make_callbacks(Port *port);
 void receive(Connection *connection);
 void flush(Connection *connection);
 void mark_dirty(Connection *connection);
+Call *call_of(nghttp2_session *session, int32_t id); /* NULL once the call is over */
 void end_calls(Connection *connection);
 void go_away(Connection *connection);
 void wait_for(Connection *connection, bool in, bool out);
