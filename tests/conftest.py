@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,9 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Python functions would show their progress on stderr, which many tests read.
 os.environ.setdefault("ACCEL_QUIET", "1")
+# Two pytest workers and their children share the cores, so a thread that waits must not spin. OpenMP reads this variable
+# when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Hypothesis examples have no deadline, because the machine may be busy. Each run of the suite uses the same examples.
 # With --hypothesis-profile=default, a run uses new examples.
@@ -41,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         size[0] += item.get_closest_marker("slow") is not None
         size[1] += 1
     items.sort(key=lambda item: sizes[item.path], reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps Python's garbage collector from looking through the imported modules again and again, which takes a tenth
+    of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session")
