@@ -246,6 +246,6 @@ def test_under_sanitizers() -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not without_the_library"]
-    files = [str(Path(__file__)), str(Path(__file__).with_name("test_floods.py"))]
+    files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_port.py", "test_floods.py")]
     done = subprocess.run([*words, *files], capture_output=True, text=True, env=given)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -154,8 +154,9 @@ void push(Call *call) {
   port->inside = true;
   flush(connection);
   port->inside = false;
-  give_back(port);
-  if (connection->dead || port->closed || port->ready) {
+  bool woken = connection->dead || port->closed || port->ready;
+  give_back(port); /* Python code runs, and the other thread may free the connection */
+  if (woken) {
     uint64_t one = 1;
     if (write(port->wake, &one, sizeof one) < 0) return;
   }

@@ -33,18 +33,22 @@ Call *new_call(Connection *connection, int32_t id) {
   call->id = id;
   call->deadline = INFINITY;
   call->next = connection->calls;
-  if (call->next) call->next->prev = call;
+  if (call->next)
+    call->next->prev = call;
+  else
+    connection->oldest = call;
   connection->calls = call;
   call->port->calls++;
   call->port->open++;
   return call;
 }
 
-/* Lets waiting large messages of a connection in, as far as they fit. */
+/* Lets waiting large messages of a connection in, as far as they fit. The oldest call comes first, because clients that
+ * send one call after another would otherwise pass it for ever. */
 static void let_in(Connection *connection) {
-  for (Call *call = connection->calls; call; call = call->next) {
-    if (!call->waiting) continue;
-    if (connection->partial && connection->partial + call->partial_want > connection->port->limits.partial) continue;
+  for (Call *call = connection->oldest; call; call = call->prev) {
+    if (!call->waiting || call->answered) continue;
+    if (connection->partial && connection->partial + call->partial_want > connection->port->limits.partial) return;
     call->waiting = false;
     call->reserved = call->partial_want;
     connection->partial += call->reserved;
@@ -72,7 +76,10 @@ void over(Call *call) {
     call->prev->next = call->next;
   else
     connection->calls = call->next;
-  if (call->next) call->next->prev = call->prev;
+  if (call->next)
+    call->next->prev = call->prev;
+  else
+    connection->oldest = call->prev;
   call->prev = call->next = NULL;
   call->connection = NULL;
   call->port->open--;
@@ -138,6 +145,7 @@ int take_header(Call *call, const uint8_t *name, size_t name_len, const uint8_t 
     }
     return 0; /* headers_complete refuses the call */
   }
+  if (call->opened) return 0; /* trailers, which no client of gRPC sends; Python may read the headers just now */
   if (name_len && name[0] == ':') {
     if (is(name, name_len, ":path")) {
       if (call->path) return 0;

@@ -9,10 +9,14 @@
 
 #define IN_BYTES (1 << 18)
 #define OUT_BYTES (1 << 18)    /* that wait for the socket */
+#define MOST_ROUNDS 16         /* of OUT_BYTES, then other connections and threads have their turn */
 #define WINDOW (1 << 18)       /* of a call */
 #define ALL_WINDOW (1 << 24)   /* of a connection */
 #define MOST_CONTINUATIONS 7   /* frames of the headers of a call; newer versions of libnghttp2 take 8 */
 #define MOST_IGNORED (1 << 20) /* bytes that come after the end */
+
+/* Some versions of libnghttp2 don't have it. */
+extern void nghttp2_option_set_stream_reset_rate_limit(nghttp2_option *, uint64_t, uint64_t) __attribute__((weak));
 
 static bool tries_again(void) { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
@@ -73,10 +77,7 @@ static int send_data(nghttp2_session *session, nghttp2_frame *frame, const uint8
   Connection *connection = data;
   Call *call = call_of(session, frame->hd.stream_id);
   if (!call) return NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE; /* end_calls was here */
-  if (connection->out_len > OUT_BYTES) {
-    connection->full = true;
-    return NGHTTP2_ERR_WOULDBLOCK;
-  }
+  if (connection->out_len > OUT_BYTES) return NGHTTP2_ERR_WOULDBLOCK;
   if (!room(connection, 9 + len)) return NGHTTP2_ERR_CALLBACK_FAILURE;
   put(connection, head, 9);
   call->queued -= len;
@@ -122,7 +123,6 @@ static int send_out(Connection *connection) {
 
 /* Collects what libnghttp2 has to send. Returns false if the connection is broken. */
 static bool collect(Connection *connection) {
-  connection->full = false;
   while (connection->out_len <= OUT_BYTES) {
     const uint8_t *data;
     ssize_t len = nghttp2_session_mem_send(connection->session, &data);
@@ -136,10 +136,10 @@ static bool collect(Connection *connection) {
 /* Sends as much as the socket takes. */
 void flush(Connection *connection) {
   if (connection->dead || !connection->session || connection->shaking) return;
-  for (;;) {
+  for (int round = 0;; round++) {
     int sent = send_out(connection);
     if (sent < 0) return die(connection);
-    if (!sent) return wait_for(connection, connection->ending, true);
+    if (!sent || round == MOST_ROUNDS) return wait_for(connection, connection->ending, true);
     if (!collect(connection)) return die(connection);
     if (!connection->out_len) break;
   }
@@ -238,8 +238,9 @@ static int on_stream_close(nghttp2_session *session, int32_t id, uint32_t code, 
   Connection *connection = data;
   Call *call = call_of(session, id);
   if (call) over(call);
-  /* Also counts calls that the client makes the server reset. */
-  if (code != NGHTTP2_NO_ERROR && over_limit(connection, RESETS)) return NGHTTP2_ERR_CALLBACK_FAILURE;
+  /* Also counts calls that the client makes the server reset, and those that it resets without an error. */
+  bool reset = code != NGHTTP2_NO_ERROR || !nghttp2_session_get_stream_local_close(session, id);
+  if (reset && !connection->ending && over_limit(connection, RESETS)) return NGHTTP2_ERR_CALLBACK_FAILURE;
   return 0;
 }
 
@@ -255,6 +256,9 @@ int make_callbacks(Port *port) {
   nghttp2_session_callbacks_set_on_stream_close_callback(made, on_stream_close);
   nghttp2_session_callbacks_set_send_data_callback(made, send_data);
   nghttp2_option_set_no_auto_window_update(port->option_set, 1);
+  /* The limit of RESETS is an option. */
+  if (nghttp2_option_set_stream_reset_rate_limit)
+    nghttp2_option_set_stream_reset_rate_limit(port->option_set, UINT64_MAX, UINT64_MAX);
   /* Clients of gRPC send such values, "authorization: Bearer " among them. */
   nghttp2_option_set_no_rfc9113_leading_and_trailing_ws_validation(port->option_set, 1);
   return 0;

@@ -171,8 +171,9 @@ static void work(Port *port, const struct epoll_event *events, int count) {
     } else {
       Connection *connection = source;
       if (connection->dead) continue;
+      bool shaking = connection->shaking; /* a handshake that waits for either goes on in receive() */
       if (events[at].events & EPOLLOUT) flush(connection);
-      if (!connection->dead && events[at].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive(connection);
+      if (!connection->dead && (shaking || events[at].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) receive(connection);
     }
   }
 }

@@ -73,7 +73,7 @@ typedef struct Call {
   struct Call *next_ready, *next_closed;
   int32_t id;
   unsigned news;
-  bool ready, opened, accepted, answered, counted, failed, waiting, has_headers, deferred, finishing, told_full;
+  bool ready, opened, accepted, answered, counted, waiting, has_headers, deferred, finishing, told_full;
   bool bad_method, bad_type;
   /* The request. */
   PyObject *owner, *path, *encoding;
@@ -99,10 +99,10 @@ typedef struct Connection {
   nghttp2_session *session; /* NULL until the first bytes come */
   Peer *peer;
   struct Connection *prev, *next, *next_dirty;
-  bool dirty, dead, ending, full;
+  bool dirty, dead, ending;
   uint32_t events; /* what epoll waits for */
   double since;
-  Call *calls;
+  Call *calls, *oldest; /* the newest, and the oldest */
   size_t partial;
   unsigned continuations;
   int flood; /* a Kind, or -1 */
