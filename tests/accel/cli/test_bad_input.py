@@ -286,7 +286,8 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
     """Makes the files of earlier runs in the folder that the commands write to."""
     folder = tmp_path_factory.mktemp("earlier")
     onnx.save(small(), folder / "good.onnx")
-    accel.optimize(folder / "good.onnx", target="ort-cpu", precision="fp32", rounds=5, out=folder / "out")
+    quick: dict[str, Any] = {"precision": "fp32", "rounds": 5, "vary_session": False}
+    accel.optimize(folder / "good.onnx", target="ort-cpu", out=folder / "out", **quick)
     accel.export(folder / "good.onnx", to="torch", out=folder / "out")
     accel.export(folder / "good.onnx", to="ncnn", out=folder / "out")
     return folder / "out"

@@ -48,7 +48,7 @@ def inspected(made: make.Make, says: str, code: int | None = 2, name: str = "m.o
 
 
 def optimized(made: make.Make, says: str, code: int | None = 2, *more: str) -> Case:
-    how = ("--target", "ort-cpu", "--precision", "fp32", "--rounds", "5")
+    how = ("--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session")
     words = ("optimize", "{d}/m.onnx", *how, "-o", "{d}/out", *more)
     return Case(make=made, words=words, says=says, code=code)
 
@@ -348,7 +348,8 @@ def good(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
     shutil.copyfile(folder / "m.onnx", folder / "plain.onnx")
     accel.export(folder / "m.onnx", to="openvino", out=folder / "ir")
     accel.optimize(folder / "m.onnx", target="tensorrt-rtx", precision="fp32", out=folder / "engine")
-    accel.optimize(folder / "m.onnx", target="ort-cpu", precision="fp32", out=folder / "out", rounds=5)
+    quick: dict[str, Any] = {"precision": "fp32", "rounds": 5, "vary_session": False}
+    accel.optimize(folder / "m.onnx", target="ort-cpu", out=folder / "out", **quick)
     torch.export.save(torch.export.export(net, (example,)), folder / "net.pt2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated

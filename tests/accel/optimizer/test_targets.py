@@ -23,7 +23,18 @@ def test_several_targets_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         tmp_path / "m.onnx", [node("Relu", "x", "y")], {"x": (FLOAT, ["batch", 3])}, {"y": (FLOAT, ["batch", 3])}
     )
     words = ["--target", "ort-cpu", "--target", "openvino", "--target", "ort-cpu", "--precision", "fp32"]
-    line = ["optimize", str(model.path), *words, "--rounds", "5", "-o", str(tmp_path / "out"), "--json", "-q"]
+    line = [
+        "optimize",
+        str(model.path),
+        *words,
+        "--rounds",
+        "5",
+        "--fixed-session",
+        "-o",
+        str(tmp_path / "out"),
+        "--json",
+        "-q",
+    ]
     assert run(group, line) == 0
     body = json.loads(capsys.readouterr().out)
     made = [row for row in body["candidates"] if row["name"] != "source"]

@@ -167,32 +167,32 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     """Checks that the rounds have different orders, and that the orders can be reproduced. In a fixed order, a
     candidate that always follows a CPU-heating candidate would seem slower."""
-    names = ["a", "b", "c"]
+    names = ["a", "b"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
     assert first == again != other
     assert len(set(first)) > 1
-    assert all(sorted(turn) == ["a", "a (again)", "b", "c"] for turn in first)
+    assert all(sorted(turn) == ["a", "a (again)", "b"] for turn in first)
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ({"output": "z"}, "not comparable: the outputs of this model are z, but the outputs of the baseline are y"),
-        ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
-        ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
-        ({"fail_to_open": True}, "no such kernel"),
-        ({"crash_at": 1}, "SIGSEGV"),
-        ({"crash_at": 20, "ms": 1}, "SIGSEGV"),
-    ],
-)
-def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
+def test_what_cant_be_compared_or_run_has_a_row_that_says_why() -> None:
     """Checks that a faulty candidate gets an error instead of a verdict, and that the benchmark still times the other
-    candidates. Depending on the test case, the faulty candidate has wrong outputs, doesn't open, or crashes in its
-    first run or in a later run."""
-    report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
-    assert reason in report.row("bad").error
-    assert report.row("bad").verdict is None
+    candidates. The faulty candidates have wrong outputs, don't open, or crash in their first run or in a later run."""
+    faults: dict[str, tuple[dict[str, Any], str]] = {
+        "names": (
+            {"output": "z"}, "not comparable: the outputs of this model are z, but the outputs of the baseline are y",
+        ),
+        "shape": ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
+        "nan": ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
+        "closed": ({"fail_to_open": True}, "no such kernel"),
+        "first run": ({"crash_at": 1}, "SIGSEGV"),
+        "later run": ({"crash_at": 20, "ms": 1}, "SIGSEGV"),
+    }  # fmt: skip
+    bad = [scripted(name, **script) for name, (script, _) in faults.items()]
+    report = quick([scripted("base", ms=1), *bad, scripted("good", ms=1)])
+    for name, (_, reason) in faults.items():
+        assert reason in report.row(name).error, name
+        assert report.row(name).verdict is None
     assert report.row("good").rounds == 5
     assert report.row("good").error is None
 
@@ -219,7 +219,7 @@ def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
 
 def test_a_candidate_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the benchmark ends even if a candidate hangs."""
-    monkeypatch.setattr("accel.timing.lane._PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr("accel.timing.lane._PATIENCE_SECONDS", 2.5)
     report = quick([scripted("base", ms=1), scripted("bad", ms=1, hang_at=20)])
     assert "took longer" in report.row("bad").error
 

@@ -33,6 +33,7 @@ from tests.support.cpu_features import needs_vnni
 LAYERS = 6
 PLANTED = {"layer_1", "layer_4"}
 WIDTH = 64
+QUICK: dict[str, Any] = {"rounds": 5, "threads": 1, "vary_session": False}
 
 _RNG = np.random.default_rng(0)
 _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ in range(LAYERS)]
@@ -108,7 +109,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
     """Checks that the search rejects pure int8, keeps only the needed layers in float, and publishes the model that it
     chose. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
-        src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
+        src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, **QUICK
     )
     row = mixed_row(result)
     assert row.trajectory is not None
@@ -140,7 +141,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
 def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tmp_path: Path) -> None:
     """Checks that the search works for OpenVINO, and that OpenVINO runs exactly the chosen layers in int8."""
     result = optimize(
-        src, out=tmp_path / "out", target="openvino", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
+        src, out=tmp_path / "out", target="openvino", precision="mixed", data=data, max_drop=0.005, **QUICK
     )
     row = mixed_row(result)
     assert row.trajectory is not None
@@ -346,7 +347,7 @@ def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
     """Checks that accel tries mixed precision if a model is too inaccurate in int8. Only the layers in ``PLANTED`` may
     stay in float. Also checks that a note says that the metric can't be computed on half of the data."""
-    words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
+    words: dict[str, Any] = {"target": "ort-cpu", "data": data, **QUICK}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}
     assert rows["ort-cpu int8 static"].status == "rejected"
