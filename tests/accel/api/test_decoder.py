@@ -41,12 +41,12 @@ def test_a_folder_of_transformers_becomes_a_decoder(cli, tmp_path: Path) -> None
 def test_verify_proves_a_decoder_against_its_source(tmp_path: Path, cli) -> None:
     """Fails if accel verify can't compare a decoder with the folder that it was made from, or leaves out the scenarios
     of a decoder. The other model's positions are off by one."""
-    source = save_decoder(tmp_path / "gpt2", "gpt2")
+    source = save_decoder(tmp_path / "gpt2", "gpt2", num_hidden_layers=1)
     accel.export(source, out=tmp_path / "dec", simplify=False)
     ran = cli("verify", str(source), str(tmp_path / "dec"), "--json")
     assert ran.code == 0, ran.stderr
     assert "rows of unequal lengths, padded on the left" in json.loads(ran.stdout)["cases"]
-    other = small_decoder("gpt2")
+    other = small_decoder("gpt2", num_hidden_layers=1)
     with torch.no_grad():
         other.transformer.wpe.weight.copy_(other.transformer.wpe.weight.roll(1, 0))
     found = accel.verify(other, tmp_path / "dec")
@@ -80,10 +80,10 @@ def test_families_of_decoders(family: str, tmp_path: Path) -> None:
 
 def test_another_state_than_keys_and_values_is_refused(tmp_path: Path) -> None:
     """Fails if a state-space model is exported with a cache that it doesn't have, or the advice doesn't help."""
-    folder = save_decoder(tmp_path / "mamba", "mamba", state_size=4)
+    folder = save_decoder(tmp_path / "mamba", "mamba", state_size=4, num_hidden_layers=1)
     with pytest.raises(UnsupportedHere, match=r"another state than keys and values.*decoder=False"):
         accel.export(folder, out=tmp_path / "out")
-    inputs = ["input_ids:int64[batch,8]{0..98}"]
+    inputs = ["input_ids:int64[batch,3]{0..98}"]
     made = accel.export(folder, out=tmp_path / "one.onnx", decoder=False, inputs=inputs, simplify=False)
     assert made.signature.outputs[0].name == "logits"
 

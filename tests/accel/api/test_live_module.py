@@ -47,9 +47,8 @@ def accuracy(outputs: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> flo
 @pytest.fixture(scope="module")
 def fast(model: Classifier, loader: DataLoader[Any]) -> Any:
     before = set(Path.cwd().iterdir())
-    found = accel.optimize(
-        model, example=(torch.randn(4, 3, 8, 8),), data=loader, metric=accuracy, max_drop=0.05, target="ort-cpu"
-    )
+    words: dict[str, Any] = {"metric": accuracy, "max_drop": 0.05, "target": "ort-cpu", "vary_session": False}
+    found = accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=loader, **words)
     assert set(Path.cwd().iterdir()) == before, "the current folder is written to"
     return found
 

@@ -48,8 +48,9 @@ def test_perplexity_alone_is_blind() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a decoder that is large enough for weights of 8 and 4 bits, and its tokenizer."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
+    """Returns a decoder that is large enough for weights of 8 and 4 bits, and its tokenizer. One layer has weights of
+    all kinds, and is exported sooner than two."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05, "num_hidden_layers": 1}
     return save_byte_tokenizer(save_decoder(tmp_path_factory.mktemp("decoder") / "llama", **shape))
 
 
@@ -68,7 +69,7 @@ def test_the_command(cli: Callable[..., object], folder: Path, tmp_path: Path) -
     (tmp_path / "held_out.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     words = ("--text", str(tmp_path / "held_out.txt"), "--max-kl", "0.02", "--contexts", "16,64")
     precisions = ("--precision", "int8", "--precision", "int4", "--target", "ort-cpu", "--rounds", "5")
-    ran = cli("optimize", str(folder), "-o", str(tmp_path / "q"), *words, *precisions, "--json")
+    ran = cli("optimize", str(folder), "-o", str(tmp_path / "q"), *words, *precisions, "--fixed-session", "--json")
     assert ran.code == 0, ran.stderr  # type: ignore[attr-defined]
     body = json.loads(ran.stdout)  # type: ignore[attr-defined]
     judged = {row["name"]: row["judgement"]["drop"] for row in body["candidates"] if row["judgement"]}
@@ -151,7 +152,13 @@ def test_a_folder_of_transformers_brings_its_tokenizer(source: Path, tmp_path: P
     """Fails if the tokenizer is looked for in the cache, beside the exported file, or 4-bit weights aren't tried."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question")
     made = accel.optimize(
-        source, text=tmp_path / "text.txt", out=tmp_path / "q", target="ort-cpu", max_kl=0.9, rounds=5
+        source,
+        text=tmp_path / "text.txt",
+        out=tmp_path / "q",
+        target="ort-cpu",
+        max_kl=0.9,
+        rounds=5,
+        vary_session=False,
     )
     names = {candidate.name for candidate in made.candidates}
     assert {"ort-cpu int4 in blocks of 128", "ort-cpu int8 weights", "ort-cpu int8 dynamic"} <= names
@@ -163,8 +170,8 @@ def test_a_folder_of_transformers_brings_its_tokenizer(source: Path, tmp_path: P
 def test_a_decoder_that_cannot_be_fused_keeps_its_graph(tmp_path: Path) -> None:
     """Fails if another form of attention ends the run or rejects the candidate, or if no note says that the stage was
     left out."""
-    source = accel.export(save_decoder(tmp_path / "bloom", "bloom"), out=tmp_path / "dec")
-    found = accel.optimize(source, out=tmp_path / "q", target="ort-cpu", precision="fp32", rounds=5)
+    source = accel.export(save_decoder(tmp_path / "bloom", "bloom", num_hidden_layers=1), out=tmp_path / "dec")
+    found = accel.optimize(source, out=tmp_path / "q", target="ort-cpu", precision="fp32", rounds=5, vary_session=False)
     assert [row.reason for row in found.candidates if row.status == "rejected"] == []
     assert any("the stage fuse_decoder was left out: the attention of" in note for note in found.notes)
 

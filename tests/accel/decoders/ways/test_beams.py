@@ -63,8 +63,8 @@ def test_beams_that_end(beams: int) -> None:
     fourth token ends a text, so all answers end early."""
     module = small_decoder()
     module.generation_config.eos_token_id = list(range(2, 259, 16))
-    wanted = [one for prompt in PROMPTS for one in _of_transformers(module, prompt, 24, beams, beams)]
-    answers = accel.generate(module, PROMPTS, beams=beams, sequences=beams, max_new_tokens=24, repetition_penalty=1.2)
+    wanted = [one for prompt in PROMPTS for one in _of_transformers(module, prompt, 12, beams, beams)]
+    answers = accel.generate(module, PROMPTS, beams=beams, sequences=beams, max_new_tokens=12, repetition_penalty=1.2)
     assert answers.ids == wanted
     assert "end" in answers.finishes
 
