@@ -75,7 +75,7 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 
 proof: $(VENV)/ready  ## run the long proofs: every shipped kernel, the longest tests of the rest
 	$(COMPILE)
-	$(BIN)/python -m pytest -q -n 2 --max-worker-restart 0 -m proof
+	$(BIN)/python -m pytest -q $(TWO) -m proof
 
 docs: $(VENV)/ready  ## build the documentation as a site that opens offline
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, settings
 
 from accel.artifact import Artifact
+from tests.short_measurements import shorten
 
 pytest_plugins = ["tests.support.tensorflow_models"]
 
@@ -35,15 +36,17 @@ settings.load_profile("accel")
 
 @pytest.hookimpl(trylast=True)  # the tests that don't run have been left out by then
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files with the most slow tests first if several pytest workers run, and then the files with the most
-    tests. The last files are short then, so that no worker waits for long until the other worker has finished."""
+    """Puts the files that take longest first if several pytest workers run. The last files are short then, so that no
+    worker waits for long until the other worker has finished. A test counts as one second, a slow test as 15 seconds,
+    and a test with the marker ``proof(seconds=N)`` as N seconds."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    sizes: dict[Path, list[int]] = {}
+    sizes: dict[Path, int] = {}
     for item in items:
-        size = sizes.setdefault(item.path, [0, 0])
-        size[0] += item.get_closest_marker("slow") is not None
-        size[1] += 1
+        seconds = 15 if item.get_closest_marker("slow") else 1
+        if proof := item.get_closest_marker("proof"):
+            seconds = proof.kwargs.get("seconds", seconds)
+        sizes[item.path] = sizes.get(item.path, 0) + seconds
     items.sort(key=lambda item: sizes[item.path], reverse=True)
 
 
@@ -95,16 +98,9 @@ def _without_memory() -> type:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the measurements of ``accel optimize``, because no test needs precise times. Without this fixture,
-    ``accel optimize`` measures extra rounds for up to 30 s to narrow its confidence intervals. The tests of the search
-    set their own limits."""
+    """Shortens the measurements of ``accel optimize``. The tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.02)
-        patch.setattr("accel.api.optimized._SECONDS", 0.0)
-        patch.setattr("accel.api.optimized._BLOCK_SECONDS", 0.02)
-        patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.5)
-        patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 0.5)
-        patch.setattr("accel.optimizer.budget.IMPROVING_SECONDS", 600.0)
+        shorten(patch)
         patch.setattr("accel.optimizer.run.Costs", _without_memory())
         yield
 

@@ -39,7 +39,7 @@ def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path:
         np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=35)
 def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
     """Checks that bench can compare an ONNX candidate with a frozen graph as the baseline. The options --inputs and
     --outputs must apply only to the frozen graph."""

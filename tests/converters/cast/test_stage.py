@@ -228,7 +228,7 @@ def test_any_small_net_casts_within_the_rounding(
     assert np.abs(found - wanted).max() < 24 * len(nodes) * unit * scale
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=45)
 def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
     """Fails if TensorRT-RTX refuses MiniLM's cast graph, or if the outputs have a larger error than rounding to 16 bits
     can cause."""

@@ -14,7 +14,7 @@ from accel.errors import ExportFailed, GateFailed
 from accel.runtimes.base import open_session
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=75)
 def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     """Fails if the outputs of a basic_pitch file differ from TensorFlow's outputs by a relative error of 1e-4 or more.
     The files are the converted SavedModel, the converted TFLite file and the published ONNX file. The test matches the

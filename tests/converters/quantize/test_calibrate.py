@@ -80,7 +80,7 @@ def at_once(values: np.ndarray) -> Histogram:
     return found
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=20)
 @given(st.integers(0, 2**31), st.integers(2, 12))
 @settings(max_examples=60, deadline=None)
 def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> None:

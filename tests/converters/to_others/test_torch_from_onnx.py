@@ -35,7 +35,7 @@ def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=60)
 def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
     """Converts a transformer from ONNX to PyTorch and back. Fails if the sequence length becomes fixed, or if the
     outputs change."""

@@ -40,7 +40,7 @@ def fused_nodes(path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node if node.domain == DOMAIN)
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=25)
 def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
     """Checks that every pattern of MiniLM is fused. Each of the six layers has six products with a bias. The products
     for query, key and value have only a bias, two products also have a residual, and one product also has a GELU. The

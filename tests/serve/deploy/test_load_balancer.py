@@ -26,7 +26,7 @@ from tests.support import ROOT
 from tests.support.serving import WEIGHTS, Served, ask, client, linear
 
 pytestmark = [
-    pytest.mark.proof,
+    pytest.mark.proof(seconds=20),
     pytest.mark.skipif(not shutil.which("haproxy") and not os.environ.get("CI"), reason="HAProxy is not installed"),
 ]
 

@@ -24,7 +24,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
     return run, run.finish()
 
 
-@pytest.mark.proof
+@pytest.mark.proof(seconds=100)
 def test_ten_kills(tmp_path: Path, calm: tuple[Run, float]) -> None:
     """Fails if a kill of the command, of torchrun or of a rank leaves a process or a torn checkpoint. Also fails if the
     same command then doesn't end with the losses and weights of an undisturbed run."""
