@@ -38,8 +38,8 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# If the endpoint doesn't answer, the server's shutdown is delayed by at most _LAST_EXPORT_MS milliseconds.
-_LAST_EXPORT_MS = 3000
+# If the endpoint doesn't answer, the server's shutdown is delayed by at most this many seconds.
+_LAST_EXPORT_SECONDS = 3.0
 
 
 class Tracing:
@@ -111,8 +111,10 @@ class Tracing:
 
     def close(self) -> None:
         """Sends the remaining spans, and gives up after three seconds."""
-        self._provider.force_flush(_LAST_EXPORT_MS)
-        self._provider.shutdown()
+        # ``force_flush`` and ``shutdown`` repeat a failed request for ten seconds each, whatever limit they get.
+        last = threading.Thread(target=self._provider.shutdown, name="last-traces", daemon=True)
+        last.start()
+        last.join(_LAST_EXPORT_SECONDS)
 
 
 class _Traced:
