@@ -205,7 +205,7 @@ class ServingProcess:
         if not done:
             log.warning("stopped before every request was answered", extra={"requests": self.server.under_way})
         for transport in self.transports.values():
-            transport.stop(5.0 if done else 1.0)  # gives the last answers time to reach the clients
+            transport.stop(_LAST_ANSWERS if done else 1.0)
         if self._peers is not None:
             self._peers.close()
         self.server.close(1.0)

@@ -42,7 +42,7 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
     words = [shlex.split(command) for command in commands]
     assert [w[:2] for w in words] == [["accel", "optimize"], ["accel", "serve"], ["accel", "infer"], ["python", "-c"]]
 
-    ran = cli(*words[0][1:], "--rounds", "5", "-q")
+    ran = cli(*words[0][1:], "--rounds", "5", "--fixed-session", "-q")
     assert ran.code == 0, ran.stderr
     # the ports are chosen after ``accel optimize`` ends, because other programs could take free ports while it runs
     ports = dict(zip(("8001", "8000"), free_ports(), strict=True))

@@ -80,7 +80,7 @@ def status(made: HTTPConnection, path: str, body: bytes | None = None) -> tuple[
 
 def test_the_delay_before_the_end(repository: Path, serve: Callable[..., Served]) -> None:
     """Fails if the server refuses requests, or says that it is ready, while load balancers take it out of service."""
-    served = serve(str(repository), "--drain-delay", "4")
+    served = serve(str(repository), "--drain-delay", "2")
     ports = served.wait_for("serving")["ports"]
     made = HTTPConnection("127.0.0.1", ports["http"], timeout=10)
     assert status(made, "/v2/health/ready") == (200, None)
@@ -94,7 +94,7 @@ def test_the_delay_before_the_end(repository: Path, serve: Callable[..., Served]
     with channel(ports["grpc"]) as other:
         assert other.unary_unary(INFER)(MESSAGE)
         assert served.process.wait(30) == 0
-    assert time.monotonic() - signalled >= 4
+    assert time.monotonic() - signalled >= 2
     made.close()
 
 

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 import accel
 from accel.serve.models.repository import Repository
+from accel.serve.process import serving
 from accel.serve.process.serving import ServingProcess
 from accel.serve.protocol import messages as proto
 from accel.serve.protocol.inference import ServeError
@@ -280,6 +281,7 @@ def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pyt
         released.set()
 
     monkeypatch.setattr(ServingProcess, "_listen", listen)
+    monkeypatch.setattr(serving, "_LAST_ANSWERS", 0.2)  # a client that watches never ends its call
     process = start(repository, mode="explicit", models=("*",), strict_readiness=True)
     assert [found.get(timeout=60) for _ in range(2)] == ["NOT_SERVING", "SERVING"]
     (repository / "broken" / "1").mkdir(parents=True)
