@@ -34,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
+LEAST = 5  # seconds that a step needs to begin
 # Shows warnings without failing the tests, because a GPU machine may have other package versions than constraints.txt.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
 # -v prints each test's name as the test runs. pytest's summary also names the failed tests, but the summary is missing
@@ -67,7 +68,7 @@ def run_steps(
         started = time.monotonic()
         left = min(step.limit, end - started)
         row: dict[str, Any] = {"step": step.name, "commands": []}
-        if left < 5:
+        if left < LEAST:
             row |= {"result": "no time left", "seconds": 0.0}
         else:
             try:

@@ -45,6 +45,13 @@ def shell(*texts: str) -> object:
     return commands
 
 
+@pytest.fixture
+def short_steps(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets steps begin that have half a second."""
+    monkeypatch.setattr(script, "LEAST", 0.5)
+
+
+@pytest.mark.usefixtures("short_steps")
 def test_no_step_takes_the_next_with_it(script: ModuleType, tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
@@ -55,7 +62,7 @@ def test_no_step_takes_the_next_with_it(script: ModuleType, tmp_path: Path) -> N
     hangs = f"sleep 600 & echo $! > {tmp_path}/pid; echo begun; wait"
     steps = [
         script.Step(name="fails", limit=60, commands=shell("echo right", "echo wrong; exit 3")),
-        script.Step(name="hangs", limit=6, commands=shell(hangs)),
+        script.Step(name="hangs", limit=1.5, commands=shell(hangs)),
         script.Step(name="looks", limit=60, commands=look),
     ]
     rows = script.run_steps(steps, 300, tmp_path)
@@ -104,11 +111,12 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
         assert [word for word in command if word.startswith("tests/")] == ["tests/kernels/torch/test_gpu_kernels.py"]
 
 
+@pytest.mark.usefixtures("short_steps")
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
     """Fails if the steps together take longer than the time limit of the run."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
     started = time.monotonic()
-    rows = script.run_steps(steps, 6, tmp_path)
+    rows = script.run_steps(steps, 1, tmp_path)
     assert time.monotonic() - started < 120
     assert [row["result"] for row in rows] == ["cut off", "no time left"]
 

@@ -3,6 +3,7 @@ the pictures and the lists of errors."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import accel
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,6 +24,19 @@ QUICK = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0"]
 
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture
+def fast_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``accel.optimize`` try the candidates of one target, measure few rounds and no session options. The tests
+    check that the code runs, not how fast the models are."""
+    optimize = accel.optimize
+
+    @functools.wraps(optimize)
+    def faster(*arguments: Any, **options: Any) -> Any:
+        return optimize(*arguments, **{"target": "ort-cpu", "rounds": 5, "vary_session": False, **options})
+
+    monkeypatch.setattr(accel, "optimize", faster)
 
 
 @pytest.fixture
@@ -40,6 +55,7 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("fast_optimize")
 def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks that the README's Python code runs without errors, and that the last two printed lines are True."""
     found = blocks("python")
@@ -49,6 +65,7 @@ def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
 
 
+@pytest.mark.usefixtures("fast_optimize")
 @pytest.mark.parametrize(("page", "count"), [("own-model.md", 4), ("pipelines.md", 3), ("decoders.md", 2)])
 def test_the_python_about_models_in_memory(
     page: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -54,7 +54,7 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
 def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if a log line of TensorFlow, tf2onnx or Keras reaches the command's stdout or stderr. The test runs the
     command in a new process, because an in-process run doesn't capture the stderr of native code."""
-    command = [sys.executable, "-m", "accel", "export", str(tensorflow_models / "functional.keras")]
+    command = [sys.executable, "-m", "accel", "export", str(tensorflow_models / "sequential.keras")]
     command += ["-o", str(tmp_path / "m.onnx"), "--no-cache"]
     noisy = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     ran = subprocess.run(command, capture_output=True, text=True, env=noisy, timeout=300)

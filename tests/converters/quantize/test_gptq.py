@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gptq_keeps_a_budget_that_plain_rounding_misses(folder: Path, tmp_path: Path) -> None:
     """Fails if the search gives up 4 bits before it calibrates, tries GPTQ although plain rounding is good enough, or
     GPTQ loses as much as plain rounding."""
-    options = {"target": "ort-cpu", "precision": "int4", "rounds": 5}
+    options = {"target": "ort-cpu", "precision": "int4", "rounds": 5, "vary_session": False}
     found = accel.optimize(folder, out=tmp_path / "q", max_kl=0.01, **options)
     drops = {row.name: row.judgement.drop for row in found.candidates if row.judgement is not None and row.recipe}
     assert min(drops["ort-cpu int4 in blocks of 128"], drops["ort-cpu int4"]) > 0.02
