@@ -59,6 +59,11 @@ def callable_as(module: torch.nn.Module, templates: Mapping[str, Template]) -> t
     return Called(module, templates, names_in(templates))
 
 
+def uncalled(module: torch.nn.Module) -> torch.nn.Module:
+    """Returns the module that ``callable_as`` wrapped, or ``module`` itself."""
+    return module.module if isinstance(module, Called) else module
+
+
 def names_in(templates: Mapping[str, Template]) -> list[str]:
     """Returns the names of the tensors in ``templates``, in the order of the arguments."""
     found: list[str] = []
@@ -154,7 +159,7 @@ def left_out(module: torch.nn.Module, templates: Mapping[str, Template]) -> dict
     that JSON can't hold are left out. ``order`` lists the parameters that may be given by position, if ``templates``
     has them in another order.
     """
-    inner = module.module if isinstance(module, Called) else module
+    inner = uncalled(module)
     if isinstance(inner, torch.jit.ScriptModule):
         return {}
     parameters = _signature(inner).parameters

@@ -22,6 +22,7 @@ from accel.sources.structure import Template, constants_in, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
+from .arguments import Called
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
 
@@ -83,12 +84,15 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
+        # The order in which ``forward`` takes the tensors, if they are passed by position.
+        self.order = module.names if isinstance(module, Called) and len(self.names) > 1 else self.names
         # True if forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Calls the module and returns its result unchanged, for example a dataclass."""
-        return self.module(**dict(zip(self.names, tensors, strict=True))) if self.keywords else self.module(*tensors)
+        named = dict(zip(self.names, tensors, strict=True))
+        return self.module(**named) if self.keywords else self.module(*(named[name] for name in self.order))
 
     def by_name(self, result: Any) -> dict[str, torch.Tensor]:
         """Maps names to the tensors in ``result``, which ``call`` returned."""
@@ -114,6 +118,13 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
+    elif isinstance(module, Called):
+        if len(names) > 1 and set(names) != set(module.names):
+            raise BadInputSpec(
+                f"the inputs are called {', '.join(names)}, but the example's tensors are called "
+                f"{', '.join(module.names)}; declare the inputs by these names"
+            )
+        return False
     else:
         parameters = inspect.signature(module.forward).parameters
         known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -16,6 +16,7 @@ from accel.signature.decoder import IDS, LOGITS, MASK, PARTS, PAST, POSITIONS, S
 from accel.spelling import option
 
 from ..output_specs import farthest
+from .arguments import uncalled
 from .found import Found
 
 _PAST = "past_key_values"
@@ -184,7 +185,7 @@ def _other_state(name: str, kinds: str = "") -> UnsupportedHere:
 def as_decoder(found: Found) -> Found:
     """Returns the opened model with a KV cache. Raises ``UnsupportedHere`` if the model keeps another state than keys
     and values, and ``BadSource`` if it is no decoder."""
-    model = found.module.eval()
+    model = uncalled(found.module).eval()
     decoder = CachedDecoder(model)
     sequence = min(_LONGEST_SEQUENCE, max(1, decoder.context // 2))
     past = min(_LONGEST_PAST, decoder.context - sequence)

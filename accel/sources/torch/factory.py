@@ -22,7 +22,7 @@ from ..pipeline import Pipeline
 from ..python_object import load_object, raised
 from .call import NamedModule, flatten, run_named, script_parameters
 from .found import Found
-from .live import capture, open_captured
+from .live import capture, found_called, open_captured
 from .probe.integer_bounds import with_table_ranges
 from .weights import load_weights
 
@@ -65,6 +65,10 @@ def open_factory(spec: str, weights: Path | None, weights_dtype: str = "") -> Fo
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
     if folder and Path(folder).is_dir():  # the path of a transformers model that the factory loaded
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
+    if example is not None and not _is_plain(made, example, declaration):
+        called = found_called(made, example, path)
+        files = list(dict.fromkeys(files))
+        return _declared(replace(called, files=tuple(files), checkpoint=checkpoint), declaration)
     tensors = {} if declaration else example_tensors(made, example)
     inputs = declaration.inputs if declaration else specs_from_example(tensors)
     return Found(
@@ -89,11 +93,41 @@ def _found_pipeline(
             f"{spec} returned a pipeline without an example; return the pipeline and its example arguments: "
             "return pipeline, (x,)"
         )
-    found = open_captured(capture(pipeline, example))
+    return _declared(replace(open_captured(capture(pipeline, example)), files=files), declaration)
+
+
+def _declared(found: Found, declaration: Declaration | None) -> Found:
+    """Returns ``found`` with what the factory declares about its inputs, outputs and dims."""
     if declaration is None:
-        return replace(found, files=files)
+        return found
     forms: tuple[Signature, ...] = () if declaration.inputs else found.forms
-    return replace(found, files=files, forms=forms, inputs=declaration.inputs, dims=declaration.dims)
+    return replace(found, forms=forms, inputs=declaration.inputs, outputs=declaration.outputs, dims=declaration.dims)
+
+
+def _is_plain(module: torch.nn.Module, example: Any, declaration: Declaration | None) -> bool:
+    """Tells whether the example holds one tensor for each of the first parameters of ``forward``, or tensors by the
+    names of parameters. A single tensor of another name is plain too, unless ``forward`` takes it in a dict. An example
+    isn't needed if the factory declares parameters of ``forward``."""
+    if isinstance(example, torch.Tensor):
+        return True
+    if declaration and {spec.name for spec in declaration.inputs} <= set(forward_parameters(module)):
+        return True
+    if not isinstance(example, Mapping | list | tuple):
+        return False
+    values = list(example.values() if isinstance(example, Mapping) else example)
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    names = forward_parameters(module)
+    if not isinstance(example, Mapping):
+        return len(values) <= len(names)
+    if set(example) <= set(names):
+        return True
+    if len(values) > 1:
+        return False
+    with contextlib.suppress(Exception), torch.inference_mode():  # a model may raise any type of error
+        module.eval()(*(value.clone() for value in values))
+        return True
+    return False
 
 
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:

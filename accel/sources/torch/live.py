@@ -22,6 +22,7 @@ from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
 from accel.errors import AccelError, BadInputSpec, BadSource, one_line
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
+from accel.sources.structure import Template
 from accel.spelling import option
 
 from ..live import FACTS, facts_about
@@ -66,22 +67,9 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     doesn't fit the model.
     """
     module = unwrapped(model)
-    arguments, inputs = arguments_of_example(module, example)
-    tensors = {name: _on_cpu(value) for name, value in inputs.items()}
-    _check_rows(tensors)
+    arguments, tensors, facts = facts_of_call(module, example)
     axes, ranges = _axes(dynamic, tensors)
     tries_batch = _leaves_batch_open(dynamic)
-    defaults = defaults_replaced(module, arguments)
-    facts: dict[str, Any] = {
-        "note": "",
-        "class": class_name(module),
-        "state_sha256": state_sha256(module),
-        "code_sha256": code_and_attributes_sha256(module),
-        "call": {"arguments": arguments, "rest": positional_parameters(module)[1]} if arguments else {},
-        **({"not_finite": unfit} if (unfit := _not_finite(tensors)) else {}),
-    }
-    if defaults:
-        facts["call"]["defaults"] = defaults
     values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
     key = text_sha256(canonical_json([facts, values, axes, ranges, tries_batch]))
     cache = StageCache()
@@ -98,6 +86,43 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
             (folder / FACTS).write_text(json.dumps(facts))
             return cache.keep(key, folder) / path.name
     return path
+
+
+def found_called(module: torch.nn.Module, example: Any, path: Path) -> Found:
+    """Returns the module of a factory with the signature of its example arguments, as ``capture`` finds it. The module
+    stays in this process, so it may hold anything. ``path`` is the factory's file."""
+    arguments, tensors, facts = facts_of_call(module, example)
+    called = callable_as(module, arguments).eval()
+    _run(called, tensors, facts["class"])
+    facts |= _described(called, tensors, {}, {}, True)
+    signature = Signature.from_json(facts["signature"])
+    return Found(
+        module=called, path=path, files=(), name=facts["class"], forms=(signature,), tensors=tensors, live=facts
+    )
+
+
+def facts_of_call(
+    module: torch.nn.Module, example: Any
+) -> tuple[dict[str, Template], dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the templates of the example's arguments, the tensors in the arguments by name, and the facts that a
+    manifest records about the module and the call.
+
+    Raises ``BadInputSpec`` if the example doesn't fit the module.
+    """
+    arguments, inputs = arguments_of_example(module, example)
+    tensors = {name: _on_cpu(value) for name, value in inputs.items()}
+    _check_rows(tensors)
+    facts: dict[str, Any] = {
+        "note": "",
+        "class": class_name(module),
+        "state_sha256": state_sha256(module),
+        "code_sha256": code_and_attributes_sha256(module),
+        "call": {"arguments": arguments, "rest": positional_parameters(module)[1]} if arguments else {},
+        **({"not_finite": unfit} if (unfit := _not_finite(tensors)) else {}),
+    }
+    if defaults := defaults_replaced(module, arguments):
+        facts["call"]["defaults"] = defaults
+    return arguments, tensors, facts
 
 
 def capture_program(program: torch.export.ExportedProgram) -> Path:

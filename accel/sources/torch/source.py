@@ -150,6 +150,7 @@ def open_torch(
             **({"adapters": adapted} if adapted else {}),
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
+            **({"live": {"note": note}} if found.live and (note := found.live.get("note")) else {}),
             **({"bounds": words} if words else {}),
             **({"sizes": reached} if reached else {}),
             **({"not_empty": empty} if empty else {}),

@@ -17,6 +17,7 @@ from accel.spelling import option
 from accel.tables.limits import EXPORT_LIMITS
 
 from ...checkpoints.checkpoint import LazyTensor
+from ..arguments import uncalled
 from ..found import Found
 from .adapter_folder import Adapter, Pair, read_adapter
 
@@ -36,13 +37,12 @@ def with_adapter(found: Found, folder: Path) -> tuple[Found, dict[str, Any]]:
     adapter = read_adapter(folder)
     if isinstance(found.module, torch.jit.ScriptModule):
         raise UnsupportedHere(f"{found.path} has no layers to merge an adapter into; give the folder of the base model")
-    _check_ties(found.module, adapter)
+    module = uncalled(found.module)
+    _check_ties(module, adapter)
     with torch.no_grad():
         for name, tensor in adapter.replaced.items():
-            _replace(found.module, adapter, name, tensor)
-        errors = [
-            _merge(_layer(found.module, adapter, name), name, pair, folder) for name, pair in adapter.pairs.items()
-        ]
+            _replace(module, adapter, name, tensor)
+        errors = [_merge(_layer(module, adapter, name), name, pair, folder) for name, pair in adapter.pairs.items()]
     facts = {
         "path": str(folder), "modules": len(adapter.pairs), "replaced": len(adapter.replaced),
         "rel_l2": max(errors, default=0.0),
