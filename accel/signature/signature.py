@@ -172,7 +172,8 @@ class Signature:
         dynamic dims.
 
         Floats are uniform in the input's range ``values``, or else normally distributed. Integers are drawn from
-        ``values``, or else from ``seen``, or else from 0 and 1. An input with a ``sample`` repeats this sample. An
+        ``seen`` inside ``values`` (see ``TensorSpec.drawn_at``), or else from 0 and 1. An input with a ``sample``
+        repeats this sample. An
         input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
         Optional inputs are left out.
 
@@ -196,7 +197,7 @@ class Signature:
             elif spec.sample is not None:
                 feeds[spec.name] = spec.repeated(shape, seed)
             elif spec.dtype.startswith(("int", "uint")):
-                low, high = _not_empty(spec, spec.range_at(resolved) or spec.seen or (0, 1), resolved)
+                low, high = _not_empty(spec, spec.drawn_at(resolved), resolved)
                 feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
             elif spec.dtype == "bool":
                 feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)

@@ -52,8 +52,9 @@ class TensorSpec:
 
     ``values`` is the range of valid integers, such as token ids, or the range of the floats that example inputs hold. A
     bound of ``values`` may be a sum of dims, as in ``(1, "length")`` for the lengths of sequences. ``seen`` is the
-    range of the integers in the user's example. Integers outside ``seen`` may be valid too. Example inputs are drawn
-    from ``values``, or else from ``seen``. ``optional`` is True if the model has a default for this input. ``sample``
+    range of the integers in the user's example, or the integers that every column of an input takes. Integers outside
+    ``seen`` may be valid too. Example inputs are drawn from ``seen``, or else from ``values``. ``optional`` is True if
+    the model has a default for this input. ``sample``
     holds the integers of the user's example as nested tuples, if the model doesn't accept random integers. An example
     are boxes, whose second corner may not be left of the first corner. Example inputs then repeat ``sample``.
     """
@@ -133,6 +134,15 @@ class TensorSpec:
             return None
         low, high = self.values
         return bound_at(low, sizes), bound_at(high, sizes)
+
+    def drawn_at(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Returns the smallest and the largest integer of an example input for the dims' ``sizes``: ``seen`` inside
+        ``values``, or else 0 and 1."""
+        valid = self.range_at(sizes)
+        if valid is None or self.seen is None:
+            return valid or self.seen or (0, 1)
+        low, high = max(valid[0], self.seen[0]), min(valid[1], self.seen[1])
+        return (low, high) if low <= high else valid
 
     @property
     def is_float(self) -> bool:

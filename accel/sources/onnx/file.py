@@ -340,7 +340,10 @@ def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
                 "range of values"
             )
         specs.append((own, said))
-    inputs_said = tuple(replace(own, values=said.with_dims(names).values or own.values) for own, said in specs)
+    inputs_said = tuple(
+        own if said.values is None else replace(own, values=said.with_dims(names).values, seen=None)
+        for own, said in specs
+    )
     return replace(signature, inputs=inputs_said).with_dims(dims)
 
 

@@ -32,7 +32,7 @@ from .live import SUFFIX, open_captured
 from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about_pair, as_part
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
-from .probe.integer_bounds import bounds_words, find_bounds, with_samples, with_table_ranges
+from .probe.integer_bounds import bounds_words, columns_words, find_bounds, with_samples, with_table_ranges
 from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
@@ -111,7 +111,7 @@ def open_torch(
         signature = with_samples(signature, run, found.tensors)
     signature = with_table_ranges(signature, run, runs.of(named, signature, again=True))
     bounded = find_bounds(signature, run, found.tensors)
-    words = bounds_words(signature, bounded)
+    words = "; ".join(filter(None, (columns_words(signature), bounds_words(signature, bounded))))
     # An exported program may have guards that its ranges don't tell, so its ranges are guesses too.
     known = {*ranges, *(declared if found.path.suffix != ".pt2" else ()), bounded.batch_dim}
     guessed = [dim for dim in bounded.dims if dim not in known]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
@@ -29,34 +29,58 @@ _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
 
 
+@dataclass(frozen=True)
+class _Tables:
+    """The number of rows of the smallest and of the largest table from which an input selects rows. ``whole`` tells
+    whether every integer of the input selects a row."""
+
+    smallest: int
+    largest: int
+    whole: bool
+
+
 class _Lookups(TorchDispatchMode):
     """Records the tables from which the inputs select rows. An input may be cast, copied or viewed before the
-    selection.
-
-    ``tables`` maps the name of an input to a list of its tables. Each entry of the list has the number of rows of a
-    table, and tells whether all integers of the input are indices into this table.
-    """
+    selection, and each of its columns may have its own table."""
 
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
         super().__init__()
-        self.tables: dict[str, list[tuple[int, bool]]] = {}
-        self._feeds = feeds
-        self._names = {array.ctypes.data: name for name, array in feeds.items()}
+        self._rows: dict[str, list[int]] = {}
+        self._used = {name: torch.zeros(array.size, dtype=torch.bool) for name, array in feeds.items()}
+        # Maps the address of a tensor to the name of its input, and to the place in the input of each of its integers.
+        self._places = {array.ctypes.data: (name, torch.arange(array.size)) for name, array in feeds.items()}
         self._copies: list[torch.Tensor] = []  # keeps the copies alive, so that new tensors get other addresses
+
+    @property
+    def tables(self) -> dict[str, _Tables]:
+        """Maps the names of the inputs that select rows to their tables."""
+        return {name: _Tables(min(rows), max(rows), bool(self._used[name].all())) for name, rows in self._rows.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket.__name__
-        if operator in _COPIES and (name := self._name(args[0])):
-            self._names[result.untyped_storage().data_ptr()] = name
+        if operator in _COPIES and (found := self._find(args[0])):
+            if result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
+                return result  # a view
+            name, places = found
+            copied = torch.zeros(result.untyped_storage().nbytes() // result.element_size(), dtype=torch.int64)
+            copied.as_strided(result.shape, result.stride(), result.storage_offset()).copy_(places.view(result.shape))
+            self._places[result.untyped_storage().data_ptr()] = name, copied
             self._copies.append(result)
-        elif operator in _LOOKUPS and (name := self._name(args[1])):
-            whole = args[1].numel() == self._feeds[name].size
-            self.tables.setdefault(name, []).append((len(args[0]), whole))
+        elif operator in _LOOKUPS and (found := self._find(args[1])):
+            name, places = found
+            self._used[name][places.flatten()] = True
+            self._rows.setdefault(name, []).append(len(args[0]))
         return result
 
-    def _name(self, tensor: object) -> str | None:
-        return self._names.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, torch.Tensor) else None
+    def _find(self, tensor: object) -> tuple[str, torch.Tensor] | None:
+        """Returns the name of the input that ``tensor`` comes from, and the place in the input of each integer."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        found = self._places.get(tensor.untyped_storage().data_ptr())
+        if found is None:
+            return None
+        return found[0], found[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def with_table_ranges(
@@ -65,8 +89,9 @@ def with_table_ranges(
     """Returns ``signature`` with a range for each integer input that selects rows of an embedding. The range is 0 to
     the index of the last row.
 
-    Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. If the
-    columns have separate tables, sets ``seen`` to the range of the smallest table, and leaves ``values`` unset. Keeps
+    Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. Sets
+    ``values`` to the range of the largest table then, so that no valid integer is refused, and ``seen`` to the range of
+    the smallest. If some column selects no row, only sets ``seen``, because the column may hold any integers. Keeps
     declared ``values``. Returns ``signature`` unchanged if ``run`` works with the old ranges but fails with the new
     ranges. ``run`` may return kept outputs. ``watched`` really runs the model, and is ``run`` by default.
     """
@@ -77,9 +102,10 @@ def with_table_ranges(
     feeds = signature.example_inputs(**case)
     with suppress(Exception), _Lookups({name: feeds[name] for name in free if feeds[name].size}) as lookups:
         (watched or run)(feeds)  # a model may raise any type of error
-    if not lookups.tables:
+    tables = lookups.tables
+    if not tables:
         return signature
-    inputs = tuple(_ranged(spec, lookups.tables.get(spec.name, [])) for spec in signature.inputs)
+    inputs = tuple(_ranged(spec, tables.get(spec.name)) for spec in signature.inputs)
     ranged = replace(signature, inputs=inputs)
     return ranged if _takes(ranged, case, run) or not _takes(signature, case, run) else signature
 
@@ -91,7 +117,7 @@ def smaller_tables(signature: Signature, run: Callable[[Feeds], object]) -> str:
     sizes = signature.sizes()
     fitting, largest = [], []
     for spec, own in zip(signature.inputs, found.inputs, strict=True):
-        declared, rows = spec.range_at(sizes), own.values or own.seen
+        declared, rows = spec.range_at(sizes), own.seen or own.values
         if declared is None or rows is None or declared[1] <= int(rows[1]):
             fitting.append(spec)
             continue
@@ -102,13 +128,27 @@ def smaller_tables(signature: Signature, run: Callable[[Feeds], object]) -> str:
     return f"; {' and '.join(largest)}: declare {option('inputs', list(map(str, fitting)))}"
 
 
-def _ranged(spec: TensorSpec, tables: list[tuple[int, bool]]) -> TensorSpec:
-    if not tables:
+def _ranged(spec: TensorSpec, tables: _Tables | None) -> TensorSpec:
+    if tables is None:
         return spec
-    rows = (0, min(count for count, _ in tables) - 1)
-    if all(whole for _, whole in tables):
-        return replace(spec, values=rows, seen=None)
-    return replace(spec, seen=rows)
+    common = (0, tables.smallest - 1)
+    if not tables.whole:
+        return replace(spec, seen=common)
+    if tables.smallest == tables.largest:
+        return replace(spec, values=common, seen=None)
+    return replace(spec, values=(0, tables.largest - 1), seen=common)
+
+
+def columns_words(signature: Signature) -> str:
+    """Returns a text about the inputs whose columns select rows of tables of different sizes, or "" if there are
+    none."""
+    said = (
+        f"{spec.name} selects rows of tables of {spec.seen[1] + 1} to {int(spec.values[1]) + 1} rows, so "
+        f"{spec.values[0]}..{spec.values[1]} is accepted and random inputs hold {spec.seen[0]}..{spec.seen[1]}"
+        for spec in signature.inputs
+        if spec.values is not None and spec.seen is not None and _is_integer(spec)
+    )
+    return " and ".join(said)
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]) -> Signature:
@@ -127,7 +167,7 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: M
         return signature
     groups = _groups(free)
     bounded = (
-        [replace(spec, values=_values(spec, f"{dim}{less}")) for spec in group]
+        [replace(spec, values=_values(spec, f"{dim}{less}"), seen=None) for spec in group]
         for group, dim, less in product(groups, dims, ("", "-1"))
     )
     for changed in chain(bounded, _sampled(groups, tensors)):
@@ -218,5 +258,5 @@ def _draws(signature: Signature, case: Mapping[str, int]) -> Iterator[dict[str, 
     yield feeds
     free = [spec for spec in signature.inputs if _is_integer(spec) and spec.sample is None]
     for end in (0, 1):
-        ends = {spec.name: (spec.range_at(signature.sizes(**case)) or spec.seen or (0, 1))[end] for spec in free}
+        ends = {spec.name: spec.drawn_at(signature.sizes(**case))[end] for spec in free}
         yield {name: np.full_like(value, ends[name]) if name in ends else value for name, value in feeds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -138,8 +139,9 @@ def classes():
 
 def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks that accel limits an input of indices to the rows of the embedding, even after a cast or a view. In this
-    test, the columns of the input ``mixed`` are indices of tables of different sizes. Accel must limit only the random
-    values of ``mixed``, because the user's data may hold larger integers in one column. A note must name every integer
+    test, the columns of the input ``mixed`` are indices of tables of different sizes. Accel must limit the random
+    values of ``mixed`` to the smallest table, because the user's data may hold larger integers in one column. A note
+    must name every integer
     input without a known bound."""
     (tmp_path / "tables.py").write_text(TABLES)
     inputs = ["ids:int32[batch,n]", "at:int64[batch,n]", "mixed:int64[batch,4]", "other:int64[batch]"]
@@ -150,12 +152,56 @@ def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count(note) == 1
     opened = accel.Source(source, inputs=inputs).open().signature
     assert [(spec.values, spec.seen) for spec in opened.inputs] == [
-        ((0, 19), None), ((0, 29), None), (None, (0, 4)), (None, None),
+        ((0, 19), None), ((0, 29), None), ((0, 6), (0, 4)), (None, None),
     ]  # fmt: skip
     assert run(group, ["verify", source, str(tmp_path / "x.onnx")]) == 0
     assert note in capsys.readouterr().err
     inputs[3] += "{0..999}"
     assert accel.verify(source, tmp_path / "x.onnx", inputs=inputs).notes == ()
+
+
+class Columns(torch.nn.Module):
+    """Looks up two columns in tables of 9 and 4 rows, by ``view``, and adds the third column with ``rest``."""
+
+    def __init__(self, view: Callable[[torch.Tensor], Sequence[torch.Tensor]], rest: bool = False) -> None:
+        super().__init__()
+        self.many, self.few = torch.nn.Embedding(9, 4), torch.nn.Embedding(4, 4)
+        self.view, self.rest = view, rest
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        one, two, *rest = self.view(ids)
+        return self.many(one) + self.few(two) + (rest[0].float()[:, None] if self.rest else 0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda ids: (ids[:, 0], ids[:, 1]),
+        lambda ids: ids.unbind(1),
+        lambda ids: ids.T.contiguous().long(),
+        lambda ids: (ids.int()[:, 0], ids[:, 1].clone()),
+        lambda ids: [one.squeeze(1).to(torch.int32) for one in ids.split(1, 1)],
+    ],
+)
+def test_columns_with_tables_of_their_own(view: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """Fails if a session takes -1 or an integer beyond every table for a column of an input, because PyTorch refuses
+    both. Also fails if a session refuses an integer of the larger table."""
+    made = accel.Source(Columns(view), example=torch.zeros(2, 2, dtype=torch.int64)).open()
+    (ids,) = made.signature.inputs
+    assert (ids.values, ids.seen) == ((0, 8), (0, 3))
+    assert "so 0..8 is accepted and random inputs hold 0..3" in " ".join(source_notes(made))
+    ranges = IntegerRanges(made.signature.inputs)
+    assert [ranges.first_outside({"ids": np.array([[one, 0]])}) is None for one in (-1, 0, 8, 9)] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    assert max(made.signature.example_inputs(seed=seed)["ids"].max() for seed in range(8)) == 3
+
+
+def test_a_column_that_selects_no_row() -> None:
+    """Fails if accel refuses integers of a column that isn't an index, such as a count or a year."""
+    view = lambda ids: (ids[:, 0], ids[:, 2], ids[:, 1])  # noqa: E731
+    made = accel.Source(Columns(view, rest=True), example=torch.zeros(2, 3, dtype=torch.int64)).open()
+    assert [(one.values, one.seen) for one in made.signature.inputs] == [(None, (0, 3))]
 
 
 def test_a_model_that_fails_on_a_row_of_its_table(tmp_path: Path) -> None:
