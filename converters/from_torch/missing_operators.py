@@ -19,6 +19,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.median.default: _median,
         aten.median.dim: _median_along,
         aten.kthvalue.default: _kth_value,
+        aten.sort.stable: _stable_sort,
         torch.ops.prims.prod.default: _product,
         aten.amax.default: _largest_of_dims,
         aten.amin.default: _smallest_of_dims,
@@ -97,6 +98,16 @@ def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[An
     op = operators()
 
     return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
+
+
+def _stable_sort(x: Any, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Any, Any]:
+    """Sorts along a dim, and returns the indices too. TopK is stable: of equal elements, the one of the lowest index
+    comes first (https://onnx.ai/onnx/operators/onnx__TopK.html)."""
+    op = operators()
+
+    size = op.Shape(x, start=dim, end=dim + 1 or None)
+    values, indices = op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+    return values, indices
 
 
 def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:

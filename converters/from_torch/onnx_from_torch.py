@@ -20,6 +20,7 @@ from accel.progress import report
 from accel.proof.gates import OutputGate, worst_result
 from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
+from accel.sources.torch.probe.random_draws import lines_with
 from accel.spelling import is_command_line, option
 from accel.stage import GateResult, Proof, StageConfig
 from accel.tables.limits import EXPORT_LIMITS
@@ -40,6 +41,7 @@ _SHOWN = 3
 # Two patterns for the exporters' messages: an operator without an ONNX translation, and a color code.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
+    r"|Unsupported: ONNX export of operator (\w+)"
 )
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -107,7 +109,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             refused[rung] = f"{type(error).__name__}: {_first_line(error)}"
             off.append(())
             if found := _NO_OPERATOR.search(str(error)):
-                missing[rung] = found[1] or found[2]
+                missing[rung] = (found[1] or found[2] or found[3]).replace(".", "::", 1)
         else:
             return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
         _remove(out)
@@ -130,8 +132,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     if len(missing) == len(config.ladder):
         raise ExportFailed(
-            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators of "
-            "PyTorch"
+            f"{spec} uses {_called(src, list(missing.values()))}, which no exporter can write in ONNX; compute it from "
+            "other operators of PyTorch"
         )
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in refused.items())
     fault = own_fault(src, named(src), off)
@@ -229,6 +231,18 @@ def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
     except Exception as error:  # a model may raise anything
         return one_line(error, 160) or type(error).__name__
     return ""
+
+
+def _called(src: Artifact, operators: Sequence[str]) -> str:
+    """Returns the first operator that the model itself calls, with its lines, as in "aten::hypot at net.py:12". If the
+    model calls none of them, returns the first operator, which an exporter made from another operator."""
+    import torch
+
+    for operator in operators:
+        with contextlib.suppress(Exception), _quiet(), torch.no_grad():  # an exporter has already reported a failure
+            if found := lines_with(operator, lambda: named(src)(*example(src))):
+                return f"{operator} at {found}"
+    return operators[0]
 
 
 def _packs(src: Artifact) -> bool:

@@ -30,6 +30,8 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "median of an inner dim": lambda x: x[:, None, :].repeat(1, 2, 1).median(1, keepdim=True).values,
     "median of all": lambda x: x.median(),
     "k-th value": lambda x: x.kthvalue(2, -1, keepdim=True),
+    "stable sort": lambda x: x.round().sort(dim=-1, descending=True, stable=True),
+    "stable argsort of an inner dim": lambda x: x.round()[:, :, None].repeat(1, 1, 2).argsort(dim=1, stable=True),
     "cumulative product": lambda x: x.cumprod(-1),
     "squeeze of sizes other than 1": lambda x: (
         x.squeeze(1),

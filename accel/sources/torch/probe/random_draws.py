@@ -1,4 +1,4 @@
-"""Finds the lines at which a model draws random numbers."""
+"""Finds the lines at which a model draws random numbers, or calls an operator."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def random_draws(run: Callable[[], object]) -> str:
                 if not all(torch.equal(one, other) for one, other in zip(first, again, strict=True)):
                     found[_own_line()] = None
             return result
+
+    with Watch():
+        run()
+    return " and ".join([line for line in found if line][:_SHOWN])
+
+
+def lines_with(operator: str, run: Callable[[], object]) -> str:
+    """Calls ``run``, and returns the lines that call the operator of PyTorch named ``operator``, such as
+    ``aten::hypot``. Returns "" if there is none."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: dict[str, None] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == operator:
+                found[_own_line()] = None
+            return func(*args, **(kwargs or {}))
 
     with Watch():
         run()
