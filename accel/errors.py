@@ -205,6 +205,10 @@ class RunFailed(AccelError):
     """A loaded model failed on inputs that fit its signature, for example because memory ran out."""
 
 
+class SizeBeyond(RunFailed):
+    """A model failed at a size of a dim that is larger than the largest size of the dim's range."""
+
+
 class ValuesOutOfRange(RunFailed, BadFeeds):
     """A model failed because an integer input is out of range, such as a token id beyond the vocabulary.
 

@@ -7,13 +7,23 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.artifact import Artifact
-from accel.errors import BadFeeds, MissingExtra, UnknownName, UnsupportedHere, UsageError, ValuesOutOfRange
+from accel.errors import (
+    BadFeeds,
+    MissingExtra,
+    RunFailed,
+    SizeBeyond,
+    UnknownName,
+    UnsupportedHere,
+    UsageError,
+    ValuesOutOfRange,
+)
 from accel.machine import cpu_limit
 from accel.signature import Feeds, IntegerRanges, Signature
 from accel.signature.bounds import free_dims, size_at
@@ -153,6 +163,14 @@ class BaseSession(ABC):
         sizes = self.check_feeds(feeds)
         outputs = self._run(feeds)
         return self._empty_as_declared(outputs, sizes) if 0 in sizes.values() else outputs
+
+    def _run_error(self, failed: str, fix: str, feeds: Feeds) -> RunFailed:
+        """Returns the error of a run that failed on ``feeds``. ``fix`` follows the text ``failed``, unless a dim of the
+        feeds is larger than its range allows."""
+        with suppress(BadFeeds):
+            if beyond := self.signature.beyond(feeds):
+                return SizeBeyond(f"{failed}; {beyond}: give smaller inputs, for which the model was verified")
+        return RunFailed(f"{failed}{fix}")
 
     def _empty_as_declared(self, outputs: dict[str, np.ndarray], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Gives empty outputs the shapes of the signature. From empty inputs, some kernels make other shapes: ONNX

@@ -16,7 +16,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange
+from accel.errors import BadConfig, InvalidModel, MissingExtra, UnsupportedHere, ValuesOutOfRange
 from accel.machine import trim_memory
 from accel.signature import Feeds, decoder, numpy_dtype, shapes_of
 from accel.sources.onnx.file import PACKED_WEIGHTS
@@ -117,7 +117,7 @@ class OnnxRuntimeSession(BaseSession):
             failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {plain_reason(error)}"
             if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
                 raise ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values") from error
-            raise RunFailed(f"{failed}; check the inputs' values") from error
+            raise self._run_error(failed, "; check the inputs' values", feeds) from error
 
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase for an error message. The phrase names the first integer input with an index outside its

@@ -306,7 +306,7 @@ class OpenVinoSession(BaseSession):
         # In bfloat16, all runs after a failed run fail too, until the model is loaded again.
         self._model = None
         sizes = shapes_of(feeds)
-        return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
+        return self._run_error(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}", "", feeds)
 
     def _outputs_of(self, request: Any) -> dict[str, np.ndarray]:
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}

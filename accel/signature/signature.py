@@ -277,13 +277,15 @@ class Signature:
         return sizes
 
     def beyond(self, feeds: Feeds) -> str:
-        """Returns a phrase such as "sequence is 600, beyond 512" if a dim of ``feeds`` is larger than its range allows.
-        Otherwise returns "".
+        """Returns a phrase such as "sequence is 600, beyond its range 1..512" if a dim of ``feeds`` is larger than its
+        range allows. Otherwise returns "".
 
         ``check_feeds`` also accepts feeds beyond the range, because a range only tells which sizes were verified.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
-        return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")
+        return next(
+            (f"{dim} is {size}, beyond its range {self.dims[dim].min}..{self.dims[dim].max}" for dim, size in found), ""
+        )
 
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel.errors import BadFeeds, RunFailed
+from accel.errors import BadFeeds, RunFailed, SizeBeyond
 
 from ..protocol.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
 from .options import QueuePolicy, Scheduling
@@ -119,6 +119,8 @@ def run_error(
     if isinstance(error, BadFeeds):
         return ServeError(Code.INVALID_ARGUMENT, str(error))
     if isinstance(error, RunFailed) and session is not None and entry is not None:
+        if isinstance(error, SizeBeyond):  # names the dim itself
+            return ServeError(Code.INVALID_ARGUMENT, f"model '{model}' failed: {error}")
         with contextlib.suppress(BadFeeds):
             if beyond := session.signature.beyond(entry.request.inputs):
                 return ServeError(Code.INVALID_ARGUMENT, f"model '{model}' fails where {beyond}: {error}")

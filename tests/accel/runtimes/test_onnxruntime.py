@@ -14,10 +14,19 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact, Manifest, manifest_path
-from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, UsageError, ValuesOutOfRange
+from accel.errors import (
+    BadFeeds,
+    InvalidModel,
+    MissingExtra,
+    RunFailed,
+    SizeBeyond,
+    UnsupportedHere,
+    UsageError,
+    ValuesOutOfRange,
+)
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession, with_tf32
-from accel.signature import Feeds, Signature, TensorSpec
+from accel.signature import DimRange, Feeds, Signature, TensorSpec
 from accel.sources.onnx.file import describe
 
 
@@ -133,6 +142,20 @@ def test_a_declared_range(tmp_path: Path, kind: str, negative: bool) -> None:
                     session.run({"ids": np.array([0, wrong])})
             if negative:
                 assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)
+
+
+def test_a_size_that_is_too_large(tmp_path: Path) -> None:
+    """Fails if the error of a run at a larger size than the declared sizes only has ONNX Runtime's words, which don't
+    name the dim. Also fails if the error of a run at a declared size blames the size."""
+    add, x, y = helper.make_node("Add", ["x", "table"], ["y"]), (FLOAT, ["n"]), (FLOAT, ["n"])
+    model = save(tmp_path / "places.onnx", [add], {"x": x}, {"y": y}, {"table": np.zeros(11, np.float32)})
+    for most, error, said in ((8, SizeBeyond, r"; n is 12, beyond its range 1\.\.8: give"), (64, RunFailed, "12")):
+        signature = replace(model.signature, dims={"n": DimRange(1, 4, most)})
+        with open_session(replace(model, signature=signature), "onnxruntime") as session:
+            session.run({"x": np.zeros(11, np.float32)})
+            with pytest.raises(RunFailed, match=said) as caught:
+                session.run({"x": np.zeros(12, np.float32)})
+            assert type(caught.value) is error
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:

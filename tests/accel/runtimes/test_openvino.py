@@ -15,10 +15,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadFeeds, InvalidModel, UnknownName, UnsupportedHere, UsageError
+from accel.errors import AccelError, BadFeeds, InvalidModel, SizeBeyond, UnknownName, UnsupportedHere, UsageError
 from accel.runtimes import openvino as runtime_module
 from accel.runtimes.base import SessionOptions, open_session
-from accel.signature import numpy_dtype
+from accel.signature import DimRange, numpy_dtype
 from accel.sources.onnx.file import open_onnx
 from tests.support.cpu_features import has_bf16
 
@@ -237,6 +237,18 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
             with pytest.raises(AccelError, match=r"can't run .* at x \[2, 3\], y \[4, 5\]: .*incompatible") as caught:
                 session.run({"x": np.ones((2, 3), np.float32), "y": np.ones((4, 5), np.float32)})
             assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_is_too_large(make: Make) -> None:
+    """Fails if the error of a run at a larger size than the declared sizes doesn't name the dim."""
+    node = helper.make_node("MatMul", ["x", "y"], ["z"])
+    made = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
+    signature = replace(made.signature, dims={**made.signature.dims, "c": DimRange(1, 2, 3)})
+    with (
+        OpenVinoSession(replace(made, signature=signature), SessionOptions()) as session,
+        pytest.raises(SizeBeyond, match=r"c is 4, beyond its range 1\.\.3: give smaller inputs"),
+    ):
+        session.run({"x": np.ones((2, 3), np.float32), "y": np.ones((4, 5), np.float32)})
 
 
 def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
