@@ -217,9 +217,16 @@ class InferenceServer:
             text = str(error) if error.code is not Code.INVALID_ARGUMENT else f"[request id: {where}] {error}"
             raise ServeError(error.code, text) from None
 
+    def check_served(self, name: str, version: str = "") -> None:
+        """Raises ``ServeError`` if the model can't answer requests, for example because the repository lacks it."""
+        self._get(name, version)
+
     def _find(self, call: InferCall) -> ServedModel:
+        return self._get(call.model, call.version)
+
+    def _get(self, name: str, version: str) -> ServedModel:
         try:
-            return self.repository.get(call.model, call.version)
+            return self.repository.get(name, version)
         except ServeError:
             if self._draining:
                 raise stopping() from None

@@ -288,7 +288,11 @@ class _Rest:
                     settle(_as_serve_error(error, name))
 
             try:
-                call = http_wire.read_call(name, version, body, length)
+                try:
+                    call = http_wire.read_call(name, version, body, length)
+                except ServeError:
+                    self._server.check_served(name, version)  # whatever the body holds, a missing model is missing
+                    raise
                 call.token = token
                 if self._server.tracing is not None:
                     call.trace = {k: request.headers[k] for k in TRACE_HEADERS if k in request.headers}

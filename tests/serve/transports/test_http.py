@@ -152,6 +152,8 @@ def good(**changes: Any) -> bytes:
         ("linear", good(), "9999", 400, "invalid Inference-Header-Content-Length"),
         ("linear", good() + b"more", str(len(good())), 400, "unexpected additional"),
         ("nothing", good(), None, 404, "unknown model: 'nothing'"),
+        ("nothing", b"{", None, 404, "unknown model: 'nothing'"),
+        ("nothing", good(), "9999", 404, "unknown model: 'nothing'"),
         ("..%2Flinear", good(), None, 404, "unknown model"),
         ("linear/versions/x", good(), None, 400, "specified version string 'x'"),
         ("linear", b"x" * ((1 << 20) + 1), None, 413, ""),
