@@ -23,6 +23,7 @@ from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 from .arguments import Called
+from .probe.changed_state import changes_words
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
 
@@ -265,12 +266,17 @@ def discover_outputs(
     for name, value in first.items():
         if not same_output(value, again[name]):
             lines = random_draws(lambda: run_named(named, signature, inputs[0]))
-            why = in_training(module) or (
-                f"forward draws random numbers at {lines}; make them an input of forward, or take them out of the "
-                "model, for example a dropout with training=True"
-                if lines
-                else "forward draws random numbers, or changes a buffer that it computes with; take that out of the "
-                "model, for example a dropout with training=True"
+            changes = changes_words(module, lambda: run_named(named, signature, inputs[0]))
+            why = (
+                in_training(module)
+                or ("" if lines else changes)
+                or (
+                    f"forward draws random numbers at {lines}; make them an input of forward, or take them out of the "
+                    "model, for example a dropout with training=True"
+                    if lines
+                    else "forward draws random numbers, or changes a buffer that it computes with; take that out of "
+                    "the model, for example a dropout with training=True"
+                )
             )
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:

@@ -39,6 +39,7 @@ from .arguments import (
 from .call import flatten, to_array, to_tensor
 from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256, tensor_sha256
 from .found import Found
+from .probe.changed_state import changes_words
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
@@ -163,6 +164,8 @@ def open_captured(path: Path) -> Found:
         outputs = _run(module, kept["inputs"], path.stem)
         # Models that draw random numbers are refused later, so they raise no error here.
         if not _same(outputs, kept["outputs"]) and _same(outputs, _run(module, kept["inputs"], path.stem)):
+            if changes := changes_words(module, lambda: _run(module, kept["inputs"], path.stem)):
+                raise BadSource(f"the outputs of {path.stem} differ from run to run on the same inputs: {changes}")
             raise BadSource(
                 f"the copy {path.stem} computes other outputs than the original module; if the file of the module's "
                 "class was edited after the import, restart Python and give the module again"

@@ -51,6 +51,32 @@ def twice(parts: Any, x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.T
 X, Y = torch.arange(8.0).reshape(2, 4), torch.ones(2, 4)
 
 
+class Calls(nn.Module):
+    """Counts its calls in a buffer. Returns the count, or computes with the count."""
+
+    calls: torch.Tensor
+
+    def __init__(self, returned: bool, in_training: bool) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.returned, self.in_training = returned, in_training
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.training or not self.in_training:
+            self.calls += 1
+        return (x * 2, self.calls) if self.returned else (x * self.calls,)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_module_that_counts_its_calls(returned: bool) -> None:
+    """Fails if the error for a module that changes its own buffer gives another reason, such as an edited file. Also
+    fails if the advice doesn't help."""
+    said = r"differ.* from run to run on the same inputs: forward changes the buffer 'calls', .* only if self\.training"
+    with pytest.raises(BadSource, match=said):
+        accel.Source(Calls(returned, False), example=(X,)).open()
+    assert accel.Source(Calls(returned, True), example=(X,)).open().signature.outputs
+
+
 def test_another_constant_is_another_model(own_cache: Path) -> None:
     """Fails if an export takes the cached file that was made with other constants, or compares itself with the kept
     outputs of a run with other constants."""
