@@ -89,6 +89,8 @@ def command(
         loaded, out, nproc=nproc, nnodes=nnodes, max_restarts=max_restarts, rendezvous=rendezvous, fresh=fresh
     )
 
+    from accel.train.checkpoints.final import export_best_words, export_words
+
     def human() -> str:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
         skips = f", {result['skipped']} of them skipped because float16 overflowed" if result.get("skipped") else ""
@@ -100,20 +102,18 @@ def command(
         )
         return (
             f"{out / 'final'}: {result['steps']} steps{loss}{skips}{'; evaluate: ' + metrics if metrics else ''}"
-            f"\nnow: {shlex.join(['accel', 'export', str(out), '-o', 'model.onnx'])}{better()}"
+            f"\nnow: {shlex.join(export_words(out))}{better()}"
         )
 
     def better() -> str:
         best = result.get("best")
         if best is None:
             return ""
-        from accel.train.checkpoints.final import input_options
-
         name, checkpoint = best["metric"].removeprefix("-"), out / "checkpoints" / f"step-{best['step']:08d}"
-        words = ["accel", "export", loaded.model, "--weights", str(checkpoint), *input_options(out / "final")]
+        words = export_best_words(out, loaded.model, checkpoint)
         return (
             f"\nthese are the last weights; the best weights (step {best['step']}, {name} {best['metrics'][name]:.4f}) "
-            f"are in {out / 'checkpoints'}: {shlex.join([*words, '-o', 'model.onnx'])}"
+            f"are in {out / 'checkpoints'}: {shlex.join(words)}"
         )
 
     say.result({**result, "final": str(out / "final")}, human)

@@ -17,6 +17,7 @@ from torch import nn
 
 from accel.artifact import Artifact
 from accel.errors import BadConfig, BadData, TrainingFailed
+from accel.sources.torch.decoder import takes_cache
 
 from . import loss as losses
 from .batch import Batch
@@ -379,6 +380,7 @@ class Trainer:
                 names=self.built.inputs,
                 metrics={} if self.evaluate is not None else self.metrics,
                 code=self.code,
+                decoder=takes_cache(self.module),
             )
         if self.evaluate is not None:
             self.measure()

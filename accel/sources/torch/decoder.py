@@ -28,6 +28,20 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+def takes_cache(module: torch.nn.Module) -> bool:
+    """Tells whether ``module`` looks like a decoder: a causal language model of transformers, or another module with
+    the parameters that ``CachedDecoder`` needs. Doesn't run the module."""
+    takes = inspect.signature(module.forward).parameters
+    if IDS not in takes or _PAST not in takes:
+        return False
+    own = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+    if not own:
+        return True
+    from .pretrained.transformers_folder import generates
+
+    return any(map(generates, own))
+
+
 class CachedDecoder(torch.nn.Module):
     """Calls the decoder ``model`` with a KV cache of plain tensors.
 

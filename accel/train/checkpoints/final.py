@@ -2,7 +2,8 @@
 
 ``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists. If the run
 kept master weights, these are the tensors.
-``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature.
+``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature,
+and tells whether the model can be exported with a KV cache.
 ``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
 the names and ranges of the inputs from ``inputs.safetensors``. If the factory is ``NAME.py:FACTORY``, ``NAME.py``
 and the modules that ``NAME.py`` imported from the same folder are copied too.
@@ -83,10 +84,12 @@ def write_run(
     names: Sequence[str],
     metrics: Mapping[str, float],
     code: Mapping[str, bytes],
+    decoder: bool = False,
 ) -> None:
     """Writes the weights, the factory, the declared signature and example inputs of a run into ``folder``, on rank 0.
 
-    ``names`` are the names of ``forward``'s inputs. ``code`` is the result of ``sources`` at the start of the run.
+    ``decoder`` tells whether the model can be exported with a KV cache. ``names`` are the names of ``forward``'s
+    inputs. ``code`` is the result of ``sources`` at the start of the run.
     """
     from accel.sources.python_object import load_object
 
@@ -117,7 +120,30 @@ def write_run(
         example=named_inputs(names, stacked),
         signature=signature,
         code=code,
+        decoder=decoder,
     )
+
+
+def export_words(out: Path) -> list[str]:
+    """Returns the command that exports the trained model of the run folder ``out``, with a KV cache for a decoder."""
+    return ["accel", "export", str(out), *_target(out / "final")]
+
+
+def export_best_words(out: Path, model: str, checkpoint: Path) -> list[str]:
+    """Returns the command that loads the weights of ``checkpoint`` into the module of the factory ``model``, and
+    exports the module as ``export_words`` does."""
+    target = _target(out / "final")
+    inputs = [] if "--decoder" in target else input_options(out / "final")  # a decoder has inputs of its own
+    return ["accel", "export", model, "--weights", str(checkpoint), *inputs, *target]
+
+
+def _target(final: Path) -> list[str]:
+    return ["--decoder", "-o", "decoder"] if _about(final).get("decoder") else ["-o", "model.onnx"]
+
+
+def _about(final: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((final / CONFIG).read_text())
+    return found
 
 
 def input_options(folder: Path) -> list[str]:
@@ -130,7 +156,7 @@ def input_options(folder: Path) -> list[str]:
 
     from accel.sources.torch.factory import specs_from_example
 
-    if json.loads((folder / CONFIG).read_text())["signature"] is not None:
+    if _about(folder)["signature"] is not None:
         return []
     specs = specs_from_example(load_file(str(folder / INPUTS)))
     return [word for spec in specs for word in ("--input", str(spec))]
@@ -170,6 +196,7 @@ def write_final(
     example: Mapping[str, torch.Tensor],
     signature: Mapping[str, Any] | None,
     code: Mapping[str, bytes],
+    decoder: bool = False,
 ) -> None:
     """Writes the files into a temporary folder and then renames it to ``folder``. Only rank 0 calls this function.
 
@@ -188,6 +215,7 @@ def write_final(
             "metrics": dict(metrics),
             "train": dict(config),
             "source": next(iter(code), None),
+            "decoder": decoder,
         }
         for name, text in code.items():
             (part / name).write_bytes(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,49 @@ def _trained(home: Path, out: Path) -> None:
     source = f"{home / 'own.py'}"
     tables = {"loss": "accel.train.loss:squared_error", "steps": 2}
     train(config_of(model=f"{source}:model", data=f"{source}:data", **tables), out)
+
+
+_DECODER = """
+import torch
+from torch import nn
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, input_ids, past_key_values=None):
+        x = self.table(input_ids)
+        query, key, value = (part(x)[:, None] for part in self.parts)
+        if past_key_values is not None:
+            key, value = (torch.cat([a, b], 2) for a, b in zip(past_key_values[0], (key, value)))
+        seen = torch.ones(key.shape[2], key.shape[2]).tril()[-query.shape[2]:] > 0
+        scores = (query @ key.transpose(2, 3)).masked_fill(~seen, -1e9)
+        logits = self.head(x + (scores.softmax(-1) @ value)[:, 0])
+        return logits if self.training else (logits, [(key, value)])
+
+
+def model():
+    return Decoder()
+
+
+def data():
+    return [(torch.arange(i, i + 4) % 11, torch.arange(i + 1, i + 5) % 11) for i in range(16)]
+"""
+
+
+def test_the_command_after_training_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the command that ``accel train`` prints for a decoder exports a model without its KV cache."""
+    source, config, out = tmp_path / "net.py", tmp_path / "run.toml", tmp_path / "run"
+    source.write_text(_DECODER)
+    config.write_text(config_of(model=f"{source}:model", data=f"{source}:data", steps=1).to_toml())
+    assert run(group, ["train", str(config), "--out", str(out)]) == 0
+    words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1].removeprefix("now: accel "))
+    assert words == ["export", str(out), "--decoder", "-o", "decoder"]
+    opened = Source(out, decoder=True).open()  # what the command opens
+    assert "past_key_values.0.key" in [spec.name for spec in opened.signature.inputs]
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
