@@ -264,3 +264,12 @@ def test_a_sum_is_no_batch() -> None:
 def test_the_first_dim_is_never_empty() -> None:
     with pytest.raises(BadInputSpec, match="1 <= min <= opt <= max"):
         Signature((TensorSpec.parse("x:float32[batch,4]"),), (), {"batch": DimRange(0, 1, 2)})
+
+
+def test_a_wrong_number_of_features() -> None:
+    """Fails if the error for a wrong size on a fixed axis only advises a dynamic dim, which a model whose weights fix
+    the size can't have."""
+    signature = Signature((TensorSpec("x", "float32", ("batch", 3)),))
+    said = r"give 3 on axis 1, or if the source takes other sizes there, export it again with dynamic=\{'x': "
+    with pytest.raises(BadFeeds, match=said):
+        signature.check_feeds({"x": np.zeros((2, 5), np.float32)})
