@@ -24,8 +24,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Python functions would show their progress on stderr, which many tests read.
 os.environ.setdefault("ACCEL_QUIET", "1")
-# Two pytest workers and their children share the cores, so a thread that waits must not spin. OpenMP reads this variable
-# when PyTorch is imported.
+# Two pytest workers and their children share the cores, so a thread that waits must not spin. OpenMP reads this when
+# PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Hypothesis examples have no deadline, because the machine may be busy. Each run of the suite uses the same examples.
