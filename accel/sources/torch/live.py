@@ -22,12 +22,12 @@ from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
 from accel.errors import AccelError, BadInputSpec, BadSource, one_line
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
-from accel.sources.structure import Template
 from accel.spelling import option
 
 from ..live import FACTS, facts_about
 from ..output_specs import same_output
 from ..python_object import is_installed, place_in_user_code
+from ..structure import Template
 from .arguments import (
     arguments_of_example,
     callable_as,

@@ -130,8 +130,8 @@ def test_a_spent_budget_leaves_the_parts_as_they_are(model: str, tmp_path: Path)
     fast = accel.optimize(model, target="ort-cpu", budget_seconds=3, out=tmp_path / "fast")
     assert time.monotonic() - began < 20
     assert fast.chosen == "source"
-    assert len(fast.notes) == 2
-    for note, name in zip(fast.notes, ("first", "second"), strict=True):
+    notes = [note for note in fast.notes if note.startswith("the part ")]
+    for note, name in zip(notes, ("first", "second"), strict=True):
         assert note.startswith(f"the part {name!r} stays as it is: ")
         assert note.endswith("s to judge and measure; give more budget_seconds=")
     torch.testing.assert_close(fast(torch.ones(4, 8)), accel.load(accel.export(model))(torch.ones(4, 8)))
