@@ -165,8 +165,8 @@ class BaseSession(ABC):
         return self._empty_as_declared(outputs, sizes) if 0 in sizes.values() else outputs
 
     def _run_error(self, failed: str, fix: str, feeds: Feeds) -> RunFailed:
-        """Returns the error of a run that failed on ``feeds``. ``fix`` follows the text ``failed``, unless a dim of the
-        feeds is larger than its range allows."""
+        """Makes the error for a run that failed on ``feeds``. If a dim of ``feeds`` is beyond its range, the error
+        names the dim. Otherwise the error ends with ``fix``."""
         with suppress(BadFeeds):
             if beyond := self.signature.beyond(feeds):
                 return SizeBeyond(f"{failed}; {beyond}: give smaller inputs, for which the model was verified")

@@ -173,9 +173,8 @@ class Signature:
 
         Floats are uniform in the input's range ``values``, or else normally distributed. Integers are drawn from
         ``seen`` inside ``values`` (see ``TensorSpec.drawn_at``), or else from 0 and 1. An input with a ``sample``
-        repeats this sample. An
-        input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
-        Optional inputs are left out.
+        repeats this sample. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of
+        ones in each row. Optional inputs are left out.
 
         Raises ``BadInputSpec`` if an input has no valid number at ``sizes``.
         """

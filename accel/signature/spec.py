@@ -54,9 +54,9 @@ class TensorSpec:
     bound of ``values`` may be a sum of dims, as in ``(1, "length")`` for the lengths of sequences. ``seen`` is the
     range of the integers in the user's example, or the integers that every column of an input takes. Integers outside
     ``seen`` may be valid too. Example inputs are drawn from ``seen``, or else from ``values``. ``optional`` is True if
-    the model has a default for this input. ``sample``
-    holds the integers of the user's example as nested tuples, if the model doesn't accept random integers. An example
-    are boxes, whose second corner may not be left of the first corner. Example inputs then repeat ``sample``.
+    the model has a default for this input. ``sample`` holds the integers of the user's example as nested tuples, if the
+    model doesn't accept random integers. An example are boxes, whose second corner may not be left of the first corner.
+    Example inputs then repeat ``sample``.
     """
 
     name: str

@@ -266,18 +266,15 @@ def discover_outputs(
     for name, value in first.items():
         if not same_output(value, again[name]):
             lines = random_draws(lambda: run_named(named, signature, inputs[0]))
-            changes = changes_words(module, lambda: run_named(named, signature, inputs[0]))
-            why = (
-                in_training(module)
-                or ("" if lines else changes)
-                or (
-                    f"forward draws random numbers at {lines}; make them an input of forward, or take them out of the "
-                    "model, for example a dropout with training=True"
-                    if lines
-                    else "forward draws random numbers, or changes a buffer that it computes with; take that out of "
-                    "the model, for example a dropout with training=True"
-                )
+            changes = "" if lines else changes_words(module, lambda: run_named(named, signature, inputs[0]))
+            drawn = (
+                f"forward draws random numbers at {lines}; make them an input of forward, or take them out of the "
+                "model, for example a dropout with training=True"
+                if lines
+                else "forward draws random numbers, or changes a buffer that it computes with; take that out of the "
+                "model, for example a dropout with training=True"
             )
+            why = in_training(module) or changes or drawn
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:
         raise BadSource(

@@ -67,8 +67,7 @@ def open_factory(spec: str, weights: Path | None, weights_dtype: str = "") -> Fo
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
     if example is not None and not _is_plain(made, example, declaration):
         called = found_called(made, example, path)
-        files = list(dict.fromkeys(files))
-        return _declared(replace(called, files=tuple(files), checkpoint=checkpoint), declaration)
+        return _declared(replace(called, files=tuple(dict.fromkeys(files)), checkpoint=checkpoint), declaration)
     tensors = {} if declaration else example_tensors(made, example)
     inputs = declaration.inputs if declaration else specs_from_example(tensors)
     return Found(
@@ -97,7 +96,7 @@ def _found_pipeline(
 
 
 def _declared(found: Found, declaration: Declaration | None) -> Found:
-    """Returns ``found`` with what the factory declares about its inputs, outputs and dims."""
+    """Puts the inputs, outputs and dims that the factory declares into ``found``."""
     if declaration is None:
         return found
     forms: tuple[Signature, ...] = () if declaration.inputs else found.forms

@@ -2,8 +2,8 @@
 
 ``model-00001-of-0000N.safetensors`` holds unsharded tensors, which ``model.safetensors.index.json`` lists. If the run
 kept master weights, these are the tensors.
-``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature,
-and tells whether the model can be exported with a KV cache.
+``config.json`` holds the factory, the SHA-256 of each file, the training config, the metrics and the signature. It
+also tells whether the model can be exported with a KV cache.
 ``inputs.safetensors`` holds the inputs of up to 64 samples. If the factory declares no inputs, ``accel export`` takes
 the names and ranges of the inputs from ``inputs.safetensors``. If the factory is ``NAME.py:FACTORY``, ``NAME.py``
 and the modules that ``NAME.py`` imported from the same folder are copied too.
@@ -238,7 +238,7 @@ def set_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
     """Adds metrics to an existing ``final/``."""
     from accel.artifact import beside
 
-    body = json.loads((folder / CONFIG).read_text())
+    body = _about(folder)
     with beside(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps({**body, "metrics": dict(metrics)}, indent=2))
 

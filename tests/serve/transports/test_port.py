@@ -195,7 +195,7 @@ def test_the_order_of_large_messages(polled: Any) -> None:
 
 
 def test_many_calls_that_are_reset(polled: Any) -> None:
-    """Fails if there is a limit of resets where none was asked for: libnghttp2 has one of its own."""
+    """Fails if libnghttp2's own limit of resets ends a connection although the option sets no limit."""
     made = polled()
     made.start()
     with RawClient(made.number) as raw:

@@ -17,39 +17,41 @@ def random_draws(run: Callable[[], object]) -> str:
     """Calls ``run``, and returns the lines that draw random numbers of PyTorch, such as ``net.py:12 and net.py:20``.
     Returns "" if there is none."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    found: dict[str, None] = {}
+    def draws(operator: Any, result: Any, again: Callable[[], Any]) -> bool:
+        # A dropout or an attention draws nothing if its probability is 0.
+        if torch.Tag.nondeterministic_seeded not in operator.tags:
+            return False
+        first = [value.clone() for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        second = [value for value in tree_leaves(again()) if isinstance(value, torch.Tensor)]
+        return not all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            # A dropout or an attention draws nothing if its probability is 0.
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                first = [value.clone() for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-                again = [v for v in tree_leaves(func(*args, **(kwargs or {}))) if isinstance(v, torch.Tensor)]
-                if not all(torch.equal(one, other) for one, other in zip(first, again, strict=True)):
-                    found[_own_line()] = None
-            return result
-
-    with Watch():
-        run()
-    return " and ".join([line for line in found if line][:_SHOWN])
+    return _lines_where(draws, run)
 
 
 def lines_with(operator: str, run: Callable[[], object]) -> str:
     """Calls ``run``, and returns the lines that call the operator of PyTorch named ``operator``, such as
     ``aten::hypot``. Returns "" if there is none."""
+    return _lines_where(lambda called, *_: called._schema.name == operator, run)
+
+
+def _lines_where(meant: Callable[[Any, Any, Callable[[], Any]], bool], run: Callable[[], object]) -> str:
+    """Calls ``run``, and returns the lines whose calls of PyTorch's operators are ``meant``. ``meant`` gets the
+    operator, its result, and a function that calls the operator again."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found: dict[str, None] = {}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name == operator:
+            def call() -> Any:
+                return func(*args, **(kwargs or {}))
+
+            result = call()
+            if meant(func, result, call):
                 found[_own_line()] = None
-            return func(*args, **(kwargs or {}))
+            return result
 
     with Watch():
         run()

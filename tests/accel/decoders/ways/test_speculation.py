@@ -31,7 +31,7 @@ PROMPTS = [[5, 60, 7], [8, 90, 100, 11, 120, 13, 14]]
 
 
 def _draft_near(decoder: Path, folder: Path) -> None:
-    """Copies an exported decoder to ``folder`` with other weights, near its own. An export would take seconds."""
+    """Copies an exported decoder to ``folder`` and adds noise to its weights. A second export would take seconds."""
     shutil.copytree(decoder, folder)
     model = onnx.load(folder / "model.onnx")
     draw = np.random.default_rng(1)

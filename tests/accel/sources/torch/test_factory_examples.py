@@ -1,4 +1,4 @@
-"""Proves that a factory may return any example arguments that the call of a module in memory takes."""
+"""Proves that a factory may return the same example arguments that the Python functions take."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_nested_examples(spec: str, factory: str, names: str) -> None:
 
 
 def test_the_factory_is_the_provenance(spec: str) -> None:
-    """Fails if the file of the factory isn't part of the source's hash, or if the example's constants aren't."""
+    """Fails if the source keeps its hash although the factory's file or a constant of the example has changed."""
     found = Source(spec + "inner_dict").open()
     path = Path(spec.rstrip(":"))
     assert found.path == path

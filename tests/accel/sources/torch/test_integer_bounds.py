@@ -161,7 +161,7 @@ def test_the_rows_of_a_table_bound_its_indices(tmp_path: Path, capsys: pytest.Ca
 
 
 class Columns(torch.nn.Module):
-    """Looks up two columns in tables of 9 and 4 rows, by ``view``, and adds the third column with ``rest``."""
+    """Looks up two columns of an input in tables of 9 and 4 rows. With ``rest``, adds the third column."""
 
     def __init__(self, view: Callable[[torch.Tensor], Sequence[torch.Tensor]], rest: bool = False) -> None:
         super().__init__()
