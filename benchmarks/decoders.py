@@ -7,13 +7,15 @@ Usage:
     python benchmarks/decoders.py --forms accel-int4,genai-int4    # only these forms
     python benchmarks/decoders.py --make                           # only makes the files, which takes minutes
 
-``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai``. The model is a Llama of 12 layers of
+``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai llama-cpp-python gguf``, which compiles
+llama.cpp for the CPU of this machine. ``accel kernels build --onnxruntime-include DIR`` before it makes the operators
+that read packed weights: ``accel optimize`` then chooses them where they are the fastest. The model is a Llama of 12 layers of
 1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M parameters). Its weights are random, so
 the divergences (KL) compare the forms with one another, and say nothing about a trained model.
 
 ``accel-fp32`` is the plain export. The other forms of accel are made by ``accel optimize``, ``accel-int4`` with one
 scale for 32 weights, as in genai's file, and ``accel-int4-128`` with the default. genai's files are made by its own
-builder, and ``genai-accel-int4`` is its loop on accel's file.
+builder, and ``genai-accel-int4`` is its loop on accel's file. llama.cpp's files are made by its own quantizer.
 
 Every form runs in a process of its own. The processes take turns in short blocks, so that other work on the machine
 slows all of them. A decode time is the median over the blocks of the fastest step of a block, with the quartiles. The
@@ -34,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import decoders_in_llama_cpp
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,8 +52,13 @@ ACCEL: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 ON_ACCEL = "genai-accel-int4"
 GENAI = {"genai-fp32": (), "genai-int4": ("int4_accuracy_level=4", "int4_block_size=32")}
-FORMS = ("pytorch", *ACCEL, *GENAI, ON_ACCEL)
+LLAMA_CPP = tuple(decoders_in_llama_cpp.FORMS)
+FORMS = ("pytorch", *ACCEL, *GENAI, ON_ACCEL, *LLAMA_CPP)
 THREADS = 2
+# The file that a finished form has.
+MADE = ("model.onnx", "model.gguf")
+# The endings of the files with weights.
+WEIGHTS = (".onnx", ".weights", ".data", ".gguf")
 
 
 def make_model(folder: Path) -> Path:
@@ -76,10 +84,12 @@ def make_forms(folder: Path, forms: list[str], packages: Path | None) -> dict[st
     source, seconds = make_model(folder / "llama"), {}
     for form in dict.fromkeys(["accel-fp32", *forms]):  # the other forms of accel begin with the export
         out, started = folder / form, time.perf_counter()
-        if form not in (*ACCEL, *GENAI) or (out / "model.onnx").is_file():
+        if form not in (*ACCEL, *GENAI, *LLAMA_CPP) or any((out / name).is_file() for name in MADE):
             continue
         if form in GENAI:
             make_by_genai(source, out, form, packages)
+        elif form in LLAMA_CPP:
+            decoders_in_llama_cpp.make(source, out, form)
         elif (how := ACCEL[form]) is None:
             accel.export(source, out=out)
         else:
@@ -221,8 +231,13 @@ def of_genai(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
 def work(form: str, folder: Path) -> None:
     """Answers lines of JSON on stdin: the number of tokens of the prompt. Each answer has the seconds of the prompt and
     of each step."""
-    made = of_pytorch(folder) if form == "pytorch" else None
-    prefill, decode = made or (of_genai if form.startswith("genai") else of_accel)(folder, form)
+    if form == "pytorch":
+        prefill, decode = of_pytorch(folder)
+    elif form in LLAMA_CPP:
+        context = max(*CONTEXTS, PROMPT) + STEPS + 8
+        prefill, decode = decoders_in_llama_cpp.functions(folder / form / "model.gguf", THREADS, context)
+    else:
+        prefill, decode = (of_genai if form.startswith("genai") else of_accel)(folder, form)
     ids = np.random.default_rng(0).integers(3, 31000, (1, max(*CONTEXTS, PROMPT)))
     print("ready", flush=True)
     for line in sys.stdin:
@@ -287,9 +302,9 @@ def folder_of(folder: Path, form: str) -> Path:
 def bytes_of_a_step(folder: Path, form: str, context: int) -> float:
     """Returns the bytes that a step reads: the weights without the table of token embeddings, and the cache."""
     own = folder_of(folder, form)
-    weights = sum(file.stat().st_size for file in own.iterdir() if file.suffix in (".onnx", ".weights", ".data"))
-    table = 32000 * 1024 * 4
-    cache = 12 * 2 * 4 * 64 * 4 * context
+    weights = sum(file.stat().st_size for file in own.iterdir() if file.suffix in WEIGHTS)
+    table = 32000 * 1024 * decoders_in_llama_cpp.TABLE_BYTES.get(form, 4)
+    cache = 12 * 2 * 4 * 64 * context * (decoders_in_llama_cpp.CACHE_BYTES if form in LLAMA_CPP else 4)
     return weights - table + cache
 
 
@@ -365,7 +380,10 @@ def main() -> None:
         return
     from accel.timing.environment import environment
 
-    forms = given.forms.split(",") if given.forms else [f for f in FORMS if given.packages or "genai" not in f]
+    if given.packages:
+        sys.path.append(str(given.packages))
+    own = ("pytorch", *ACCEL)
+    forms = given.forms.split(",") if given.forms else list(FORMS if given.packages else own)
     seconds = make_forms(given.folder, forms, given.packages)
     if given.make:
         print(json.dumps(seconds))
