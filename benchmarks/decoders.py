@@ -8,10 +8,12 @@ Usage:
     python benchmarks/decoders.py --make                           # only makes the files, which takes minutes
 
 ``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai llama-cpp-python gguf``, which compiles
-llama.cpp for the CPU of this machine. ``accel kernels build --onnxruntime-include DIR`` before it makes the operators
-that read packed weights: ``accel optimize`` then chooses them where they are the fastest. The model is a Llama of 12 layers of
-1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M parameters). Its weights are random, so
-the divergences (KL) compare the forms with one another, and say nothing about a trained model.
+llama.cpp for the CPU of this machine. Run ``accel kernels build --onnxruntime-include DIR`` first, so that ``accel
+optimize`` can choose packed weights.
+
+The model is a Llama of 12 layers of 1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M
+parameters). Its weights are random, so the divergences (KL) compare the forms with one another, and say nothing about a
+trained model.
 
 ``accel-fp32`` is the plain export. The other forms of accel are made by ``accel optimize``, ``accel-int4`` with one
 scale for 32 weights, as in genai's file, and ``accel-int4-128`` with the default. genai's files are made by its own

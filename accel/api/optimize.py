@@ -17,7 +17,7 @@ from accel.optimizer.judge.comparison import Metric
 from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.run import run
-from accel.optimizer.stage_options import CastOptions, QuantizeOptions
+from accel.optimizer.stage_options import CastOptions, QuantizeOptions, options_given
 from accel.progress import shows_progress
 from accel.proof.batches import write_batches
 from accel.proof.data import widened
@@ -66,8 +66,8 @@ def optimize(
     contexts: Sequence[int] = (),
     kernels: bool = False,
     engine: Sequence[str] = (),
-    quantize: QuantizeOptions | Sequence[str] = (),
-    cast: CastOptions | Sequence[str] = (),
+    quantize: QuantizeOptions | Mapping[str, Any] | Sequence[str] = (),
+    cast: CastOptions | Mapping[str, Any] | Sequence[str] = (),
     use_cache: bool = True,
     **about: Unpack[SourceOptions],
 ) -> Optimized:
@@ -93,8 +93,8 @@ def optimize(
     - ``profiles``: optimization profiles of an engine, such as ``input_ids=1x8,8x128,64x512``.
     - ``compute_capabilities``: the GPUs to build an engine for, such as ``8.6``.
     - ``engine``: options of an engine's build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
-    - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or strings as on the command line, such as
-      ``calibration=entropy`` and ``keep-fp32=Softmax``.
+    - ``quantize``, ``cast``: dicts of options, such as ``{"calibration": "entropy"}`` and ``{"keep_fp32":
+      ["Softmax"]}``, or strings as on the command line, such as ``calibration=entropy``.
     - ``kernels``: if True, tries only candidates whose matrix products are fused into accel's operators. Publishes the
       fastest fused candidate, with a note if this candidate isn't measurably faster than the source.
 
@@ -183,8 +183,8 @@ def optimize(
             thorough=thorough,
             kernels=kernels,
             engine=tuple(engine),
-            quantize=quantize if isinstance(quantize, QuantizeOptions) else tuple(quantize),
-            cast=cast if isinstance(cast, CastOptions) else tuple(cast),
+            quantize=options_given(QuantizeOptions, "quantize", quantize),
+            cast=options_given(CastOptions, "cast", cast),
             use_cache=use_cache,
         )
         check_out(request.out, named.text)

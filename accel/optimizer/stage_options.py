@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accel.converters.quantize.stage import CALIBRATIONS
+from accel.errors import BadInputSpec
 from accel.key_values import read_key_values, yes_or_no
 from accel.spelling import option
 
@@ -81,6 +82,27 @@ class CastOptions:
     def to_fields(self) -> dict[str, Any]:
         """Returns the chosen fields of ``CastConfig``."""
         return _chosen(self)
+
+
+_Options = TypeVar("_Options", QuantizeOptions, CastOptions)
+
+
+def options_given(
+    kind: type[_Options], name: str, given: _Options | Mapping[str, Any] | Sequence[str] | str
+) -> _Options | tuple[str, ...]:
+    """Returns the value of the argument ``name``, which may be a ``kind``, a mapping of its fields, one ``KEY=VALUE``
+    text or several. Raises ``BadInputSpec`` if a mapping has a field that ``kind`` lacks."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, Mapping):
+        known = [one.name for one in fields(kind)]
+        if unknown := [key for key in given if key not in known]:
+            raise BadInputSpec(f"{name} has no option {unknown[0]!r}; choose from {', '.join(known)}")
+        values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}
+        return kind(**values)
+    return tuple(cast("Sequence[str]", given))
 
 
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:

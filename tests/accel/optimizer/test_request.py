@@ -18,7 +18,7 @@ from accel.cli.optimize import command
 from accel.errors import BadInputSpec, UnknownName, UsageError
 from accel.optimizer.report.command import command_line
 from accel.optimizer.request import OptimizeRequest
-from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
+from accel.optimizer.stage_options import options_given, parse_cast_options, parse_quantize_options
 from accel.sources.source import Source
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import TARGETS
@@ -87,6 +87,19 @@ def test_options_in_python_are_the_words_of_the_command_line() -> None:
     for wrong in ({"percentile": 200.0}, {"block_size": 17}, {"calibration": "guess"}, {"samples": 0}):
         with pytest.raises(BadInputSpec):
             QuantizeOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"keep": ["a/*", "Conv"]}, QuantizeOptions(keep=("a/*", "Conv")), "keep=a/*,Conv"])
+def test_options_in_python_are_a_dict_fields_or_a_text(given: Any) -> None:
+    """Fails if a dict or one string is read by its keys or characters."""
+    made = options_given(QuantizeOptions, "quantize", given)
+    fields = made.to_fields() if isinstance(made, QuantizeOptions) else parse_quantize_options(made)
+    assert fields == {"keep": ("a/*", "Conv")}
+
+
+def test_an_unknown_option_of_a_dict_is_refused_before_work_starts() -> None:
+    with pytest.raises(BadInputSpec, match=r"quantize has no option 'block'; choose from .*, block_size, smallest"):
+        accel.optimize("absent.onnx", quantize={"block": 32})
 
 
 @pytest.mark.parametrize("quantize", [QUANTIZE, QUANTIZE.words()])
