@@ -126,7 +126,7 @@ def table(rows: dict[tuple[str, int, str], Found], seconds: float, rounds: int) 
         "",
         f"Made by `python benchmarks/serve_transport.py` ({rounds} interleaved rounds of {seconds} s, medians). One",
         f"process on one core of {machine['cores']} ({machine['cpu']}), h2load on another; load average",
-        f"{machine['load_average']}: other work ran too. `small` takes 4 KiB, `image` 588 KiB.",
+        f"{machine['load_average']}, of which these two take up to 2. `small` takes 4 KiB, `image` 588 KiB.",
         "",
         "| model | callers | transport | CPU us a request | range | requests/s | mean ms | mean batch |",
         "|---|---|---|---|---|---|---|---|",
