@@ -28,6 +28,7 @@ copy memory in the same run. Needs a quiet machine.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -59,6 +60,13 @@ FORMS = ("pytorch", *ACCEL, *GENAI, ON_ACCEL, *LLAMA_CPP)
 THREADS = 2
 # The file that a finished form has.
 MADE = ("model.onnx", "model.gguf")
+# The libraries of each kind of form. Their memory doesn't count.
+LIBRARIES = {
+    "pytorch": ("torch", "transformers"),
+    "accel": ("accel.decoders.replay", "onnxruntime"),
+    "genai": ("onnxruntime_genai",),
+    "llama.cpp": ("llama_cpp",),
+}
 # The endings of the files with weights.
 WEIGHTS = (".onnx", ".weights", ".data", ".gguf")
 
@@ -188,7 +196,7 @@ def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
 
     def prefill(ids: np.ndarray) -> None:
         state["running"] = Replay(session, 1)
-        state["next"] = state["running"].step(ids)[:, -1].argmax(-1)
+        state["next"] = state["running"].prompt(ids).argmax(-1)
 
     def decode() -> float:
         started = time.perf_counter()
@@ -232,7 +240,10 @@ def of_genai(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
 
 def work(form: str, folder: Path) -> None:
     """Answers lines of JSON on stdin: the number of tokens of the prompt. Each answer has the seconds of the prompt and
-    of each step."""
+    of each step, and the peak memory in MiB without the libraries."""
+    for name in LIBRARIES[form.partition("-")[0]]:
+        importlib.import_module(name)
+    before = memory_mib("VmRSS")
     if form == "pytorch":
         prefill, decode = of_pytorch(folder)
     elif form in LLAMA_CPP:
@@ -247,13 +258,22 @@ def work(form: str, folder: Path) -> None:
         started = time.perf_counter()
         prefill(ids[:, :count])
         seconds = time.perf_counter() - started
-        print(json.dumps([seconds, [decode() for _ in range(STEPS)]]), flush=True)
+        steps = [decode() for _ in range(STEPS)]
+        print(json.dumps([seconds, steps, memory_mib("VmHWM") - before]), flush=True)
+
+
+def memory_mib(field: str) -> float:
+    """Returns the memory of this process in MiB: ``VmRSS`` is the memory now, ``VmHWM`` the peak. Pages of files that
+    are mapped into memory count too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class Worker:
     """A process that runs one form."""
 
     def __init__(self, form: str, folder: Path, packages: Path | None) -> None:
+        self.peak = 0.0
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", form, "--folder", str(folder)],
             stdin=subprocess.PIPE,
@@ -267,12 +287,13 @@ class Worker:
                 raise SystemExit(f"{form} failed; see the error above")
 
     def ask(self, count: int) -> tuple[float, list[float]]:
-        """Returns the seconds of a prompt of ``count`` tokens, and of each step after it."""
+        """Returns the seconds of a prompt of ``count`` tokens, and of each step after it. Sets ``peak``, the largest
+        memory of the process so far in MiB."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        seconds, steps = json.loads(self.process.stdout.readline())
+        seconds, steps, self.peak = json.loads(self.process.stdout.readline())
         return seconds, steps
 
     def close(self) -> None:
@@ -301,13 +322,21 @@ def folder_of(folder: Path, form: str) -> Path:
     return folder / {"pytorch": "accel-fp32", ON_ACCEL: "accel-int4"}.get(form, form)
 
 
+def bytes_held(folder: Path, form: str, context: int) -> float:
+    """Returns the bytes of the weights and of the cache for ``context`` tokens."""
+    files = [file for file in folder_of(folder, form).iterdir() if file.suffix in WEIGHTS]
+    return sum(file.stat().st_size for file in files) + cache_bytes(form, context)
+
+
+def cache_bytes(form: str, context: int) -> int:
+    """Returns the bytes of the keys and values of ``context`` tokens in 12 layers with 4 heads of 64."""
+    return 12 * 2 * 4 * 64 * context * (decoders_in_llama_cpp.CACHE_BYTES if form in LLAMA_CPP else 4)
+
+
 def bytes_of_a_step(folder: Path, form: str, context: int) -> float:
     """Returns the bytes that a step reads: the weights without the table of token embeddings, and the cache."""
-    own = folder_of(folder, form)
-    weights = sum(file.stat().st_size for file in own.iterdir() if file.suffix in WEIGHTS)
     table = 32000 * 1024 * decoders_in_llama_cpp.TABLE_BYTES.get(form, 4)
-    cache = 12 * 2 * 4 * 64 * context * (decoders_in_llama_cpp.CACHE_BYTES if form in LLAMA_CPP else 4)
-    return weights - table + cache
+    return bytes_held(folder, form, context) - table
 
 
 def measure(forms: list[str], folder: Path, packages: Path | None) -> dict[str, Any]:
@@ -340,7 +369,13 @@ def measure(forms: list[str], folder: Path, packages: Path | None) -> dict[str, 
                 "floor_ms": round(floor, 2),
                 "over_pytorch": None if ratios is None else round(float(np.median(ratios)), 2),
             }
-        rows[form] = {"decode": found, "prefill_tokens_a_second": round(float(np.median(prompts[form])), 1)}
+        held = bytes_held(folder, form, max(CONTEXTS) + STEPS) / 2**20
+        rows[form] = {
+            "decode": found,
+            "prefill_tokens_a_second": round(float(np.median(prompts[form])), 1),
+            "peak_mib": round(workers[form].peak),
+            "peak_over_weights_and_cache": round(workers[form].peak / held, 2),
+        }
     return {"gigabytes_a_second": round(speed, 1), "rows": rows}
 
 
@@ -354,8 +389,8 @@ def table(body: dict[str, Any]) -> str:
         "Written by `python benchmarks/decoders.py`.",
         "",
         "| form | " + " | ".join(f"decode at {size}, ms | times PyTorch | over the floor" for size in CONTEXTS)
-        + " | prefill 512, tokens/s | KL |",
-        "|---|" + "---|" * (3 * len(CONTEXTS) + 2),
+        + " | prefill 512, tokens/s | peak MiB | over weights and cache | KL |",
+        "|---|" + "---|" * (3 * len(CONTEXTS) + 4),
     ]  # fmt: skip
     for form, row in body["rows"].items():
         cells = []
@@ -364,7 +399,8 @@ def table(body: dict[str, Any]) -> str:
             low, high = one["quartiles"]
             cells += [f"{one['ms']} ({low} to {high})", str(one["over_pytorch"]), f"{one['ms'] / one['floor_ms']:.2f}"]
         lost = body["divergences"].get(form, "")
-        lines.append(f"| {form} | {' | '.join(cells)} | {row['prefill_tokens_a_second']} | {lost} |")
+        cells += [str(row[name]) for name in ("prefill_tokens_a_second", "peak_mib", "peak_over_weights_and_cache")]
+        lines.append(f"| {form} | {' | '.join(cells)} | {lost} |")
     made = ", ".join(f"{form} {seconds} s" for form, seconds in body["seconds"].items())
     return "\n".join([*lines, "", f"Making the files took: {made or 'made earlier'}.", ""])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from accel.cancel import check_cancelled
 from accel.errors import BadSource
 from accel.runtimes.base import Session
 from accel.runtimes.kv.cache import open_cache
@@ -14,6 +15,9 @@ from accel.signature.encoder_decoder import Caches
 
 if TYPE_CHECKING:
     import numpy as np
+
+# The most tokens of a prompt that run at once. More would be no faster, and would need more memory for their logits.
+PROMPT_TOKENS = 512
 
 
 class StepCache(Protocol):
@@ -57,6 +61,19 @@ class Replay:
         feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions}
         logits = self._cache.step({name: value for name, value in feeds.items() if name in self._takes})
         return np.asarray(logits, np.float32)
+
+    def prompt(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """Runs a prompt ``ids`` [rows, count] and returns the logits of its last tokens [rows, vocabulary]. A model
+        computes the logits of all tokens that it gets, so a long prompt runs in parts. No part has only padding."""
+        count = ids.shape[1]
+        padding = 0 if mask is None else count - int(mask.sum(axis=1).min())
+        start, end = 0, min(count, max(PROMPT_TOKENS, padding + 1))
+        while True:
+            logits = self.step(ids[:, start:end], None if mask is None else mask[:, start:end])[:, -1]
+            if end == count:
+                return logits
+            check_cancelled()
+            start, end = end, min(count, end + PROMPT_TOKENS)
 
     def first_broken_layer(self) -> int | None:
         """Returns the first layer whose keys or values have a NaN or an infinity. Returns None if there is none, or if

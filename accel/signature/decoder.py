@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 IDS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
 PARTS = ("key", "value")
+# The beginning of the name of each cached input.
+PAST_PREFIX = "past_key_values."
 # The order of the rows of a cache that the runtime keeps. Only stateful decoders have this input.
 BEAMS = "beam_idx"
 # The dims of a decoder's inputs: the tokens in the cache, the new tokens, and both together.
@@ -26,7 +28,7 @@ TOTAL = f"{PAST}+{SEQUENCE}"
 
 def past_name(layer: int | str, part: str) -> str:
     """Returns the name of the input with the cached keys or values (``part``) of a layer."""
-    return f"past_key_values.{layer}.{part}"
+    return f"{PAST_PREFIX}{layer}.{part}"
 
 
 def present_name(layer: int | str, part: str) -> str:
@@ -52,7 +54,7 @@ class Cache:
         """Returns the KV cache of the model with this signature, or None if the model is no decoder with a cache."""
         inputs = {spec.name: spec for spec in signature.inputs}
         outputs = {spec.name for spec in signature.outputs}
-        pairs = cache_names(sum(name.startswith("past_key_values.") for name in inputs) // len(PARTS))
+        pairs = cache_names(sum(name.startswith(PAST_PREFIX) for name in inputs) // len(PARTS))
         if not pairs or IDS not in inputs or LOGITS not in outputs:
             return None
         if any(past not in inputs or present not in outputs for past, present in pairs):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .decoder import IDS, LOGITS, MASK, PARTS, Cache
+from .decoder import IDS, LOGITS, MASK, PARTS, PAST_PREFIX, Cache
 from .signature import Signature
 
 ENCODER_FILE, DECODER_FILE = "encoder_model.onnx", "decoder_with_past_model.onnx"
@@ -18,7 +18,7 @@ SELF, CROSS = "decoder", "encoder"
 
 def past(layer: int, attention: str, part: str) -> str:
     """Returns the name of the input with the cached keys or values of an attention, ``SELF`` or ``CROSS``."""
-    return f"past_key_values.{layer}.{attention}.{part}"
+    return f"{PAST_PREFIX}{layer}.{attention}.{part}"
 
 
 def present(layer: int, attention: str, part: str) -> str:
@@ -43,7 +43,7 @@ class Caches:
     def of(cls, signature: Signature) -> Caches | None:
         """Returns the caches, or None if the model doesn't read an encoder in this form."""
         inputs = {spec.name: spec for spec in signature.inputs}
-        layers = sum(name.startswith("past_key_values.") and f".{CROSS}." in name for name in inputs) // len(PARTS)
+        layers = sum(name.startswith(PAST_PREFIX) and f".{CROSS}." in name for name in inputs) // len(PARTS)
         own, cross = pairs(layers, SELF), pairs(layers, CROSS)
         outputs = {spec.name for spec in signature.outputs}
         if not layers or not {*own, *cross, IDS} <= set(inputs) or not {*own.values(), LOGITS} <= outputs:

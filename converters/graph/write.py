@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed
+from accel.signature.decoder import PAST_PREFIX
 from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_without_weights
 from accel.sources.onnx.light import GRAPH_INITIALIZER, LENGTH, MODEL_GRAPH, TENSOR_RAW_DATA
 from accel.sources.onnx.refusal import refused_by_checker
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 # A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
+
+# If the weights of a decoder exceed this size, they go into a second file, which ONNX Runtime maps into memory instead
+# of copying it.
+DECODER_BYTES = 1 << 24
 
 # If the detached weights exceed this size, they go into a second file. Writing detached weights into the main file
 # needs four times their memory.
@@ -82,14 +87,14 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -> tuple[str, ...]:
     """Writes ``model`` to ``out``, and returns the names of the weight files beside ``out``.
 
-    The weights go into a second file if the model exceeds ``limit`` bytes (``SINGLE_FILE_BYTES`` by default), or if too
-    many weights are detached. The second file is named by a hash of its content, so that two models of the same name
-    never mix their weights. ``model`` must not be used afterwards.
+    The weights go into a second file if the model exceeds ``limit`` bytes (by default ``DECODER_BYTES`` for decoders
+    and ``SINGLE_FILE_BYTES`` for other models), or if too many weights are detached. The second file is named by a hash
+    of its content, so that two models of the same name never mix their weights. ``model`` must not be used afterwards.
     """
-    if (
-        weight_bytes(model) <= (SINGLE_FILE_BYTES if limit is None else limit)
-        and detached_bytes(model) <= ATTACHED_BYTES
-    ):
+    if limit is None:
+        has_cache = any(value.name.startswith(PAST_PREFIX) for value in model.graph.input)
+        limit = DECODER_BYTES if has_cache else SINGLE_FILE_BYTES
+    if weight_bytes(model) <= limit and detached_bytes(model) <= ATTACHED_BYTES:
         with beside(out) as temporary, temporary.open("wb") as stream:
             stream.writelines(_wire_format(model))
         return ()

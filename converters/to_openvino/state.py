@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.signature.decoder import BEAMS, IDS, cache_names
+from accel.signature.decoder import BEAMS, IDS, PAST_PREFIX, cache_names
 
 
 def make_stateful(model: Any) -> None:
@@ -18,7 +18,7 @@ def make_stateful(model: Any) -> None:
     from openvino.passes import MakeStateful, Manager
 
     names = {name for port in model.inputs for name in port.get_names()}
-    layers = sum(name.startswith("past_key_values.") for name in names) // 2
+    layers = sum(name.startswith(PAST_PREFIX) for name in names) // 2
     pairs = dict(cache_names(layers))
     batch = model.input(IDS).get_partial_shape()[0]
     beams = opset.parameter([batch], np.int32, name=BEAMS)

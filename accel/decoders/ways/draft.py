@@ -11,6 +11,7 @@ from accel.signature.decoder import is_stateful
 from accel.spelling import option
 
 from ..decoder import Decoder
+from ..replay import PROMPT_TOKENS
 from ..sampling import Sampler, Sampling
 from ..tokenizer import Tokenizer
 
@@ -110,6 +111,10 @@ class FedSteps:
         if same < len(self._fed):
             self.running.crop(same)
         self._fed = list(text)
+        before = len(text) - last
+        if before - same > PROMPT_TOKENS:
+            self.running.prompt(np.array([text[same:before]], np.int64))
+            same = before
         return self.running.step(np.array([text[same:]], np.int64))[0, -last:]
 
 

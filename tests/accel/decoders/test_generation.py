@@ -18,6 +18,7 @@ from onnx import numpy_helper
 import accel
 from accel.decoders.decoder import Decoder
 from accel.decoders.generation import Generation, Row
+from accel.decoders.replay import Replay
 from accel.decoders.sampling import Sampler, Sampling
 from accel.decoders.tokenizer import TextStream, Tokenizer
 from accel.errors import BadFeeds, BadSource, RunFailed, UnsupportedHere, UsageError
@@ -53,6 +54,44 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path, options: dict[str
     answers = accel.generate(folder, PROMPTS, max_new_tokens=20, **options)
     assert answers.ids == wanted
     assert answers.finishes == ["end" if ids[-1] == 2 else "length" for ids in wanted]
+
+
+@pytest.mark.parametrize(("prompts", "widths"), [([PROMPTS[1]], [2, 2, 2, 1]), ([PROMPTS[1], PROMPTS[0]], [5, 2])])
+def test_a_long_prompt_runs_in_parts(
+    prompts: list[list[int]], widths: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a part has only padding, if the parts don't give the tokens of the whole prompt, or if all logits of a
+    long prompt are in memory at once."""
+    monkeypatch.setattr("accel.decoders.replay.PROMPT_TOKENS", 2)
+    found: list[int] = []
+    step = Replay.step
+
+    def counted(self: Replay, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        found.append(ids.shape[1])
+        return step(self, ids, mask)
+
+    monkeypatch.setattr(Replay, "step", counted)
+    answers = accel.generate(folder, prompts, max_new_tokens=3)
+    assert answers.ids == [_of_transformers(prompt, 3) for prompt in prompts]
+    assert found == [*widths, 1, 1]
+
+
+def test_the_weights_of_a_decoder_are_in_a_second_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if ONNX Runtime would copy the weights of a large decoder instead of mapping them into memory."""
+    from accel.converters.graph import write
+
+    monkeypatch.setattr(write, "DECODER_BYTES", 1000)
+    (name,) = write.write_onnx(onnx.load(folder / "model.onnx"), tmp_path / "model.onnx")
+    inside = onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.initializer
+    assert (tmp_path / name).is_file()
+    assert max(len(tensor.raw_data) for tensor in inside) < 1024
+    for file in ("config.json", "generation_config.json"):
+        shutil.copy(folder / file, tmp_path)
+    assert (
+        accel.generate(tmp_path, PROMPTS, max_new_tokens=6).ids == accel.generate(folder, PROMPTS, max_new_tokens=6).ids
+    )
 
 
 def test_a_row_that_ends_leaves_the_batch() -> None:
