@@ -53,7 +53,7 @@ class SourceOptions(TypedDict, total=False):
     strip_training_ops: bool
     placeholders: Mapping[str, Any] | None
     example: Any
-    dynamic: Mapping[str, Any] | None
+    dynamic: Mapping[str, Any] | Sequence[Any] | None
     decoder: bool | None
 
 
@@ -69,8 +69,9 @@ class Source:
     the path of the cached copy.
 
     ``example`` holds example arguments for a call of a live model: a tuple, a dict by name, or a single tensor.
-    ``dynamic`` names the dynamic axes of the example arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default
-    the first axis is dynamic if the model runs with another batch size.
+    ``dynamic`` names the dynamic axes of the example arguments, as in ``{"x": {0: "batch", 2: "height"}}``. An input
+    inside a dict, a list or a dataclass has the name that accel prints, or its place in the argument, as in ``{"batch":
+    {"ids": {1: "length"}}}``. By default the first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
     ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. A
@@ -103,7 +104,7 @@ class Source:
     strip_training_ops: bool = False
     placeholders: Mapping[str, Any] | None = None
     example: Any = None
-    dynamic: Mapping[str, Any] | None = None
+    dynamic: Mapping[str, Any] | Sequence[Any] | None = None
     decoder: bool | None = None
 
     def __post_init__(self) -> None:

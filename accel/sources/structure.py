@@ -48,7 +48,7 @@ def describe(
         return {"tensor": name}, {name: value}
     if isinstance(value, PLAIN):
         return {"value": value}, {}
-    items = _items(value)
+    items = items_of(value)
     if items is None:
         if strict:
             raise BadFeeds(
@@ -83,7 +83,7 @@ def _made_by_fields(value: Any, fields: Mapping[Any, Any]) -> bool:
     return True
 
 
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
+def items_of(value: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and items of a container, or None for any other object."""
     if isinstance(value, Mapping):  # an output of transformers is both a mapping and a dataclass
         return list(value.items())
@@ -92,6 +92,15 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     return list(enumerate(value)) if isinstance(value, tuple | list) else None
+
+
+def items_of_template(template: Template) -> list[tuple[Any, Template]]:
+    """Returns the keys and templates of the items of a container, or an empty list for a tensor or a constant."""
+    kind, body = next(iter(template.items()))
+    if kind in ("tensor", "value"):
+        return []
+    pairs = enumerate(body) if kind in ("list", "tuple") else template["fields"] if kind == "class" else body
+    return [(key, item) for key, item in pairs]
 
 
 def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
@@ -141,9 +150,8 @@ def constants_in(template: Template, name: str = "") -> dict[str, Any]:
     if kind == "value":
         return {} if body is None else {name or "output": body}
     sequence = kind in ("list", "tuple")
-    items = enumerate(body) if sequence else template["fields"] if kind == "class" else body
     found: dict[str, Any] = {}
-    for key, item in items:
+    for key, item in items_of_template(template):
         found |= constants_in(item, f"{name}_{key}" if name else f"output_{key}" if sequence else str(key))
     return found
 
@@ -203,13 +211,7 @@ def tensors_in(
 
 
 def _has_tensor(template: Template) -> bool:
-    kind, body = next(iter(template.items()))
-    if kind == "tensor":
-        return True
-    inner = template["fields"] if kind == "class" else body
-    if kind in ("dict", "class"):
-        return any(_has_tensor(item) for _, item in inner)
-    return kind != "value" and any(map(_has_tensor, inner))
+    return "tensor" in template or any(_has_tensor(item) for _, item in items_of_template(template))
 
 
 def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
             f"the argument {where} is {said}, but was {body!r} when the model was exported, so the model always uses "
             f"the value {body!r}; give {body!r}, or export the model again with another value of {where}"
         )
-    items = _items(value)
+    items = items_of(value)
     if items is None:
         raise BadFeeds(f"the argument {where} is a {type(value).__name__}, but the model takes a {kind}")
     wanted = dict(template["fields"] if kind == "class" else body if kind == "dict" else enumerate(body))

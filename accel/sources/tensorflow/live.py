@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from accel.errors import BadInputSpec, BadSource, one_line
 from accel.sources.structure import describe, fill, is_array
 from accel.spelling import option
 
+from ..dynamic import Dynamic, named_axes
 from ..live import FACTS
 
 # The size of every dynamic dim in an example that ``_made_up`` creates.
 _ANY_SIZE = 2
 
 
-def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, Any]] | None = None) -> Path:
+def capture(model: Any, example: Any = None, dynamic: Dynamic | None = None) -> Path:
     """Writes ``model`` to the cache as a SavedModel and returns the path of the SavedModel's folder.
 
     ``example`` holds the arguments of a call: a tuple, a single tensor, or a dict of the inputs by name. A Keras model
@@ -61,9 +62,13 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
             f"the model {_name(model)} fails on its example: {one_line(error, 200)}; correct the model, or give other "
             f"arguments with {option('example')}"
         ) from error
+    arguments = describe(given, strict=True, names=names)[0]
+    parts = dict(zip(_parameters(model), arguments.get("tuple", [arguments]), strict=False))
+    axes: Mapping[str, Iterable[int]]
     if dynamic is not None:
-        axes = {name: sorted(found) for name, found in dynamic.items()}
-        if axes and not any(0 in found for found in axes.values()):
+        named = named_axes(dynamic, parts, {name: value.ndim for name, value in arrays.items()})
+        axes = named.names
+        if named.open_batch and not any(0 in found for found in axes.values()):
             firsts = _batch_axes(call, arrays)
             axes = {name: [*firsts.get(name, []), *axes.get(name, [])] for name in {**axes, **firsts}}
     elif known and example is None:
@@ -73,11 +78,6 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
         }
     else:
         axes = _batch_axes(call, arrays)
-    if unknown := set(axes) - set(arrays):
-        raise BadInputSpec(
-            f"the argument dynamic names {sorted(unknown)[0]!r}, which is not an input; the inputs are "
-            f"{', '.join(arrays)}"
-        )
     shapes = {
         name: [None if axis in axes.get(name, ()) else size for axis, size in enumerate(value.shape)]
         for name, value in arrays.items()
@@ -86,9 +86,7 @@ def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, 
     key = _key(model, canonical_json([shapes, {name: str(value.dtype) for name, value in arrays.items()}]))
     path: Path = cache.entry(key) / _name(model)
     if not path.is_dir():
-        arguments = describe(given, strict=True, names=names)[0]
-        parts = arguments.get("tuple", [arguments])
-        called = {"arguments": dict(zip(_parameters(model), parts, strict=False)), "result": describe(result)[0]}
+        called = {"arguments": parts, "result": describe(result)[0]}
         with cache.scratch() as folder:
             _save(model, call, shapes, {name: value.dtype for name, value in arrays.items()}, folder / path.name)
             # A SavedModel keeps its inputs in no order.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel.errors import BadFeeds, BadInputSpec, shortened
-from accel.sources.structure import PLAIN, Template, arguments_of, describe, fill, is_array
+from accel.sources.structure import PLAIN, Template, arguments_of, describe, fill, is_array, items_of_template
 
 
 class Function(torch.nn.Module):
@@ -69,15 +69,10 @@ def names_in(templates: Mapping[str, Template]) -> list[str]:
     found: list[str] = []
 
     def walk(template: Template) -> None:
-        kind, body = next(iter(template.items()))
-        if kind == "tensor":
-            found.append(body)
-        elif kind in ("list", "tuple"):
-            for item in body:
-                walk(item)
-        elif kind != "value":
-            for _, item in template["fields"] if kind == "class" else body:
-                walk(item)
+        if "tensor" in template:
+            found.append(template["tensor"])
+        for _, item in items_of_template(template):
+            walk(item)
 
     for template in templates.values():
         walk(template)

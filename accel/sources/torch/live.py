@@ -24,6 +24,7 @@ from accel.errors import AccelError, BadInputSpec, BadSource, one_line
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
+from ..dynamic import Axes, Dynamic, NamedAxes, named_axes
 from ..live import FACTS, facts_about
 from ..output_specs import same_output
 from ..python_object import is_installed, place_in_user_code
@@ -43,10 +44,6 @@ from .probe.changed_state import changes_words
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
-# Gives names to the dynamic axes of each input, with a dict such as {0: "batch"} or with a sequence. A sequence has one
-# item for each axis: a name, a torch.export.Dim, or None for a static axis.
-Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
-Axes = Mapping[str, Mapping[int, str]]
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -69,10 +66,9 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     """
     module = unwrapped(model)
     arguments, tensors, facts = facts_of_call(module, example)
-    axes, ranges = _axes(dynamic, tensors)
-    tries_batch = _leaves_batch_open(dynamic)
+    named = named_axes(dynamic, arguments, {name: tensor.ndim for name, tensor in tensors.items()})
     values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
-    key = text_sha256(canonical_json([facts, values, axes, ranges, tries_batch]))
+    key = text_sha256(canonical_json([facts, values, named.names, named.ranges, named.open_batch]))
     cache = StageCache()
     path: Path = cache.entry(key) / (facts["class"].rpartition(".")[2] + SUFFIX)
     if not path.is_file():
@@ -82,7 +78,7 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
             outputs: Tensors = {}
             if tensors:
                 outputs = _run(copied, tensors, facts["class"])
-                facts |= _described(copied, tensors, axes, ranges, tries_batch)
+                facts |= _described(copied, tensors, named)
             torch.save({"inputs": tensors, "outputs": outputs}, folder / _EXAMPLE)
             (folder / FACTS).write_text(json.dumps(facts))
             return cache.keep(key, folder) / path.name
@@ -95,7 +91,7 @@ def found_called(module: torch.nn.Module, example: Any, path: Path) -> Found:
     arguments, tensors, facts = facts_of_call(module, example)
     called = callable_as(module, arguments).eval()
     _run(called, tensors, facts["class"])
-    facts |= _described(called, tensors, {}, {}, True)
+    facts |= _described(called, tensors, named_axes(None, {}, {}))
     signature = Signature.from_json(facts["signature"])
     return Found(
         module=called, path=path, files=(), name=facts["class"], forms=(signature,), tensors=tensors, live=facts
@@ -216,48 +212,11 @@ def _not_finite(tensors: Tensors) -> str:
     return " and ".join(name for name, one in floats.items() if not torch.isfinite(one).all())
 
 
-def _leaves_batch_open(dynamic: Dynamic | None) -> bool:
-    """Tells whether accel may make the first axes dynamic, because the user says nothing about them. An empty
-    ``dynamic`` says that no axis is dynamic."""
-    if not dynamic:
-        return dynamic is None
-    return all(isinstance(given, Mapping) and 0 not in given for given in dynamic.values() if given is not None)
-
-
-def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes, dict[str, list[int]]]:
-    """Returns the name of each axis that ``dynamic`` names, and the bounds of each dim that ``dynamic`` gives as a
-    ``torch.export.Dim``."""
-    found: dict[str, dict[int, str]] = {}
-    ranges: dict[str, list[int]] = {}
-    for name, given in (dynamic or {}).items():
-        if name not in tensors:
-            raise BadInputSpec(
-                f"the argument dynamic names {name!r}, which is not an input; the inputs are {', '.join(tensors)}"
-            )
-        rank = tensors[name].ndim
-        pairs = given.items() if isinstance(given, Mapping) else enumerate(given or ())
-        for axis, dim in pairs:
-            if dim is None or isinstance(dim, int):  # a static axis
-                continue
-            if not -rank <= axis < rank:
-                raise BadInputSpec(
-                    f"the argument dynamic has the axis {axis} of the input {name}, which has only {rank} axes; give "
-                    f"an axis in 0..{rank - 1}"
-                )
-            label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
-            found.setdefault(name, {})[axis % rank] = label
-            if hasattr(dim, "min") and hasattr(dim, "max") and not isinstance(dim, str):
-                ranges[label] = [int(dim.min), int(dim.max)]
-    return found, ranges
-
-
-def _described(
-    module: torch.nn.Module, tensors: Tensors, axes: Axes, ranges: Mapping[str, Sequence[int]], tries_batch: bool
-) -> dict[str, Any]:
-    """Returns the signature of the inputs as JSON, and a note. With ``tries_batch``, also looks for the batch dim, and
-    the note says how it was found. Otherwise, the note is empty."""
-    note = ""
-    if tries_batch and not any(BATCH in named.values() or 0 in named for named in axes.values()):
+def _described(module: torch.nn.Module, tensors: Tensors, named: NamedAxes) -> dict[str, Any]:
+    """Returns the signature of the inputs as JSON, and a note. If ``named`` leaves the batch open, also looks for the
+    batch dim, and the note says how it was found. Otherwise, the note is empty."""
+    note, axes, ranges = "", named.names, named.ranges
+    if named.open_batch and not any(BATCH in one.values() or 0 in one for one in axes.values()):
         firsts, note = _batch_axes(module, tensors)
         axes = {name: {**firsts.get(name, {}), **axes.get(name, {})} for name in tensors}
     sizes: dict[str, int] = {}

@@ -57,6 +57,15 @@ for dynamic, named in (({"y": {1: "n"}}, [0, 0, 1]), ({"y": {0: "rows"}, "x": {0
     shapes = [spec.shape for spec in accel.Source(Two(), example=example, dynamic=dynamic).open().signature.inputs]
     found = [axis for shape in shapes for axis, dim in enumerate(shape) if isinstance(dim, str)]
     assert found == named, shapes
+class Fed(keras.Model):
+    def call(self, batch):
+        return tf.reduce_mean(batch["x"], 1) + tf.reduce_mean(batch["y"], 1)
+
+fed = ({"x": example[0], "y": example[1]},)
+for dynamic in ({"batch": {"y": {1: "n"}}}, {"y": {1: "n"}}):
+    opened = accel.Source(Fed(), example=fed, dynamic=dynamic).open()
+    axes = {s.name: [i for i, dim in enumerate(s.shape) if isinstance(dim, str)] for s in opened.signature.inputs}
+    assert axes == {"x": [0], "y": [0, 1]}, axes
 try:
     accel.load(Subclassed())
 except accel.AccelError as error:
