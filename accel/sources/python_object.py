@@ -46,13 +46,14 @@ def _import_file(path: Path) -> ModuleType:
     name = f"{SOURCE}{path.stem}_{text_sha256(str(path.absolute()))[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.absolute().parent)
     sys.path.insert(0, folder)  # lets the file import modules from its own folder
     try:
-        spec.loader.exec_module(module)
+        # An import would take the compiled file in __pycache__, even if the source was rewritten in the same second
+        # with the same size.
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise raised(f"importing {path}", error) from error

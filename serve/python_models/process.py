@@ -55,9 +55,10 @@ class Host:
         sys.path[:0] = [str(file.parent), str(file.parent.parent)]
         spec = importlib.util.spec_from_file_location("model", file)
         assert spec is not None
-        assert spec.loader is not None
         self._module = sys.modules["model"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self._module)
+        # An import would take the compiled file in __pycache__, even if model.py was rewritten in the same second with
+        # the same size.
+        exec(compile(file.read_bytes(), str(file), "exec"), vars(self._module))
         self._class = getattr(self._module, "TritonPythonModel", None)
         if self._class is None or not callable(getattr(self._class, "execute", None)):
             raise TypeError(f"{file.name} has no class TritonPythonModel with a method execute")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import py_compile
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,19 @@ def test_a_factory_in_a_file(my_model: Path) -> None:
     assert found.signature.inputs == (TensorSpec.parse(IMAGE[0]),)
     assert found.signature.outputs == (TensorSpec("output", "float32", ("batch", 5)),)
     assert [Path(f["path"]).name for f in found.source["files"]] == ["my_model.py"]
+
+
+def test_a_factory_that_is_rewritten_in_the_same_second(tmp_path: Path) -> None:
+    """Fails if Python's compiled file stands in for a factory's file that was rewritten in the same second with the
+    same size."""
+    file = tmp_path / "net.py"
+    code = "import torch\n\n\ndef make():\n    return torch.nn.Linear(2, {})\n"
+    for width in (3, 4):
+        file.write_text(code.format(width))
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        opened = accel.Source(f"{file}:make", inputs=["x:float32[batch,2]"]).open()
+        assert opened.signature.outputs[0].shape == ("batch", width)
+        py_compile.compile(str(file))  # as the user's own import of the file does
 
 
 def test_a_factory_that_needs_an_argument(tmp_path: Path) -> None:
