@@ -50,6 +50,8 @@ class IntegerRanges:
         """
         if not self._ranged:
             return None
+        import numpy as np
+
         sizes = self.sizes(feeds, shapes or {}) if self._by_dims else {}
         for spec in self._ranged:
             value, found = feeds.get(spec.name), spec.range_at(sizes)
@@ -58,8 +60,15 @@ class IntegerRanges:
             low, high = found
             largest, smallest = int(value.max()), int(value.min())
             if low <= smallest and largest <= high:
-                continue
-            outside = (value > high) if largest > high else (value < low)
+                if spec.columns is None:
+                    continue
+                highs = np.broadcast_to(np.array(spec.columns), value.shape)
+                outside = value > highs
+                if not outside.any():
+                    continue
+                high = int(highs[outside].flat[0])
+            else:
+                outside = (value > high) if largest > high else (value < low)
             sample = int(outside.reshape(len(value), -1).any(1).argmax()) if value.ndim else 0
             return OutOfRange(spec.name, int(value[outside].flat[0]), low, high, sample)
         return None

@@ -172,9 +172,10 @@ class Signature:
         dynamic dims.
 
         Floats are uniform in the input's range ``values``, or else normally distributed. Integers are drawn from
-        ``seen`` inside ``values`` (see ``TensorSpec.drawn_at``), or else from 0 and 1. An input with a ``sample``
-        repeats this sample. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of
-        ones in each row. Optional inputs are left out.
+        ``seen`` inside ``values`` (see ``TensorSpec.drawn_at``), or else from 0 and 1. The largest integer of a column
+        is that in ``columns``, if the input has ``columns``. An input with a ``sample`` repeats this sample. An input
+        whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row. Optional
+        inputs are left out.
 
         Raises ``BadInputSpec`` if an input has no valid number at ``sizes``.
         """
@@ -197,7 +198,8 @@ class Signature:
                 feeds[spec.name] = spec.repeated(shape, seed)
             elif spec.dtype.startswith(("int", "uint")):
                 low, high = _not_empty(spec, spec.drawn_at(resolved), resolved)
-                feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
+                highs = high if spec.columns is None else np.array(spec.columns)
+                feeds[spec.name] = rng.integers(low, highs, size=shape, endpoint=True).astype(kind)
             elif spec.dtype == "bool":
                 feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)
             elif spec.values is not None:
@@ -311,6 +313,7 @@ class Signature:
             body |= {"values": list(spec.values)} if spec.values else {}
             body |= {"seen": list(spec.seen)} if spec.seen else {}
             body |= {"sample": spec.sample} if spec.sample is not None else {}
+            body |= {"columns": spec.columns} if spec.columns is not None else {}
             return body | ({"optional": True} if spec.optional else {})
 
         return {
@@ -331,6 +334,7 @@ class Signature:
                     bool(r.get("optional")),
                     tuple(r["seen"]) if r.get("seen") else None,
                     as_tuples(r["sample"]) if r.get("sample") else None,
+                    as_tuples(r["columns"]) if r.get("columns") else None,
                 )
                 for r in rows
             )

@@ -56,7 +56,8 @@ class TensorSpec:
     ``seen`` may be valid too. Example inputs are drawn from ``seen``, or else from ``values``. ``optional`` is True if
     the model has a default for this input. ``sample`` holds the integers of the user's example as nested tuples, if the
     model doesn't accept random integers. An example are boxes, whose second corner may not be left of the first corner.
-    Example inputs then repeat ``sample``.
+    Example inputs then repeat ``sample``. ``columns`` holds the largest valid integer of each column, if the columns of
+    an input select rows of tables of different sizes. It is nested tuples that NumPy broadcasts to the input's shape.
     """
 
     name: str
@@ -66,6 +67,7 @@ class TensorSpec:
     optional: bool = False
     seen: tuple[int, int] | None = None
     sample: tuple[Any, ...] | None = None
+    columns: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -200,5 +202,6 @@ def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> 
     takes = {spec.name: spec.with_dims(names) for spec in known}
     own = [takes.get(spec.name, TensorSpec(spec.name, spec.dtype, ())) for spec in specs]
     return tuple(
-        replace(spec, values=one.values, seen=one.seen, sample=one.sample) for spec, one in zip(specs, own, strict=True)
+        replace(spec, values=one.values, seen=one.seen, sample=one.sample, columns=one.columns)
+        for spec, one in zip(specs, own, strict=True)
     )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _LARGEST_BATCH = 3
 # The largest number of integers of a sample. A manifest holds the sample.
 _LARGEST_SAMPLE = 1 << 14
+# Stands for the number of rows where an integer selects no row of a table.
+_NO_TABLE = torch.iinfo(torch.int64).max
 _COPIES = ("_to_copy", "to", "clone", "contiguous", "reshape")
 _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
 
@@ -32,11 +34,13 @@ _LOOKUPS = ("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forw
 @dataclass(frozen=True)
 class _Tables:
     """The number of rows of the smallest and of the largest table from which an input selects rows. ``whole`` tells
-    whether every integer of the input selects a row."""
+    whether every integer of the input selects a row. ``rows`` has the number of rows of the table of each integer, in
+    the shape of the input."""
 
     smallest: int
     largest: int
     whole: bool
+    rows: np.ndarray
 
 
 class _Lookups(TorchDispatchMode):
@@ -46,7 +50,8 @@ class _Lookups(TorchDispatchMode):
     def __init__(self, feeds: Mapping[str, np.ndarray]) -> None:
         super().__init__()
         self._rows: dict[str, list[int]] = {}
-        self._used = {name: torch.zeros(array.size, dtype=torch.bool) for name, array in feeds.items()}
+        self._least = {name: torch.full((array.size,), _NO_TABLE) for name, array in feeds.items()}
+        self._shapes = {name: array.shape for name, array in feeds.items()}
         # Maps the address of a tensor to the name of its input, and to the place in the input of each of its integers.
         self._places = {array.ctypes.data: (name, torch.arange(array.size)) for name, array in feeds.items()}
         self._copies: list[torch.Tensor] = []  # keeps the copies alive, so that new tensors get other addresses
@@ -54,7 +59,15 @@ class _Lookups(TorchDispatchMode):
     @property
     def tables(self) -> dict[str, _Tables]:
         """Maps the names of the inputs that select rows to their tables."""
-        return {name: _Tables(min(rows), max(rows), bool(self._used[name].all())) for name, rows in self._rows.items()}
+        return {
+            name: _Tables(
+                smallest=min(rows),
+                largest=max(rows),
+                whole=bool((self._least[name] < _NO_TABLE).all()),
+                rows=self._least[name].reshape(self._shapes[name]).numpy(),
+            )
+            for name, rows in self._rows.items()
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -69,7 +82,8 @@ class _Lookups(TorchDispatchMode):
             self._copies.append(result)
         elif operator in _LOOKUPS and (found := self._find(args[1])):
             name, places = found
-            self._used[name][places.flatten()] = True
+            chosen = places.flatten()
+            self._least[name][chosen] = self._least[name][chosen].clamp(max=len(args[0]))
             self._rows.setdefault(name, []).append(len(args[0]))
         return result
 
@@ -90,10 +104,11 @@ def with_table_ranges(
     the index of the last row.
 
     Sets the input's ``values`` to this range. In recommenders, each column of an input may have its own table. Sets
-    ``values`` to the range of the largest table then, so that no valid integer is refused, and ``seen`` to the range of
-    the smallest. If some column selects no row, only sets ``seen``, because the column may hold any integers. Keeps
-    declared ``values``. Returns ``signature`` unchanged if ``run`` works with the old ranges but fails with the new
-    ranges. ``run`` may return kept outputs. ``watched`` really runs the model, and is ``run`` by default.
+    ``values`` to the range of the largest table then, ``columns`` to the largest integer of each column, and ``seen``
+    to the range of the smallest table. If some column selects no row, only sets ``seen``, because the column may hold
+    any integers. Keeps declared ``values``. Returns ``signature`` unchanged if ``run`` works with the old ranges but
+    fails with the new ranges. ``run`` may return kept outputs. ``watched`` really runs the model, and is ``run`` by
+    default.
     """
     free = {spec.name for spec in signature.inputs if _is_free(spec)}
     if not free:
@@ -136,19 +151,40 @@ def _ranged(spec: TensorSpec, tables: _Tables | None) -> TensorSpec:
         return replace(spec, seen=common)
     if tables.smallest == tables.largest:
         return replace(spec, values=common, seen=None)
-    return replace(spec, values=(0, tables.largest - 1), seen=common)
+    largest = int(tables.rows.max())
+    if largest == tables.smallest:  # every integer selects a row of the smallest table
+        return replace(spec, values=common, seen=None)
+    return replace(spec, values=(0, largest - 1), seen=common, columns=_columns(spec, tables.rows - 1))
+
+
+def _columns(spec: TensorSpec, highs: np.ndarray) -> tuple[Any, ...] | None:
+    """Returns the largest valid integer of each column (see ``TensorSpec.columns``). Returns None if a dynamic axis has
+    different tables, because its size isn't known."""
+    for axis, dim in enumerate(spec.shape):
+        first = highs.take([0], axis)
+        if (highs == first).all():
+            highs = first
+        elif isinstance(dim, str):
+            return None
+    while highs.ndim > 1 and len(highs) == 1:
+        highs = highs[0]
+    return as_tuples(highs.tolist()) if highs.size <= _LARGEST_SAMPLE else None
 
 
 def columns_words(signature: Signature) -> str:
     """Returns a text about the inputs whose columns select rows of tables of different sizes, or "" if there are
     none."""
-    said = (
-        f"{spec.name} selects rows of tables of {spec.seen[1] + 1} to {int(spec.values[1]) + 1} rows, so "
-        f"{spec.values[0]}..{spec.values[1]} is accepted and random inputs hold {spec.seen[0]}..{spec.seen[1]}"
-        for spec in signature.inputs
-        if spec.values is not None and spec.seen is not None and _is_integer(spec)
-    )
-    return " and ".join(said)
+    return " and ".join(filter(None, map(_column_words, signature.inputs)))
+
+
+def _column_words(spec: TensorSpec) -> str:
+    if spec.values is None or spec.seen is None or not _is_integer(spec):
+        return ""
+    least, most = spec.seen[1], int(spec.values[1])
+    said = f"{spec.name} selects rows of tables of {least + 1} to {most + 1} rows"
+    if spec.columns is None:
+        return f"{said}, so {spec.values[0]}..{most} is accepted and random inputs hold {spec.seen[0]}..{least}"
+    return f"{said}, and each column takes the rows of its own table"
 
 
 def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: Mapping[str, torch.Tensor]) -> Signature:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel
+from accel.artifact import Artifact
 from accel.cli import group, run
 from accel.errors import BadData, BadFeeds, BadInputSpec
 from accel.proof.data import at_sizes, check_values
@@ -184,17 +186,42 @@ class Columns(torch.nn.Module):
     ],
 )
 def test_columns_with_tables_of_their_own(view: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
-    """Fails if a session takes -1 or an integer beyond every table for a column of an input, because PyTorch refuses
-    both. Also fails if a session refuses an integer of the larger table."""
+    """Fails if a column of an input takes -1 or an integer beyond its own table, because PyTorch refuses both. Also
+    fails if the column of the larger table takes only the integers of the smaller one, or if random inputs do."""
     made = accel.Source(Columns(view), example=torch.zeros(2, 2, dtype=torch.int64)).open()
     (ids,) = made.signature.inputs
     assert (ids.values, ids.seen) == ((0, 8), (0, 3))
-    assert "so 0..8 is accepted and random inputs hold 0..3" in " ".join(source_notes(made))
-    ranges = IntegerRanges(made.signature.inputs)
-    assert [ranges.first_outside({"ids": np.array([[one, 0]])}) is None for one in (-1, 0, 8, 9)] == [
-        False, True, True, False,
-    ]  # fmt: skip
-    assert max(made.signature.example_inputs(seed=seed)["ids"].max() for seed in range(8)) == 3
+    assert "tables of 4 to 9 rows, and each column takes the rows of its own" in " ".join(source_notes(made))
+    signature = Signature.from_json(json.loads(json.dumps(made.signature.to_json())))
+    ranges = IntegerRanges(signature.inputs)
+    for row, good in [([0, 0], True), ([8, 3], True), ([-1, 0], False), ([9, 0], False), ([0, 4], False)]:
+        assert (ranges.first_outside({"ids": np.array([[0, 0], row])}) is None) == good
+    found = ranges.first_outside({"ids": np.array([[8, 3], [8, 5]])})
+    assert found is not None
+    assert (str(found), found.sample) == ("input 'ids' holds 5, it takes 0..3", 1)
+    drawn = np.concatenate([signature.example_inputs(seed=seed)["ids"] for seed in range(32)])
+    assert drawn.max(0).tolist() == [8, 3]
+
+
+def test_a_file_refuses_integers_beyond_the_table_of_their_column(tmp_path: Path) -> None:
+    """Fails if an exported model takes an integer that is beyond the table of its column, or refuses the last row."""
+    model = Columns(lambda ids: ids.unbind(1)).eval()
+    made = accel.export(model, example=torch.zeros(2, 2, dtype=torch.int64), out=tmp_path / "net.onnx")
+    served = Artifact.open(made.path).integer_ranges  # which a server checks
+    assert str(served.first_outside({"ids": np.array([[8, 5]])})) == "input 'ids' holds 5, it takes 0..3"
+    session = accel.load(made)
+    last = torch.tensor([[8, 3], [0, 3]])
+    torch.testing.assert_close(session(last), model(last))
+    with pytest.raises(BadFeeds, match=r"'ids' holds 5, it takes 0\.\.3"):
+        session(torch.tensor([[8, 5]]))
+
+
+def test_columns_on_another_axis() -> None:
+    """Fails if columns are looked for on the last axis alone, or are kept for an axis whose size is dynamic."""
+    example = torch.zeros(3, 2, 5, dtype=torch.int64)
+    columns = Columns(lambda ids: (ids[:, 0], ids[:, 1]))
+    made = accel.Source(columns, example=example, dynamic={"ids": {2: "length"}}).open()
+    assert made.signature.inputs[0].columns == ((8,), (3,))
 
 
 def test_a_column_that_selects_no_row() -> None:
