@@ -21,10 +21,11 @@ GENAI_CONFIG = "genai_config.json"
 # The main file of a decoder for openvino-genai.
 OPENVINO_GENAI = KINDS["openvino"].other_names[0]
 # The configs and the files of the tokenizer in a folder that transformers wrote.
-_COPIED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
-    "source.spm", "target.spm", "preprocessor_config.json", "processor_config.json", "normalizer.json",
+_CONFIGS = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "source.spm", "target.spm",
+    "preprocessor_config.json", "processor_config.json", "normalizer.json",
 )  # fmt: skip
 # onnxruntime-genai refuses other types, but runs every model with these inputs and outputs in the same way.
 _OTHER_TYPE = "llama"
@@ -43,7 +44,7 @@ def check_folder(folder: Path, main: str | None = None) -> None:
     other = [name for name in made if main is not None and name != main]
     if other:
         raise CannotWrite(f"{folder} holds a model in another form ({other[0]}); give another {option('out')}")
-    for name in (GENAI_CONFIG, *_COPIED):
+    for name in (GENAI_CONFIG, *_CONFIGS, *_TOKENIZER):
         if (folder / name).exists() and not made and not (folder / GENAI_CONFIG).is_file():
             raise CannotWrite(
                 f"{folder / name} was not made by accel and would be overwritten; give another {option('out')}"
@@ -52,9 +53,10 @@ def check_folder(folder: Path, main: str | None = None) -> None:
 
 def write_folder(artifact: Artifact, source: Path | None) -> None:
     """Writes genai_config.json beside the decoder ``artifact``, and copies the configs and the tokenizer of the folder
-    ``source``. Beside an OpenVINO IR, writes the tokenizer's own IR instead of genai_config.json."""
+    ``source``. The configs of a model that wasn't in a folder of transformers come from the manifest. Beside an
+    OpenVINO IR, writes the tokenizer's own IR instead of genai_config.json."""
     folder = artifact.path.parent
-    copy_configs(folder, source)
+    copy_configs(folder, source, artifact.source["decoder"].get("configs"))
     if is_stateful(artifact.signature):
         write_tokenizer_ir(folder)
         return
@@ -62,9 +64,13 @@ def write_folder(artifact: Artifact, source: Path | None) -> None:
         temporary.write_text(json.dumps(genai_config(artifact), indent=2) + "\n", encoding="utf-8")
 
 
-def copy_configs(folder: Path, source: Path | None) -> None:
-    """Copies the configs and the tokenizer of the folder ``source``, if there is one, to ``folder``."""
-    for name in _COPIED if source is not None else ():
+def copy_configs(folder: Path, source: Path | None, configs: Mapping[str, Any] | None = None) -> None:
+    """Copies the configs and the tokenizer of the folder ``source``, if there is one, to ``folder``. ``configs`` are
+    the configs by name if ``source`` has none of its own."""
+    for name, body in (configs or {}).items():
+        with beside(folder / name) as temporary:
+            temporary.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    for name in _CONFIGS * (configs is None) + _TOKENIZER if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             with beside(folder / name) as temporary:
                 shutil.copyfile(source / name, temporary)  # type: ignore[operator]

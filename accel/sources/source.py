@@ -24,6 +24,7 @@ from .hub.model_id import model_id
 from .live import captured, facts_about
 from .main_file import main_file
 from .nearby import or_nearby
+from .run_folder import final_folder
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -156,10 +157,12 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """Returns the folder with the model and the files beside it, or None for a model in memory or a factory."""
+        """Returns the folder with the model and the files beside it, or None for a model in memory or a factory. For a
+        run folder of ``accel train``, returns the folder of the trained model."""
         path = self.path
-        folder = path if path.is_dir() else path.parent
-        return folder if path.exists() else None
+        if path.is_dir():
+            return final_folder(path) or path
+        return path.parent if path.exists() else None
 
     @property
     def native(self) -> bool:

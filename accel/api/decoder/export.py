@@ -13,6 +13,7 @@ from accel.decoders.proof import PADDED, DecoderGate
 from accel.errors import BadSource, StageFailed
 from accel.optimizer.publish import check_out
 from accel.signature.decoder import POSITIONS, step_sizes
+from accel.sources.run_folder import trained_config
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.stage import run_stage
@@ -26,11 +27,14 @@ CONFIG = "config.json"
 
 def is_decoder(source: Source, out: Path | None) -> bool:
     """Tells whether ``source`` is exported with a KV cache. If the user doesn't say it, a model that generates text is
-    exported with a cache, unless the user declares the inputs or wants a single file."""
+    exported with a cache, unless the user declares the inputs or wants a single file. ``accel train`` recorded whether
+    its model does."""
     if source.decoder is not None:
         return source.decoder
     if source.inputs or (out is not None and out.suffix) or not source.native or source.form is not None:
         return False
+    if (trained := trained_config(source.folder or source.path)) is not None:
+        return bool(trained.get("decoder"))
     try:
         config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
         names = config["architectures"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -222,9 +223,9 @@ def _vocabulary(decoder: CachedDecoder) -> int:
     return int(decoder.whole(torch.zeros((1, 2), dtype=torch.int64)).shape[-1])
 
 
-def about_decoder(decoder: CachedDecoder) -> dict[str, Any]:
+def about_decoder(decoder: CachedDecoder, with_configs: bool) -> dict[str, Any]:
     """Returns the facts that the manifest records about a decoder: its type, context length, sizes and special token
-    ids."""
+    ids. With ``with_configs``, also returns the configs of a model of transformers, by the names of their files."""
     config = getattr(decoder.model, "config", None)
     generation = getattr(decoder.model, "generation_config", None)
 
@@ -241,4 +242,21 @@ def about_decoder(decoder: CachedDecoder) -> dict[str, Any]:
         "bos": token("bos_token_id"),
         "eos": list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos],
         "pad": token("pad_token_id"),
+        **({"configs": _configs(decoder)} if with_configs else {}),
     }
+
+
+def _configs(decoder: CachedDecoder) -> dict[str, Any]:
+    """Returns what transformers' ``save_pretrained`` would write, for other tools that read the decoder's folder.
+    Returns no configs for a module that isn't of transformers."""
+    if not decoder.of_transformers:
+        return {}
+    kinds = (kind.__name__ for kind in type(decoder.model).__mro__ if kind.__module__.startswith("transformers."))
+    model: Any = decoder.model
+    config = json.loads(model.config.to_json_string())
+    config.pop("_name_or_path", None)  # where the weights came from, which doesn't change the model
+    found = {"config.json": {**config, "architectures": [next(kinds)]}}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        found["generation_config.json"] = json.loads(generation.to_json_string())
+    return found

@@ -22,6 +22,7 @@ from ..declare import Dims, Inputs, gaps_words, parse_dims, parse_inputs
 from ..hub.download import locate
 from ..hub.model_id import model_id
 from ..pipeline import keep_function, pipeline_in
+from ..run_folder import CONFIG, final_folder
 from .arguments import Called, class_name, left_out
 from .call import NamedModule, Runs, discover_outputs, in_training
 from .decoder import CachedDecoder, about_decoder, as_decoder
@@ -35,7 +36,7 @@ from .pretrained.transformers_inputs import that_runs
 from .probe.integer_bounds import bounds_words, columns_words, find_bounds, with_samples, with_table_ranges
 from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty
 from .saved import open_exported_program, open_torchscript, weights_without_code
-from .train_folder import final_folder, open_train_folder
+from .train_folder import open_train_folder
 from .weights import DTYPES
 
 # Maps the sha256 of each source to the module that this process opened from the source. Building a module again would
@@ -129,7 +130,7 @@ def open_torch(
     # The hashes of weights, code and files don't cover a module's attributes. The hash of the source includes the
     # factory's name, because two factories in one file may make modules that differ only in attributes.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
-    about = about_decoder(found.module) if isinstance(found.module, CachedDecoder) else None
+    about = about_decoder(found.module, not _of_folder(found)) if isinstance(found.module, CachedDecoder) else None
     pair = about_pair(found.module.parts) if isinstance(found.module, EncoderPart | DecoderPart) else None
     facts: list[Any] = [about] if about else [[part, pair]] if pair else []
     # The example's constants are part of the graph.
@@ -165,6 +166,11 @@ def open_torch(
             "sha256": sha256,
         },
     )
+
+
+def _of_folder(found: Found) -> bool:
+    """Tells whether the model was read from a folder of transformers, which has its configs as files."""
+    return found.path.name == CONFIG and final_folder(found.path.parent) is None
 
 
 def _sampled(found: Found, form: Signature, runs: Runs) -> Signature:

@@ -15,27 +15,13 @@ from accel.progress import report
 
 from ..declare import parse_dims, parse_inputs
 from ..python_object import load_object
+from ..run_folder import CONFIG
 from .factory import call_factory, specs_from_example
 from .found import Found
 from .weights import load_weights
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 INPUTS = "inputs.safetensors"
-
-
-def final_folder(folder: Path) -> Path | None:
-    """Returns the folder of the trained model, which is ``folder`` or its subfolder ``final``. Returns None if accel
-    train wrote neither folder.
-    """
-    for candidate in (folder, folder / "final"):
-        try:
-            body = json.loads((candidate / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(body, dict) and "accel_train" in body:
-            return candidate
-    return None
 
 
 def open_train_folder(folder: Path, weights_dtype: str = "") -> Found:

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from accel.artifact import file_sha256
 from accel.errors import CannotWrite, one_line
 from accel.sources.python_object import SOURCE
-from accel.sources.torch.train_folder import CONFIG, INDEX, INPUTS
+from accel.sources.run_folder import CONFIG
+from accel.sources.torch.train_folder import INDEX, INPUTS
 
 from ..batch import named_inputs
 from ..config.schema import TrainConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import accel
 from accel.cli import group, run
 from accel.errors import InvalidModel
 from accel.signature import TensorSpec
@@ -17,6 +19,7 @@ from accel.sources.torch.source import module_of
 from accel.train.checkpoints import final
 from accel.train.run.launch import train
 from tests.support.runs import SMALL, config_of, trainer_of
+from tests.support.small_decoder import save_byte_tokenizer
 
 _OWN = """
 import torch
@@ -85,6 +88,44 @@ def test_the_command_after_training_a_decoder(tmp_path: Path, capsys: pytest.Cap
     assert words == ["export", str(out), "--decoder", "-o", "decoder"]
     opened = Source(out, decoder=True).open()  # what the command opens
     assert "past_key_values.0.key" in [spec.name for spec in opened.signature.inputs]
+
+
+_LLAMA = """
+import torch
+from tests.support.small_decoder import small_decoder
+
+
+def model():
+    return small_decoder(num_hidden_layers=1)
+
+
+def data():
+    rows = torch.arange(16 * 8).reshape(16, 8)
+    return [{"input_ids": row, "labels": row} for row in rows]
+"""
+
+
+@pytest.mark.parametrize("part", ["", "final"])
+def test_the_folder_of_a_trained_llama(part: str, tmp_path: Path, cli) -> None:
+    """Fails if the decoder of a run folder isn't recognized, or lacks a file that the decoder of a folder of
+    transformers has: the configs of transformers, the tokenizer or genai_config.json. The config of the training isn't
+    one of them, although it has the same name."""
+    from transformers import AutoConfig, GenerationConfig
+
+    source, run_folder, out = tmp_path / "net.py", tmp_path / "run", tmp_path / "dec"
+    source.write_text(_LLAMA)
+    train(config_of(model=f"{source}:model", data=f"{source}:data", loss="", steps=1), run_folder)
+    save_byte_tokenizer(run_folder / "final")
+    ran = cli("export", str(run_folder / part), "-o", str(out), "--no-simplify", "--quiet")
+    assert ran.code == 0, ran.stderr
+    config = AutoConfig.from_pretrained(out)
+    assert (config.architectures, config.num_hidden_layers) == (["LlamaForCausalLM"], 1)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == 2
+    assert json.loads((out / "genai_config.json").read_text())["model"]["eos_token_id"] == [2]
+    answers = [accel.generate(folder, "The", max_new_tokens=4).texts for folder in (out, run_folder / part)]
+    assert answers[0] == answers[1]
+    accel.export(out, to="openvino", out=tmp_path / "dec-ov")  # the configs go with the decoder
+    assert AutoConfig.from_pretrained(tmp_path / "dec-ov").architectures == ["LlamaForCausalLM"]
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
