@@ -137,6 +137,9 @@ def cache_precision(session: Session) -> str:
 
         return ", ".join(kept_in(session))
     pair = Caches.of(session.signature)
+    own: Mapping[str, int] = getattr(session, "cache_kept_in", dict)()
+    if own:
+        return ", ".join(own)
     cache = pair.own if pair is not None else cache_of(session.signature)
     return ", ".join(dict.fromkeys(precision_name(spec.dtype) for spec in cache.past))
 

@@ -37,11 +37,11 @@ from .recipes.recipe import Recipe
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 # The stages that reduce the precision.
-_ROUNDING = ("quantize", "cast", "pack_weights")
+_ROUNDING = ("quantize", "cast", "pack_weights", "lower_cache")
 # A candidate is made without a stage of these if the stage fails.
 _OPTIONAL = ("fuse_decoder",)
 # The stages after which a decoder keeps its cache in another way.
-_PROVED_IN_STEPS = ("fuse_decoder", "stateful_from_onnx")
+_PROVED_IN_STEPS = ("fuse_decoder", "lower_cache", "stateful_from_onnx")
 # The number of samples on which the gate of a stage compares a large model. The judge compares it on further samples.
 _SAMPLES_IF_LARGE = 8
 # The tokens that a decoder is proved with if nothing records its context.

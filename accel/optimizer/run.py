@@ -24,6 +24,7 @@ from .calibration import calibration_samples
 from .candidate import LARGE_MEGABYTES, CandidateResult, Status, megabytes, not_tried
 from .choice import fused, likeliest
 from .first_result import FirstResult
+from .judge.cached import contexts_to_judge
 from .judge.comparison import Judge, Judgement, Metric
 from .judge.decoder import MEASURES, DecoderJudge, measure_and_limit
 from .measure.noise import noise_notes
@@ -32,7 +33,7 @@ from .notes import data_notes, not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
 from .recipes.order import Costs
-from .recipes.recipe import Recipe, RecipeRequest, gentler
+from .recipes.recipe import Recipe, RecipeRequest, gentler, with_texts
 from .report.command import command_line
 from .report.page import PAGE, write_page
 from .request import OptimizeRequest
@@ -90,6 +91,10 @@ def run(
     samples = calibration_samples(request, stream, megabytes(src))
     for_recipes = request.recipe_request(samples)
     work = timed_workload(request, src, stream)
+    if Cache.of(src.signature) is not None:
+        for_recipes = replace(
+            for_recipes, context=max(contexts_to_judge(request.contexts, special_tokens(src).context))
+        )
     made, left_out = recipes(src, for_recipes)
     costs = Costs(src, cache)
     if not request.thorough:
@@ -266,6 +271,7 @@ def _attempts(
     calibrated."""
 
     def tried(recipe: Recipe) -> None:
+        recipe = with_texts(recipe, texts)
         if recipe.search or any(getattr(step.config, "data", None) is not None for step in recipe.stages):
             data_check.finish()
         rows.append(attempt(recipe, src, request.data, judge, request.max_drop, cache, budget))

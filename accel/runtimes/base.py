@@ -47,7 +47,8 @@ class SessionOptions:
     ``graph_level``, one of ``GRAPH_LEVELS``, selects the graph optimizations of ONNX Runtime. ``spinning`` makes idle
     threads of ONNX Runtime busy-wait, which speeds up the model and slows down other work on the machine.
     ``cuda_graph`` launches an engine's kernels as one CUDA graph. ``cache_precision``, one of ``CACHE_PRECISIONS``, is
-    the precision of a KV cache that OpenVINO keeps. By default it is ``precision``.
+    the precision of a KV cache. OpenVINO chooses it when it loads a model, by default ``precision``. In ONNX it is part
+    of the file, and any other precision is refused.
     """
 
     threads: int = 0

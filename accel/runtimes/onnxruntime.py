@@ -6,7 +6,8 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +68,23 @@ class OnnxRuntimeSession(BaseSession):
         dtypes += [spec.dtype for spec in artifact.signature.inputs if spec.optional]
         # A plain ``run`` is faster than IO binding, but can't pass bfloat16 and float8.
         self._plain = not set(dtypes) & set(_BY_BITS)
+        if options.cache_precision:
+            self._check_cache(options.cache_precision)
+
+    def cache_kept_in(self) -> Mapping[str, int]:
+        """Returns how many layers keep their keys and values in each precision, as read back from the loaded model."""
+        layout = decoder.Cache.of(self.artifact.signature)
+        dtypes = {value.name: _dtype(value.type) for value in self.session.get_inputs()}
+        kept = Counter(decoder.precision_name(dtypes[spec.name]) for spec in (layout.past[::2] if layout else ()))
+        return dict(kept)
+
+    def _check_cache(self, wanted: str) -> None:
+        if list(self.cache_kept_in()) != [wanted]:
+            kept = ", ".join(self.cache_kept_in()) or "no precision"
+            raise UnsupportedHere(
+                f"ONNX Runtime keeps the KV cache of {self.artifact.path} in {kept} instead of {wanted}; leave out "
+                "cache_precision"
+            )
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if self._in_place and self._by_row(feeds):

@@ -125,6 +125,15 @@ STAGES: tuple[Stage, ...] = (
         packages=("onnx", "onnxruntime"),
     ),
     Stage(
+        name="lower_cache",
+        function="accel.converters.decoder.lower_cache:lower_cache",
+        config="accel.converters.decoder.lower_cache:LowerCacheConfig",
+        takes=("onnx",),
+        gives="onnx",
+        packages=("onnx", "onnxruntime"),
+        may_change=frozenset({"dtypes"}),
+    ),
+    Stage(
         name="fuse_kernels",
         version=4,
         function="accel.converters.graph.fuse_kernels:fuse_kernels",

@@ -11,6 +11,7 @@ from onnx import helper
 
 from accel.errors import BadData, UnsupportedHere
 from accel.progress import report
+from accel.signature import Signature
 from accel.signature.decoder import IDS, MASK, POSITIONS, Cache
 
 from ..graph.write import write_onnx
@@ -30,15 +31,22 @@ def text_feeds(task: Task) -> Iterator[dict[str, np.ndarray]]:
 
     Raises ``UnsupportedHere`` if the model is no decoder with a cache, and ``BadData`` if the file holds no texts.
     """
-    layout = Cache.of(task.signature)
-    if layout is None or task.config.data is None:
+    if Cache.of(task.signature) is None or task.config.data is None:
         raise UnsupportedHere(f"{task.config.mode} is for decoders with a cache, which are calibrated on texts")
-    with np.load(task.config.data, allow_pickle=False) as file:
+    return feeds_of_texts(task.signature, task.config.data, task.config.samples)
+
+
+def feeds_of_texts(signature: Signature, path: Path, samples: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the inputs of at most ``samples`` texts in the file ``path``, for a decoder with this signature. Raises
+    ``BadData`` if the file holds no texts."""
+    layout = Cache.of(signature)
+    assert layout is not None, "the model is a decoder"
+    with np.load(path, allow_pickle=False) as file:
         texts = file[TEXTS] if TEXTS in file else np.zeros(0)
     if texts.ndim != 2 or not texts.size or texts.dtype != np.int64:
-        raise BadData(f"{task.config.data} holds no token ids [texts, length] named {TEXTS}")
-    takes = {spec.name for spec in task.signature.inputs}
-    count = min(len(texts), task.config.samples)
+        raise BadData(f"{path} holds no token ids [texts, length] named {TEXTS}")
+    takes = {spec.name for spec in signature.inputs}
+    count = min(len(texts), samples)
     for number, text in enumerate(texts[:count]):
         report(f"calibrating, text {number + 1} of {count}", number / count)
         ids = text[None]

@@ -17,7 +17,7 @@ from accel.errors import BadData, UnknownName, UsageError
 from accel.progress import report
 from accel.proof.gates import PATIENT, gate_runtime
 from accel.runtimes.base import Session, SessionOptions, open_session
-from accel.signature.decoder import is_stateful
+from accel.signature.decoder import Cache
 from accel.spelling import option
 from accel.stage import path_sha256
 
@@ -71,8 +71,8 @@ class Sums:
 
 class DecoderJudge(Judge):
     """Judges decoders on the text file ``text``, or on texts that the source samples. ``measure`` is one of
-    ``MEASURES``. ``folder`` has the tokenizer, by default the source's folder. A candidate whose runtime keeps the
-    cache is also judged on tokens with ``contexts`` tokens in the cache, and its worst loss counts.
+    ``MEASURES``. ``folder`` has the tokenizer, by default the source's folder. A candidate whose cache may be
+    rounded is also judged on tokens with ``contexts`` tokens in the cache, and its worst loss counts.
 
     Perplexity alone is blind: 4-bit weights may change every twentieth most likely token, and hardly the perplexity.
     """
@@ -101,7 +101,7 @@ class DecoderJudge(Judge):
         """Returns a hash of everything that a judgement depends on."""
         text = path_sha256(self._text) if self._text else ""
         part = f"decoder {self._measure_name} {WINDOW} {MOST_TOKENS}"
-        part += f" {self._contexts}" if is_stateful(candidate.signature) else ""
+        part += f" {self._contexts}" if self._rounds_cache(candidate) else ""
         return text_sha256("\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), text, part]))
 
     def check(self, cache: StageCache) -> None:  # noqa: ARG002 - a decoder's logits are too large for the cache
@@ -125,7 +125,7 @@ class DecoderJudge(Judge):
                 found = Replay(session, 1).step(ids[None])[0]
                 largest = max(largest, float(abs(found - reference).max()))
                 total += sums(ids, reference, found)
-            in_cache = self._at_contexts(session) if is_stateful(candidate.signature) else {}
+            in_cache = self._at_contexts(session) if self._rounds_cache(candidate) else {}
             cache = {"precision": cache_precision(session), "bytes_a_token": bytes_a_token(session)}
         every = [total, *in_cache.values()]
         finite = all(math.isfinite(one.divergence) for one in every)
@@ -139,6 +139,12 @@ class DecoderJudge(Judge):
             details=self._details(total, in_cache, cache) if finite else "",
             cache=cache,
         )
+
+    def _rounds_cache(self, candidate: Artifact) -> bool:
+        """Tells whether ``candidate`` may read rounded keys and values, because its runtime keeps them, or because its
+        file keeps them in another dtype than the source."""
+        own, cache = Cache.of(self.source.signature), Cache.of(candidate.signature)
+        return cache is None or own is None or [one.dtype for one in cache.past] != [one.dtype for one in own.past]
 
     def _at_contexts(self, session: Session) -> dict[int, Sums]:
         """Returns the sums over the tokens behind each number of tokens in the cache."""

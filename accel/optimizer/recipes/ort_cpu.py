@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import QuantizeConfig
 from accel.signature.decoder import Cache
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
-from .recipe import COARSE, COARSE_BLOCK, PACKED, STATIC, Recipe, RecipeRequest, Step, recipe
+from .recipe import (
+    COARSE,
+    COARSE_BLOCK,
+    PACKED,
+    STATIC,
+    Recipe,
+    RecipeRequest,
+    Step,
+    lower_cache,
+    recipe,
+    with_cache,
+)
 from .steps import (
     fuse_decoder,
     fused,
@@ -16,6 +29,7 @@ from .steps import (
     packed_weights,
     prepared,
     quantized,
+    reads_much_cache,
     weights_only,
     with_options,
 )
@@ -23,13 +37,18 @@ from .steps import (
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
     """Returns the recipes for ``precision``. The precision int8 has up to three recipes, because each of these recipes
-    is the fastest for some models. A decoder in int4 begins with large blocks (see ``recipe.gentler``)."""
+    is the fastest for some models. A decoder in int4 begins with large blocks (see ``recipe.gentler``). Each recipe of
+    a decoder that reads much of its cache is repeated with an 8-bit cache."""
     head = [*prepared(src, target), *fuse_decoder(src)]
     found = [
         recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)
         for variant, steps in _variants(src, target, precision, request)
     ]
-    return [one for one in found if one.stages]  # a recipe without stages is the source itself
+    made = [one for one in found if one.stages]  # a recipe without stages is the source itself
+    if reads_much_cache(src, precision, request):
+        lowered = [replace(one, stages=(*one.stages, lower_cache("int8"))) for one in found]
+        made += [with_cache(one, "int8") for one in lowered]
+    return made
 
 
 def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[tuple[str, list[Step]]]:

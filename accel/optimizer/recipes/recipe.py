@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.converters.decoder.lower_cache import INT8, LowerCacheConfig
 from accel.converters.quantize.stage import AWQ, FORMS, GPTQ, QuantizeConfig
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
+from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
 
@@ -80,15 +82,35 @@ def as_search(found: Recipe) -> Recipe | None:
 
 
 def with_cache(found: Recipe, precision: str) -> Recipe:
-    """Returns ``found`` with a KV cache in ``precision``."""
+    """Returns ``found`` with a KV cache in ``precision``, which a stage may have made."""
     before = _CACHE.format(found.options.get("cache_precision"))
     variant = found.variant.removesuffix(before) + _CACHE.format(precision)
     name = found.name.removesuffix(found.variant) + variant
-    return replace(found, name=name, variant=variant, options={**found.options, "cache_precision": precision})
+    stages = tuple(lower_cache(precision) if step.stage == _LOWER_CACHE else step for step in found.stages)
+    options = {**found.options, "cache_precision": precision}
+    return replace(found, name=name, variant=variant, stages=stages, options=options)
 
 
-# The end of a variant whose KV cache has another precision.
+def lower_cache(precision: str) -> Step:
+    """Returns the step that makes a KV cache in ``precision`` part of the file."""
+    return Step(_LOWER_CACHE, LowerCacheConfig(precision=precision), STAGE_LIMITS[precision])
+
+
+def with_texts(found: Recipe, texts: Callable[[], Path | None]) -> Recipe:
+    """Returns ``found`` with the file of texts that ``texts`` returns, if the stage of an int8 cache needs it."""
+    if all(step != lower_cache(INT8) for step in found.stages):
+        return found
+    data = texts()
+    stages = tuple(
+        step._replace(config=replace(step.config, data=data)) if isinstance(step.config, LowerCacheConfig) else step
+        for step in found.stages
+    )
+    return replace(found, stages=stages)
+
+
+# The end of a variant whose KV cache has another precision, and the stage that makes the cache part of an ONNX file.
 _CACHE = " with {} cache"
+_LOWER_CACHE = "lower_cache"
 
 
 # The variant of an int8 recipe with calibrated activation ranges.
@@ -156,8 +178,8 @@ class RecipeRequest:
     """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
     precisions to try, or is None to try each target's usual precisions. ``samples`` is the number of calibration
     samples in ``data``. If ``kernels`` is True, the matrix products of every candidate are fused into accel's
-    operators. ``engine``, ``quantize`` and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig``
-    and ``CastConfig``.
+    operators. ``context`` is the largest number of tokens in a decoder's cache that matters. ``engine``, ``quantize``
+    and ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
     """
 
     targets: tuple[Target, ...]
@@ -168,6 +190,7 @@ class RecipeRequest:
     profiles: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
     kernels: bool = False
+    context: int = 0
     engine: Mapping[str, Any] = field(default_factory=dict)
     quantize: Mapping[str, Any] = field(default_factory=dict)
     cast: Mapping[str, Any] = field(default_factory=dict)

@@ -20,6 +20,8 @@ from .recipe import RecipeRequest, Step
 # A model with at least this many weights in its matrix products reads the weights from memory in every run, because the
 # caches are too small.
 _LARGE_WEIGHTS = 25_000_000
+# A smaller cache is tried if a step reads at least this many bytes of it for each byte of weights.
+_MUCH_CACHE = 0.05
 
 
 def precision_of(src: Artifact) -> str:
@@ -52,12 +54,25 @@ def packed_weights(src: Artifact) -> list[Step]:
 def has_large_products(src: Artifact) -> bool:
     """Tells whether the matrix products of ``src`` have enough weights to be faster with 4-bit or 8-bit weights. A
     decoder reads all weights for each token, so it may be faster at any size."""
-    if Cache.of(src.signature) is not None:
-        return True
+    return Cache.of(src.signature) is not None or _product_weights(src) >= _LARGE_WEIGHTS
+
+
+def _product_weights(src: Artifact) -> int:
+    """Returns the number of weights in the matrix products of ``src``."""
     from accel.converters.quantize.products import product_weights
     from accel.sources.onnx.file import read_without_weights
 
-    return sum(size for _, size in product_weights(read_without_weights(src.path))) >= _LARGE_WEIGHTS
+    return sum(size for _, size in product_weights(read_without_weights(src.path)))
+
+
+def reads_much_cache(src: Artifact, precision: str, request: RecipeRequest) -> bool:
+    """Tells whether a step of the decoder ``src`` in ``precision`` reads enough of its float32 cache, compared with its
+    weights, that a smaller cache could be faster."""
+    layout = Cache.of(src.signature)
+    if layout is None or any(spec.dtype != "float32" for spec in layout.past):
+        return False
+    weights = _product_weights(src) * (PRECISIONS[precision].weight_bytes or 1.0)
+    return layout.bytes_a_token() * request.context >= _MUCH_CACHE * weights
 
 
 def cpu_has_bf16() -> bool:

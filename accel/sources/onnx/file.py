@@ -241,16 +241,23 @@ def _precision(model: onnx.ModelProto) -> str:
     return _PRECISIONS.get(main, "fp32")
 
 
+_ATTENTION = "GroupQueryAttention"
+
+
 def _floats(model: onnx.ModelProto) -> list[str]:
     """Returns the float dtypes of the inputs, weights and casts of a model. No value is computed in the dtype of the
-    scales of packed weights."""
+    scales of packed weights. ONNX Runtime's attention for decoders has kernels of its own for a float16 cache, and its
+    values round as they do there."""
     from onnx import TensorProto
 
     names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
     scales = _packed_products(model)
     found = {tensor.data_type for tensor in model.graph.initializer if tensor.name not in scales}
-    found |= {value.type.tensor_type.elem_type for value in model.graph.input}
-    found |= {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
+    read = {name for node in model.graph.node if node.op_type != _ATTENTION for name in node.input}
+    own = {name for node in model.graph.node if node.op_type == _ATTENTION for name in node.input} - read
+    found |= {value.type.tensor_type.elem_type for value in model.graph.input if value.name not in own}
+    casts = [node for node in model.graph.node if node.op_type == "Cast" and node.output[0] not in own]
+    found |= {a.i for node in casts for a in node.attribute if a.name == "to"}
     return sorted(name for kind, name in names.items() if kind in found)
 
 

@@ -124,6 +124,10 @@ COMMANDS = {
         ("kernels", "build", "--onnxruntime-include", INCLUDE),
         (*PACKED, "-o", "out"),
     ),
+    "lower_cache": (
+        (*DECODER, "-o", "dec"),
+        ("optimize", "dec", "--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", "out"),
+    ),
     "stateful_from_onnx": ((*DECODER, "--to", "openvino", "-o", "dec-ov"),),
     "fit_tensorrt": (EXPORT, ("preflight", "m.onnx", "--fix", "-o", "fixed.onnx")),
     "engine_from_onnx": (EXPORT, ENGINE),
@@ -212,6 +216,7 @@ NOT_KILLED_IN = {
     "pipeline_from_parts": _HERE,
     "torch_from_onnx": _HERE,
     "fuse_decoder": _HERE,
+    "lower_cache": _HERE,
     "pack_weights": _HERE,
     "stateful_from_onnx": "its child is that of openvino_from_onnx",
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
