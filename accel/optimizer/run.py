@@ -290,7 +290,7 @@ def _attempts(
         following: Recipe | None = recipe
         while following is not None:
             tried(following)
-            following = gentler(following, texts) if rows[-1].over_budget else None
+            following = gentler(following, texts, request.data) if rows[-1].over_budget else None
     for row in list(rows):
         if row.recipe and row.over_budget and (again := searched(src, row.recipe, for_recipes)) is not None:
             tried(again)

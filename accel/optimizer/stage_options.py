@@ -26,6 +26,7 @@ OPTIONS_BY_MODE = {
     "static": (*_ACTIVATIONS, "per_channel", "ops", "keep"),
     "fp8": (*_ACTIVATIONS, "per_channel", "ops", "keep"),
     "dynamic": ("per_channel", "ops", "keep"),
+    "dynamic-outliers": ("per_channel", "ops", "keep"),
     "int8-weights": _OF_WEIGHTS,
     "int4-weights": _OF_WEIGHTS,
     "int4-gptq": _OF_WEIGHTS,

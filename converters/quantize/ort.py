@@ -21,7 +21,7 @@ from accel.sources.onnx.weights import read_detached
 from accel.spelling import option
 
 from .calibrate import Histograms, collect
-from .dynamic import with_shapes
+from .dynamic.plain import with_shapes
 from .histogram import value_range
 from .products import PRODUCTS
 from .stage import QuantizeFailed, Task, calibration_feeds

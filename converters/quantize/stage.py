@@ -30,6 +30,8 @@ FP8_CALIBRATIONS = ("minmax", "percentile")
 
 # The modes for 4-bit weights of decoders that are calibrated on texts.
 GPTQ, AWQ = "int4-gptq", "int4-awq"
+# The mode that multiplies the outlier columns of the activations in float32.
+OUTLIERS = "dynamic-outliers"
 _OF_WEIGHTS = ("int8-weights", "int4-weights", GPTQ, AWQ)
 
 _CHECKED_AT_ONCE = 16
@@ -68,7 +70,8 @@ FORMS = {
     "ort-cpu": Form(
         runs={
             "static": "accel.converters.quantize.ort:run_static",
-            "dynamic": "accel.converters.quantize.dynamic:run_dynamic",
+            "dynamic": "accel.converters.quantize.dynamic.plain:run_dynamic",
+            OUTLIERS: "accel.converters.quantize.dynamic.outliers:run_outliers",
             "int8-weights": "accel.converters.quantize.weights:run_nbits",
             "int4-weights": "accel.converters.quantize.weights:run_nbits",
             GPTQ: "accel.converters.quantize.gptq:run_gptq",
@@ -104,9 +107,11 @@ class QuantizeConfig(StageConfig):
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
     int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
-    of ``block_size`` weights has a scale, but 8-bit weights for openvino have one scale for each channel instead. Modes
-    int4-gptq (ort-cpu only) and int4-awq are for decoders: they are as int4-weights, but choose the weights by the
-    activations of the texts in ``data`` (see ``texts.text_feeds``).
+    of ``block_size`` weights has a scale, but 8-bit weights for openvino have one scale for each channel instead.
+    Mode dynamic-outliers (ort-cpu only) is as dynamic, but multiplies the columns of the activations that are many
+    times larger than the others in ``data`` in float32. Modes int4-gptq (ort-cpu only) and int4-awq are for decoders:
+    they are as int4-weights, but choose the weights by the activations of the texts in ``data`` (see
+    ``texts.text_feeds``).
 
     ``data`` is the calibration data. At most ``samples`` samples of the data are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``). The form openvino only supports minmax and percentile.
@@ -134,7 +139,7 @@ class QuantizeConfig(StageConfig):
 
     def __post_init__(self) -> None:
         if self.reduce_range is None:  # sets the value early, so that the manifest and the cache key record it
-            products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
+            products = self.form == "ort-cpu" and self.mode in ("static", "dynamic", OUTLIERS)
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
 

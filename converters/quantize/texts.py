@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,12 @@ from accel.signature import Signature
 from accel.signature.decoder import IDS, MASK, POSITIONS, Cache
 
 from ..graph.write import write_onnx
-from .stage import Task
+from .stage import Task, calibration_feeds
 
 # The name of the token ids [texts, length] in the file of the texts.
 TEXTS = "ids"
+# The samples that run at once.
+_SAMPLES_AT_ONCE = 16
 
 
 def write_texts(texts: np.ndarray, path: Path) -> None:
@@ -54,22 +56,39 @@ def feeds_of_texts(signature: Signature, path: Path, samples: int) -> Iterator[d
         yield {name: value for name, value in every.items() if name in takes}
 
 
-def observed(model: onnx.ModelProto, names: Sequence[str], task: Task) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the tensors ``names`` inside ``model`` for each text, computed by ONNX Runtime."""
+def observed(
+    model: onnx.ModelProto, names: Sequence[str], task: Task, batches: Iterable[dict[str, np.ndarray]] | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the tensors ``names`` of ``model``, computed by ONNX Runtime, for each of ``batches``, by default for each
+    text. A name may be that of an input."""
     import onnxruntime
 
     path = task.path.with_name("observed.onnx")
     own = list(model.graph.output)
     del model.graph.output[:]
-    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    inputs = {value.name for value in model.graph.input}
+    inner = [name for name in names if name not in inputs]
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in inner or [own[0].name])
     write_onnx(model, path)
     del model.graph.output[:]
     model.graph.output.extend(own)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    for feeds in text_feeds(task):
-        yield dict(zip(names, session.run(list(names), feeds), strict=True))
+    for feeds in batches if batches is not None else text_feeds(task):
+        found = dict(zip(inner, session.run(inner, feeds), strict=True)) if inner else {}
+        yield {name: found[name] if name in found else feeds[name] for name in names}
+
+
+def texts_or_samples(task: Task) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the inputs of each text if the model is a decoder and its data is a file of texts, else batches of
+    samples."""
+    path = task.config.data
+    if Cache.of(task.signature) is not None and path is not None and path.suffix == ".npz" and path.is_file():
+        with np.load(path, allow_pickle=False) as file:
+            if TEXTS in file:
+                return text_feeds(task)
+    return calibration_feeds(task, _SAMPLES_AT_ONCE)
 
 
 def describe_other_domains(model: onnx.ModelProto, task: Task) -> None:

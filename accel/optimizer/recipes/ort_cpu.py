@@ -13,6 +13,7 @@ from accel.tables.target import Target
 from .recipe import (
     COARSE,
     COARSE_BLOCK,
+    DYNAMIC,
     PACKED,
     STATIC,
     Recipe,
@@ -65,7 +66,7 @@ def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequ
     if request.data is not None:
         found.append((STATIC, quantized(src, target, precision, request)))
     dynamic = with_options(QuantizeConfig(form=target.qdq, mode="dynamic"), request)
-    found.append((" dynamic", [Step("quantize", dynamic, STAGE_LIMITS["int8"])]))
+    found.append((DYNAMIC, [Step("quantize", dynamic, STAGE_LIMITS["int8"])]))
     if has_large_products(src):
         found.append((" weights", weights_only(src, target, precision, request)))
     return [*found, *_packed(src, target, precision, request)]

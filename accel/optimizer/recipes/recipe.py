@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.converters.decoder.lower_cache import INT8, LowerCacheConfig
-from accel.converters.quantize.stage import AWQ, FORMS, GPTQ, QuantizeConfig
+from accel.converters.quantize.stage import AWQ, FORMS, GPTQ, OUTLIERS, QuantizeConfig
 from accel.runtimes.base import get_runtime
 from accel.stage import StageConfig
 from accel.tables.limits import STAGE_LIMITS
@@ -117,6 +117,10 @@ _LOWER_CACHE = "lower_cache"
 STATIC = " static"
 
 
+# The variants of an int8 recipe that scales activations in each run, and of one with outlier columns in float32.
+DYNAMIC, OUTLYING = " dynamic", " dynamic with outlier columns"
+
+
 # The end of a variant whose weights are packed for accel's CPU kernels.
 PACKED = " packed"
 
@@ -129,13 +133,16 @@ COARSE, COARSE_BLOCK = " in blocks of 128", 128
 _CALIBRATED = {" GPTQ": GPTQ, " AWQ": AWQ}
 
 
-def gentler(found: Recipe, texts: Callable[[], Path | None]) -> Recipe | None:
+def gentler(found: Recipe, texts: Callable[[], Path | None], samples: Path | None = None) -> Recipe | None:
     """Returns the next recipe to try after ``found`` has lost too much, or None if there is none. After an 8-bit KV
     cache, that is one in fp16, if it isn't wider than what the model computes in. An int4 recipe gets the usual,
-    smaller blocks, which read more scales, and then is calibrated on the file that ``texts`` returns."""
+    smaller blocks, which read more scales, and then is calibrated on the file that ``texts`` returns. An int8 recipe
+    that scales activations at run time keeps the outlier columns of these texts, or of the ``samples``, in float32."""
     if cache := found.options.get("cache_precision"):
         in_float32 = found.options.get("precision", "fp32") == "fp32"
         return with_cache(found, "fp16") if cache == "int8" and in_float32 else None
+    if found.variant == DYNAMIC and (data := texts() or samples) is not None:
+        return _changed(found, OUTLYING, mode=OUTLIERS, data=data)
     if found.precision != "int4":
         return None
     if found.variant == COARSE:

@@ -22,8 +22,8 @@ from onnxruntime.quantization.quant_utils import (
 from accel.runtimes.onnx_rounded import tensor_types
 from accel.sources.onnx.file import read_proto
 
-from ..graph.write import write_onnx
-from .stage import Task
+from ...graph.write import write_onnx
+from ..stage import Task
 
 
 def run_dynamic(task: Task) -> dict[str, Any]:

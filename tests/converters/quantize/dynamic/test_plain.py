@@ -66,7 +66,7 @@ def test_the_model_is_that_of_onnx_runtimes_function(per_channel: bool, reduce_r
         excluded=("third",),
         transformer=False,
     )
-    run_in_child("accel.converters.quantize.dynamic:run_dynamic", task=task)
+    run_in_child("accel.converters.quantize.dynamic.plain:run_dynamic", task=task)
     ours, theirs = (onnx.load(str(tmp_path / name)).graph for name in ("ours.onnx", "theirs.onnx"))
     assert {node.op_type for node in ours.node} >= {"DynamicQuantizeLinear", "MatMulInteger", "MatMul"}
     nodes = [{node.name: node.SerializeToString() for node in graph.node} for graph in (ours, theirs)]
