@@ -33,7 +33,7 @@ from .notes import data_notes, not_as_asked, notes_on_making, seen_note
 from .publish import publish
 from .recipes.candidates import recipes, searched
 from .recipes.order import Costs
-from .recipes.recipe import Recipe, RecipeRequest, gentler, with_texts
+from .recipes.recipe import NotTried, Recipe, RecipeRequest, gentler, with_texts, with_usual_cache
 from .report.command import command_line
 from .report.page import PAGE, write_page
 from .request import OptimizeRequest
@@ -287,6 +287,12 @@ def _attempts(
             return None
 
     for recipe in made:
+        usual = with_usual_cache(recipe)
+        if any(row.name == usual and row.over_budget for row in rows):
+            reason = f"{usual} loses too much without it"
+            about = {"target": recipe.target.name, "precision": recipe.precision, "variant": recipe.variant}
+            rows.append(not_tried(NotTried(**about, reason=reason)))
+            continue
         following: Recipe | None = recipe
         while following is not None:
             tried(following)

@@ -91,6 +91,13 @@ def with_cache(found: Recipe, precision: str) -> Recipe:
     return replace(found, name=name, variant=variant, stages=stages, options=options)
 
 
+def with_usual_cache(found: Recipe) -> str:
+    """Returns the name of ``found`` without its KV cache in another precision. Returns "" if its cache is the usual
+    one."""
+    precision = found.options.get("cache_precision")
+    return found.name.removesuffix(_CACHE.format(precision)) if precision else ""
+
+
 def lower_cache(precision: str) -> Step:
     """Returns the step that makes a KV cache in ``precision`` part of the file."""
     return Step(_LOWER_CACHE, LowerCacheConfig(precision=precision), STAGE_LIMITS[precision])

@@ -80,15 +80,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_gptq_keeps_a_budget_that_plain_rounding_misses(folder: Path, tmp_path: Path) -> None:
     """Fails if the search gives up 4 bits before it calibrates, tries GPTQ although plain rounding is good enough, or
-    GPTQ loses as much as plain rounding."""
+    GPTQ loses as much as plain rounding. A smaller cache can't mend weights that lose too much, so it isn't tried."""
     options = {"target": "ort-cpu", "precision": "int4", "rounds": 5, "vary_session": False}
     found = accel.optimize(folder, out=tmp_path / "q", max_kl=0.01, **options)
     drops = {row.name: row.judgement.drop for row in found.candidates if row.judgement is not None and row.recipe}
     assert min(drops["ort-cpu int4 in blocks of 128"], drops["ort-cpu int4"]) > 0.02
     assert drops["ort-cpu int4 GPTQ"] < 0.01
     assert "ort-cpu int4 AWQ" not in drops
+    reasons = {row.name: row.reason for row in found.candidates}
+    assert reasons["ort-cpu int4 in blocks of 128 with int8 cache"].endswith("loses too much without it")
     found = accel.optimize(folder, out=tmp_path / "easy", max_kl=0.5, **options)
-    assert [row.name for row in found.candidates if row.recipe and not row.base] == ["ort-cpu int4 in blocks of 128"]
+    rows = [row.name for row in found.candidates if row.recipe and not row.base and "cache" not in row.name]
+    assert rows == ["ort-cpu int4 in blocks of 128"]
 
 
 @pytest.mark.proof
