@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from accel.artifact import Artifact
 from accel.cache import StageCache, users_cache
@@ -303,7 +303,7 @@ def to_onnx(
     stage = TO_ONNX[src.kind]
     if not simplify:
         return run_stage(stage, src, config, gates=first, out=out, cache=cache)
-    if src.kind == "torch" and not gates and (made := _proven_once(src, config, first[0], cache)) is not None:
+    if src.kind == "torch" and (made := _proven_once(src, config, first[0], gates, cache)) is not None:
         return made.copy_to(out) if out is not None else made
     exported = run_stage(stage, src, config, gates=first, cache=cache)
     if src.properties.get("precision") == "int8":  # the next gate compares the exported file with the simplified file
@@ -311,21 +311,24 @@ def to_onnx(
     return run_stage("simplify", exported, SimplifyConfig(), gates=first, out=out, cache=cache)
 
 
-def _proven_once(src: Artifact, config: StageConfig, gate: OutputGate, cache: StageCache) -> Artifact | None:
+def _proven_once(
+    src: Artifact, config: StageConfig, gate: OutputGate, gates: Sequence[Gate], cache: StageCache
+) -> Artifact | None:
     """Exports and simplifies the PyTorch model ``src``, and compares only the simplified file with ``src``, on all the
-    inputs of ``gate``. Returns None if the outputs differ. The caller then compares the file of each stage, which tells
-    the stage that is wrong, and tries the other exporter."""
+    inputs of ``gate`` and by the further ``gates``. Returns None if the outputs differ. The caller then compares the
+    file of each stage, which tells the stage that is wrong, and tries the other exporter."""
     from accel.converters.graph.simplify import SimplifyConfig
 
     exported = run_stage(TO_ONNX[src.kind], src, config, gates=[replace(gate, deferred=True)], cache=cache)
-    compared = replace(gate, name="outputs, compared with the source", reference=src)
+    compared: list[Gate] = [replace(gate, name="outputs, compared with the source", reference=src)]
+    compared += [replace(cast("Any", one), against=src) for one in gates]
     with TemporaryDirectory() as rejected:  # the caller sets a wrong file aside
         try:
             return run_stage(
                 "simplify",
                 exported,
                 SimplifyConfig(),
-                gates=[compared],
+                gates=compared,
                 cache=StageCache(cache.root, rejected=Path(rejected)),
             )
         except CannotWrite:

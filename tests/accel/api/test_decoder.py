@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 import accel
+from accel.artifact import Artifact
 from accel.errors import AccelError, BadSource, CannotWrite, UnsupportedHere, UsageError
 from tests.support.small_decoder import save_decoder, small_decoder
 
 
 def test_a_folder_of_transformers_becomes_a_decoder(cli, tmp_path: Path) -> None:
     """Fails if the file lacks the cache, the folder lacks a config, or plain ONNX Runtime can't continue a text with
-    the cache of the step before."""
+    the cache of the step before. Also fails if the files of both stages are proved, although the second suffices."""
     save_decoder(tmp_path / "llama")
     ran = cli("export", str(tmp_path / "llama"), "-o", str(tmp_path / "dec"))
     assert ran.code == 0, ran.stderr
@@ -26,6 +27,9 @@ def test_a_folder_of_transformers_becomes_a_decoder(cli, tmp_path: Path) -> None
     assert config["model"]["decoder"]["num_key_value_heads"] == 2
     assert config["model"]["eos_token_id"] == [2]
     assert (tmp_path / "dec" / "generation_config.json").is_file()
+    exported, simplified = Artifact.open(tmp_path / "dec" / "model.onnx").history
+    assert exported["gates"] == []
+    assert sum(gate["gate"] == "decoder" for gate in simplified["gates"]) == 8
     session = onnxruntime.InferenceSession(tmp_path / "dec" / config["model"]["decoder"]["filename"])
     ids = np.array([[3, 14, 15, 92, 65]])
     names = [name.name for name in session.get_inputs() if name.name.startswith("past")]
