@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import beside
 from accel.errors import UsageError
+from accel.folders.owner import OWNER, owned
 from accel.spelling import option
-from accel.train.run.owner import OWNER, owned
 
 from .parquet import Part
 

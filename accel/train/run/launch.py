@@ -21,6 +21,7 @@ from typing import Any
 import accel.errors
 from accel.child import bound, own_temporary
 from accel.errors import AccelError, BadConfig, TrainingFailed
+from accel.folders.owner import owned
 from accel.machine import available_cores
 from accel.progress import report
 
@@ -28,7 +29,6 @@ from ..config.rules import problems, runnable
 from ..config.schema import TrainConfig
 from ..log import BOARD, LOG
 from . import watchdog
-from .owner import owned
 from .rank import ERRORS, RESULT, disk_full
 
 # The bytes of disk space that a rank needs to write its error report.

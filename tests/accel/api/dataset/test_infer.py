@@ -25,8 +25,8 @@ from accel.api.dataset import infer as module
 from accel.api.dataset import parquet
 from accel.api.dataset.columns import Column
 from accel.errors import AccelError, BadData, CannotWrite, UsageError
+from accel.folders.owner import owned
 from accel.signature import TensorSpec
-from accel.train.run.owner import owned
 from tests.support import onnx_builder as build
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING

@@ -17,8 +17,8 @@ import pytest
 
 from accel.cli import group, run
 from accel.errors import CannotWrite
-from accel.train.run import owner
-from accel.train.run.owner import OWNER, owned
+from accel.folders import owner
+from accel.folders.owner import OWNER, owned
 from tests.support.runs import config_of
 
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -87,7 +87,7 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
 
 def test_a_dead_owner_owns_nothing(tmp_path: Path) -> None:
     """Fails if the folder of a killed launcher can't be used again."""
-    code = "import sys, pathlib, accel.train.run.owner as o; held = o.owned(pathlib.Path(sys.argv[1]), None)"
+    code = "import sys, pathlib, accel.folders.owner as o; held = o.owned(pathlib.Path(sys.argv[1]), None)"
     line = [sys.executable, "-c", f"{code}; held.__enter__(); print(flush=True); input()", str(tmp_path)]
     with subprocess.Popen(line, env=_ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
