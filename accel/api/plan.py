@@ -88,6 +88,7 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
         pipeline=p.pipeline,
         offload=p.offload,
         disk=p.disk,
+        disk_parameters=p.disk_parameters,
     )
 
 
@@ -103,7 +104,7 @@ def search_for_config(
     p, usual = config.parallel, type(config.parallel)()
     kept = {
         name: getattr(p, name)
-        for name in ("replicate", "hpz", "qwz", "qgz", "offload", "disk", "sequence_parallel")
+        for name in ("replicate", "hpz", "qwz", "qgz", "offload", "disk", "disk_parameters", "sequence_parallel")
         if getattr(p, name) != getattr(usual, name)
     }
     found = search(
@@ -152,6 +153,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
             replicate=layout.replicate,
             offload=layout.offload,
             disk=layout.disk,
+            disk_parameters=layout.disk_parameters,
         ),
     )
 

@@ -33,7 +33,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
 
 
 # Options that are off by default.
-_EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload", "disk")
+_EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload", "disk", "disk_parameters")
 
 
 @click.command("plan")
@@ -64,6 +64,7 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload", "disk")
 @click.option("--replicate", type=int, help="Replicas of the group that ZeRO shards over (HSDP).")
 @click.option("--offload", is_flag=True, help="CPU offload: keep the shards of ZeRO on the host.")
 @click.option("--disk", default="", help="Keep the optimizer states in this folder of the disk.")
+@click.option("--disk-parameters", is_flag=True, help="Keep the shards of the parameters in --disk too (ZeRO 3).")
 @click.option("--inference", is_flag=True, help="Plan inference (weights and KV cache) instead of training.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences of --inference.")
 @click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. List every layout that fits, fastest first.")
@@ -298,9 +299,22 @@ def _more(layout: Layout, before: str = "") -> str:
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),
         *(name for name, there in (("qwZ", layout.qwz), ("qgZ", layout.qgz), ("offload", layout.offload)) if there),
-        *(["states on the disk"] if layout.disk else []),
+        *(
+            ["parameters and states on the disk" if layout.disk_parameters else "states on the disk"]
+            if layout.disk
+            else []
+        ),
     ]
     return before + ", ".join(said) if said else ""
+
+
+def _moved(plan: Plan) -> str:
+    from accel.plan.traffic import disk_bytes
+
+    read, written = disk_bytes(plan.spec, plan.layout)
+    if read == written:
+        return "read and written in a step"
+    return f"of which a step reads {read / 1e9:.3f} GB and writes {written / 1e9:.3f} GB"
 
 
 def _words(plan: Plan, machine: Machine) -> str:
@@ -321,7 +335,7 @@ def _words(plan: Plan, machine: Machine) -> str:
         f"  or in a step {_size(m.stepping)}",
         f"  at most      {_size(m.total)}",
         *([f"  on its host  {_size(m.host)}"] if layout.offload else []),
-        *([f"  on its disk  {_size(m.disk)}, read and written in a step"] if layout.disk else []),
+        *([f"  on its disk  {_size(m.disk)}, {_moved(plan)}"] if layout.disk else []),
         f"each rank sends in a step: {sent}",
     ]
     if plan.spec.seq or plan.spec.flops:

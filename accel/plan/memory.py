@@ -247,6 +247,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
     if layout.zero == 3:
         held += 2 * weight * block + weight * spec.outside / layout.tp
+        if layout.disk_parameters:  # the shards of two blocks are read while a block is gathered
+            held += 2 * weight * block / layout.shards
     if layout.precision.startswith("autocast"):
         held += 2 * sum(psi for psi, _ in rank_params(spec, layout))
     if spec.is_transformer:
@@ -269,7 +271,8 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
     copied = copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
     if not layout.disk:
         return copied
-    states = model_states(spec, layout)[2]
+    parameters, _, states = model_states(spec, layout)
+    states += parameters if layout.disk_parameters else 0.0
     shards = layout.shards if layout.zero else 1
     part = max(DISK_PART, 12 * spec.embedding / layout.tp / shards)  # a larger tensor is a part of its own
     return min(3 * part, states) + min(part, copied)
@@ -281,6 +284,8 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     host, disk = 0.0, optimizer if layout.disk else 0.0
     if layout.disk:
         optimizer = 0.0
+    if layout.disk_parameters:
+        disk, parameters = disk + parameters, 0.0
     if layout.offload:
         optimizer = 0.0
         parameters, gradients, host = offloaded(spec, layout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
 # The bytes of optimizer states that a step with states on the disk updates at once. A larger tensor is updated alone.
-DISK_PART = 2**26
+DISK_PART = 2**24
 CP_METHODS = ("ulysses", "ring")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # A stated number of parameters contradicts the shape if it is this many times larger or smaller than the formula's
@@ -37,6 +37,8 @@ class Axes:
     qwz: bool = False
     qgz: bool = False
     offload: bool = False
+    disk: str = ""
+    disk_parameters: bool = False
 
     @property
     def ring(self) -> bool:
@@ -103,6 +105,10 @@ def _zero(axes: Axes) -> Iterator[str]:
             f"hpZ {axes.hpz} can't group {shards} shards; use a divisor of {shards} between 1 and {shards}, or leave "
             "out hpZ"
         )
+    if axes.disk_parameters and (axes.zero != 3 or not axes.disk):
+        yield "parameters on a disk need a folder, and shards of the parameters; use ZeRO 3 and disk with them"
+    if axes.disk_parameters and (axes.offload or axes.hpz or axes.ep > 1):
+        yield "parameters on a disk can't be kept on the host or in second shards; leave out offload, hpZ and ep"
     if axes.offload and axes.zero == 0:
         yield "CPU offload needs shards, which ZeRO 0 doesn't have; use ZeRO 3 with offload"
 

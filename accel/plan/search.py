@@ -89,8 +89,8 @@ class Plan:
             "host_bytes_copied_per_step": round(host_bytes(self.spec, self.layout)),
             "host_seconds": t.host,
             "disk_bytes_per_rank": round(m.disk),
-            "disk_bytes_read_per_step": round(disk_bytes(self.spec, self.layout)),
-            "disk_bytes_written_per_step": round(disk_bytes(self.spec, self.layout)),
+            "disk_bytes_read_per_step": round(disk_bytes(self.spec, self.layout)[0]),
+            "disk_bytes_written_per_step": round(disk_bytes(self.spec, self.layout)[1]),
             "disk_seconds": t.disk,
             "bubble_fraction": bubble(self.layout),
             "samples_per_second": self.layout.global_batch / t.step if timed else None,
@@ -116,6 +116,7 @@ class Plan:
                 "qgz": self.layout.qgz,
                 "offload": self.layout.offload,
                 "disk": self.layout.disk,
+                "disk_parameters": self.layout.disk_parameters,
             },
         }
 

@@ -156,7 +156,8 @@ class Layout(Axes):
     the same values. ``hpz`` is the size of the groups that hold a second, sharded copy of the parameters for the
     backward gather (ZeRO++). ``qwz`` gathers the weights in int8, and ``qgz`` reduces the gradients in int8 (both
     ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload). ``disk`` is
-    the folder in which a rank keeps its optimizer states, or "" for memory.
+    the folder in which a rank keeps its optimizer states, or "" for memory. ``disk_parameters`` keeps the shards of
+    the parameters there too.
     """
 
     precision: str = "bf16"
@@ -164,7 +165,6 @@ class Layout(Axes):
     accumulation: int = 1
     chunks: int = 2
     sequence_parallel: bool = True
-    disk: str = ""
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)

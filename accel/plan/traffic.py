@@ -184,13 +184,21 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
     return shard * (weight * gathers + gradient * (1 if layout.zero == 1 else m))
 
 
-def disk_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that a rank reads from its disk in a step, and also writes to it: its optimizer states and
-    master weights, if the layout keeps them there.
+def disk_bytes(spec: ModelSpec, layout: Layout) -> tuple[float, float]:
+    """Returns the bytes that a rank reads from its disk in a step, and the bytes that it writes to it.
 
-    The first step reads the master weights only, because it makes the moments.
+    The optimizer's step reads and writes the optimizer states and master weights that the layout keeps there. The first
+    step reads the master weights only, because it makes the moments. Parameters on the disk are read and written by the
+    optimizer's step too, and read for each gather of a micro-batch. As in ZeRO 3, the parameters of blocks are gathered
+    twice, and those outside the blocks once (Rajbhandari et al. 2021, "ZeRO-Infinity", section 4.1).
     """
-    return model_states(spec, layout)[2] if layout.disk else 0.0
+    if not layout.disk:
+        return 0.0, 0.0
+    parameters, _, states = model_states(spec, layout)
+    if not layout.disk_parameters:
+        return states, states
+    outside = parameters * spec.outside / spec.params
+    return states + parameters + layout.accumulation * (2 * parameters - outside), states + parameters
 
 
 def bubble(layout: Layout) -> float:
@@ -276,7 +284,7 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     busy = (compute + seconds["tp"] + seconds["cp"] + seconds["ep"]) / (1 - idle)
     held = offloaded(spec, layout)[2] if layout.offload else 0.0
     host = (host_bytes(spec, layout) + 2 * held) / machine.host_bandwidth
-    disk = 2 * disk_bytes(spec, layout) / machine.disk_bandwidth
+    disk = sum(disk_bytes(spec, layout)) / machine.disk_bandwidth
     step = max(busy, seconds["dp"]) + seconds["pp"] / layout.accumulation + host + disk
     return StepTime(
         compute=compute,

@@ -28,6 +28,7 @@ from .config.rules import runnable
 from .config.schema import TrainConfig
 from .data.samples import loader
 from .data.stream import Stream, micro_batches
+from .disk.parameters import park
 from .distill.ahead import taught
 from .distill.teacher import open_teacher
 from .evaluation import evaluated
@@ -69,7 +70,10 @@ class Trainer:
         self.built = build(config, ranks, self.loss, self.data, teacher)
         self.module = self.built.module
         self.code = sources(config.model)  # read at the start, because the file may be edited during the run
-        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode, config.parallel.disk)
+        p = config.parallel
+        self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode, p.disk, parked=p.disk_parameters)
+        if self.optimizer.parked and self.optimizer.disk is not None:
+            park(self.module, self.optimizer.disk)
         self.rates = Rates(config)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
@@ -187,6 +191,7 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
+        self.optimizer.begin()
         # DDP and FSDP average gradients over the ranks. To keep float16 sums small, the loss is first divided by the
         # previous step's number of targets. If a step has as many targets as the previous step, its gradients need no
         # second division.
@@ -238,7 +243,7 @@ class Trainer:
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
         found |= {name: value / counted for name, value in zip(further, sums, strict=True)}
-        found |= self.optimizer.moved if finite else {}
+        found |= self.optimizer.moved
         return found | ({"loss_scale": self.scale.scale, "skipped": self.scale.skipped} if self.scale.enabled else {})
 
     def _seed(self) -> int:

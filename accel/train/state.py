@@ -89,10 +89,10 @@ class RunState:
         with torch.no_grad():
             for name, value in state.items():
                 if name.startswith(MODEL):
-                    own[name.removeprefix(MODEL)].copy_(value)
+                    self.optimizer.take(own[name.removeprefix(MODEL)], value)
             for name, master in masters.items():
                 if f"{MODEL}{name}" not in state:  # the master weights become the weights
-                    own[name].copy_(state[master])
+                    self.optimizer.take(own[name], state[master])
         read = {name.removeprefix(OPTIMIZER): v for name, v in state.items() if name.startswith(OPTIMIZER)}
         weights = {f"{name}.master": state.get(f"{MODEL}{name}") for name in masters}
         self.optimizer.load_state_dict({**weights, **read})

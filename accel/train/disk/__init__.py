@@ -1,1 +1,1 @@
-"""Keeps optimizer states on a disk between the steps of a run."""
+"""Keeps optimizer states and parameters on a disk while a run does not use them."""

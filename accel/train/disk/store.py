@@ -92,6 +92,20 @@ class Disk:
             self.read += place.size
             place.reading = self._reader.submit(self._read, place, place.ahead)
 
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Frees the memory of ``tensors`` that were not changed since the last ``load``. Leaves tensors that were never
+        kept as they are."""
+        for tensor in tensors:
+            place = self._places.get(_storage(tensor)._cdata)
+            if place is None:
+                continue
+            if place.reading is not None:
+                place.reading.result()
+                place.ahead, place.reading, place.freed = None, None, place.storage.device.type != "cpu"
+            if not place.freed:
+                place.storage.resize_(0)
+                place.freed = True
+
     def load(self, tensors: Iterable[torch.Tensor]) -> None:
         """Gives ``tensors`` their memory and their values back. Leaves tensors that were never kept as they are.
 
@@ -113,7 +127,9 @@ class Disk:
         """Returns a copy of ``tensor`` in memory, and leaves ``tensor`` on the disk. Returns ``tensor`` itself if it
         isn't on the disk."""
         place = self._places.get(_storage(tensor)._cdata)
-        if place is None or not place.freed or place.reading is not None:
+        if place is not None and place.reading is not None:
+            self.load([tensor])
+        if place is None or not place.freed:
             return tensor
         self._wait_for_write(place)
         host = torch.empty(place.size, dtype=torch.uint8)
@@ -126,6 +142,19 @@ class Disk:
         return DTensor.from_local(
             filled, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
+
+    def take(self, own: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies ``value`` into ``own``. Each of the two may be on the disk."""
+        if _storage(own)._cdata == _storage(value)._cdata:
+            return  # a checkpoint was read onto the disk
+        value = self.copy(value)
+        if not self.holds(own):
+            own.copy_(value)
+            return
+        self.load([own])
+        own.copy_(value)
+        self.keep(own)
+        self.wait([own])
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Gives up the places of ``tensors``, which nobody will use again."""
@@ -169,18 +198,18 @@ class Disk:
             said = one_line(error, 200)
         if done < place.size or zlib.crc32(view) != place.crc:
             raise TrainingFailed(
-                f"the file of optimizer states in {self.folder} can't be read ({said}); check this disk, and run the "
+                f"the file of states in {self.folder} can't be read ({said}); check this disk, and run the "
                 "same command again to continue from the last checkpoint"
             )
 
     def _unwritable(self, error: OSError) -> CannotWrite:
         if no_space(error) is not None:
             return CannotWrite(
-                f"no space left for the optimizer states in {self.folder}; free some space or name another folder as "
+                f"no space left for the states in {self.folder}; free some space or name another folder as "
                 "parallel.disk, and run the same command again"
             )
         return CannotWrite(
-            f"the optimizer states can't be kept in {self.folder} ({one_line(error, 200)}); name a folder as "
+            f"the states can't be kept in {self.folder} ({one_line(error, 200)}); name a folder as "
             "parallel.disk that this user may write to"
         )
 

@@ -23,12 +23,15 @@ class MasterOptimizer:
 
     Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only. If ``disk`` names a
     folder, the copies and the moments are kept there. A step then updates a part of the parameters at a time, while the
-    next part is read and the previous part is written. At most three parts are in memory.
+    next part is read and the previous part is written. At most three parts are in memory. ``parked`` tells whether the
+    parameters are on the disk too (``accel.train.disk.parameters``).
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str, disk: str = "") -> None:
-        self.disk = Disk(Path(disk)) if disk else None
-        self.moved: dict[str, int] = {}  # The bytes that the last step read from the disk, and wrote to it.
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, mode: str, disk: str = "", *, parked: bool = False
+    ) -> None:
+        self.disk, self.parked = Disk(Path(disk)) if disk else None, parked
+        self._before = (0, 0)  # The bytes that the disk had read and written at the start of this step.
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.master: list[torch.Tensor] | None = None
@@ -62,10 +65,21 @@ class MasterOptimizer:
         if self.disk is None:
             self._update(range(len(self.parameters)))
             return
-        read, written = self.disk.read, self.disk.written
         for part in self._parts([p.grad is not None for p in self.parameters]):
             self._update(part)
-        self.moved = {"disk_read_bytes": self.disk.read - read, "disk_written_bytes": self.disk.written - written}
+
+    def begin(self) -> None:
+        """Begins to count the bytes of a step."""
+        if self.disk is not None:
+            self._before = self.disk.read, self.disk.written
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Returns the bytes that this step has read from the disk and written to it, for the log."""
+        if self.disk is None:
+            return {}
+        read, written = self._before
+        return {"disk_read_bytes": self.disk.read - read, "disk_written_bytes": self.disk.written - written}
 
     def _update(self, part: Sequence[int]) -> None:
         """Updates the parameters with the indices ``part``."""
@@ -126,6 +140,8 @@ class MasterOptimizer:
         """Yields the states of the parameters ``part`` that belong on the disk. Scalars, such as step counts, stay in
         memory."""
         for index in part:
+            if self.parked:
+                yield self.parameters[index]
             if self.master is not None and self.parameters[index].dtype != torch.float32:
                 yield self.master[index]
             for value in self.inner.state.get((self.master or self.parameters)[index], {}).values():
@@ -201,21 +217,23 @@ class MasterOptimizer:
         with torch.no_grad():
             for name, tensor in zip(self.names, stepped, strict=True):
                 if self.master is not None:
-                    self._take(tensor, state[f"{name}.master"])
+                    self.take(tensor, state[f"{name}.master"])
                 for key, value in self.inner.state.get(tensor, {}).items():
                     if isinstance(value, torch.Tensor):
-                        self._take(value, state[f"{name}.{key}"])
+                        self.take(value, state[f"{name}.{key}"])
                     else:
                         self.inner.state[tensor][key] = state[f"{name}.{key}"]
 
-    def _take(self, own: torch.Tensor, value: torch.Tensor) -> None:
-        if self.disk is None or not self.disk.holds(own):
+    def take(self, own: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies ``value`` into ``own``, a parameter or a state."""
+        if self.disk is None:
             own.copy_(value)
-        elif own is not value:  # otherwise the checkpoint was read onto the disk
-            self.disk.load([own])
-            own.copy_(value)
-            self.disk.keep(own)
-            self.disk.wait([own])
+        else:
+            self.disk.take(own, value)
+
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a parameter in memory."""
+        return parameter.detach() if self.disk is None else self.disk.copy(parameter.detach())
 
 
 class _FromDisk(Mapping[str, Any]):

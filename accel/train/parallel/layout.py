@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..config.rules import check
@@ -38,8 +39,12 @@ def join(config: TrainConfig) -> Ranks:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if world == 1:
+    if world == 1 and not config.parallel.disk_parameters:
         return Ranks(rank=0, world=1, device=device)
+    if world == 1:  # FSDP2 gathers the shards of a single rank too
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        return Ranks(rank=0, world=1, device=device, data=init_device_mesh(device.type, (1,), mesh_dim_names=AXES[2:3]))
     if not dist.is_initialized():
         dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=patience(config))
     p = config.parallel

@@ -33,6 +33,8 @@ from .rank import ERRORS, RESULT, disk_full
 
 # The bytes of disk space that a rank needs to write its error report.
 _ROOM = 2**16
+# A rank with parameters on the disk gives freed memory from this size on back to the system at once.
+_RETURNED = 2**20
 # The likely sender of each signal.
 _SENT_BY: dict[int, str] = {signal.SIGKILL: " (the system does this if memory runs out)"}
 
@@ -94,6 +96,8 @@ def _launched(program: Sequence[str], config: TrainConfig, out: Path, nproc: int
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
+    if config.parallel.disk_parameters:  # otherwise glibc would keep the memory of freed tensors
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(_RETURNED))
     temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
     with temporary as folder, (out / "ranks.log").open("ab") as log:
         process = subprocess.Popen(

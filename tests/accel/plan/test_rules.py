@@ -42,6 +42,8 @@ _CONFIGS = st.fixed_dictionaries(
                 "qwz": st.just(True),
                 "qgz": st.just(True),
                 "offload": st.just(True),
+                "disk": st.just("/states"),
+                "disk_parameters": st.just(True),
                 "recompute": st.sampled_from(["none", "selective", "full", "some"]),
                 "pipeline": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "2f"]),
             },
@@ -62,6 +64,8 @@ def _asked(line: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 @given(_CONFIGS)
 @example({**_ONE, "axes": {"zero": 3, "pp": 2}})
 @example({**_ONE, "axes": {"zero": 3, "hpz": 4}})
+@example({**_ONE, "axes": {"zero": 3, "disk_parameters": True}})
+@example({**_ONE, "axes": {"zero": 3, "disk": "/states", "disk_parameters": True, "offload": True}})
 @example({**_ONE, "global_batch": 2, "axes": {"pp": 2}})
 @example({**_ONE, "axes": {"zero": 3, "hpz": 2, "qwz": True}})
 @example({**_ONE, "shape": {"params": 7_000_000_000}, "axes": {}})

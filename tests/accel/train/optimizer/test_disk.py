@@ -113,9 +113,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence(tmp_path: Path) -> None:
     batches, before = trainer.batches(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
-        with pytest.raises(
-            CannotWrite, match=r"^no space left for the optimizer states in .*; free some space or name"
-        ):
+        with pytest.raises(CannotWrite, match=r"^no space left for the states in .*; free some space or name"):
             trainer.one_step(batches)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
