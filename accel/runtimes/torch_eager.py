@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.artifact import Artifact
-from accel.errors import RunFailed, one_line
+from accel.errors import one_line
 from accel.signature import Feeds, shapes_of
 from accel.sources.torch.call import NamedModule, run_named
 from accel.sources.torch.source import module_of
@@ -34,10 +34,8 @@ class TorchSession(BaseSession):
         try:
             return self._run_bare(feeds)
         except Exception as error:  # a model may raise any type of error
-            sizes = shapes_of(feeds)
-            raise RunFailed(
-                f"{self.artifact.path} fails in PyTorch at {sizes}: {one_line(error, 200)}; check the inputs' values"
-            ) from error
+            failed = f"{self.artifact.path} fails in PyTorch at {shapes_of(feeds)}: {one_line(error, 200)}"
+            raise self._run_error(failed, "; check the inputs' values", feeds) from error
 
     def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Doesn't change the errors that PyTorch or the model raises."""

@@ -317,7 +317,7 @@ class QueuedExecutor:
                 half = len(live) // 2
                 self._deliver(settled + self._run(session, live[:half]))
                 return self._run(session, live[half:])
-            return settled + self._settle([(live[0], self._error(error, session, live[0]))])
+            return settled + self._settle([(live[0], self._error(error))])
         except BaseException as error:
             self._deliver(settled + self._settle([(entry, self._error(error)) for entry in live]))
             raise
@@ -350,8 +350,8 @@ class QueuedExecutor:
             model=self.name, version=self.version, id=request.id, outputs=outputs, durations=entry.durations
         )
 
-    def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        return run_error(self.name, error, session, entry)
+    def _error(self, error: BaseException) -> ServeError:
+        return run_error(self.name, error)
 
     # Answering requests
 

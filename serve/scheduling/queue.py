@@ -9,7 +9,6 @@ calls an ``Answer``.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import heapq
 import math
 from collections import OrderedDict, deque
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel.errors import BadFeeds, RunFailed, SizeBeyond
+from accel.errors import BadFeeds, SizeBeyond
 
 from ..protocol.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
 from .options import QueuePolicy, Scheduling
@@ -25,8 +24,6 @@ from .statistics import ns
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from accel.runtimes.base import Session
 
 NEVER = math.inf
 
@@ -109,22 +106,15 @@ def too_late() -> ServeError:
     return ServeError(Code.DEADLINE_EXCEEDED, "Deadline exceeded before the request was run")
 
 
-def run_error(
-    model: str, error: BaseException, session: Session | None = None, entry: Entry | None = None
-) -> ServeError:
-    """Converts the error of a run to the client's error. ``session`` and ``entry`` are given if the session failed
-    while running only this entry."""
+def run_error(model: str, error: BaseException) -> ServeError:
+    """Converts the error of a run to the client's error."""
     if isinstance(error, ServeError):
         return error
     if isinstance(error, BadFeeds):
         return ServeError(Code.INVALID_ARGUMENT, str(error))
-    if isinstance(error, RunFailed) and session is not None and entry is not None:
-        if isinstance(error, SizeBeyond):  # names the dim itself
-            return ServeError(Code.INVALID_ARGUMENT, f"model '{model}' failed: {error}")
-        with contextlib.suppress(BadFeeds):
-            if beyond := session.signature.beyond(entry.request.inputs):
-                return ServeError(Code.INVALID_ARGUMENT, f"model '{model}' fails where {beyond}: {error}")
-    return ServeError(Code.INTERNAL, f"model '{model}' failed: {error or type(error).__name__}")
+    # A size beyond its range is the client's fault.
+    code = Code.INVALID_ARGUMENT if isinstance(error, SizeBeyond) else Code.INTERNAL
+    return ServeError(code, f"model '{model}' failed: {error or type(error).__name__}")
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadSource, RunFailed, one_line
+from accel.errors import AccelError, BadSource, one_line
 from accel.signature import Feeds, shapes_of
 from accel.sources.pipeline import Pipeline, Record, kept_function
 from accel.sources.python_object import load_object, place_in_user_code
@@ -114,10 +114,11 @@ class PipelineSession(BaseSession):
         except AccelError:
             raise
         except Exception as error:  # the function may raise any type of error
-            raise RunFailed(
+            failed = (
                 f"the function {self._file.function} of the pipeline {self.artifact.path} fails with the inputs "
-                f"{shapes_of(feeds)}{place_in_user_code(error)}: {one_line(error, 200)}; check the inputs' values"
-            ) from error
+                f"{shapes_of(feeds)}{place_in_user_code(error)}: {one_line(error, 200)}"
+            )
+            raise self._run_error(failed, "; check the inputs' values", feeds) from error
 
     def close(self) -> None:
         """Frees the parts."""
