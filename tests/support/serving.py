@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,36 +188,27 @@ def ask(made: Any, model: str = "linear", mark: float = 1.0, **options: Any) -> 
     return found
 
 
-class Load:
-    """Clients that send requests to ``linear`` without a pause, each on its own connection, and record the answers."""
+class Asking(ABC):
+    """Clients that ask without a pause, each on its own connection, and count their answers."""
 
     def __init__(self, port: int, count: int = 4) -> None:
-        self.errors: list[tuple[str, str]] = []
         self._answers = [0] * count
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(port, at)) for at in range(count)]
         for thread in self._threads:
             thread.start()
 
-    @property
-    def lost(self) -> list[str]:
-        """Returns the errors of requests that were sent. The errors of requests that were never sent don't count. When
-        a process of the server ends, gRPC waits a second before it connects to another process. A client without a
-        pause would fail thousands of times in this second."""
-        return [why for _, why in self.errors if not why.startswith("failed to connect")]
+    @abstractmethod
+    def ask(self, made: Any) -> bool | None:
+        """Sends a request, and tells whether its answer counts. None ends the client."""
 
     def _run(self, port: int, at: int) -> None:
         with client(port) as made:
             while not self._stop.is_set():
-                try:
-                    y = ask(made)
-                except InferenceServerException as error:
-                    with self._lock:
-                        self.errors.append((error.status(), error.message()))
-                    if "stop" in str(error) or self._stop.is_set():
-                        return
-                    continue
-                self._answers[at] += int(np.allclose(y, WEIGHTS.sum(0)))
+                counts = self.ask(made)
+                if counts is None:
+                    return
+                self._answers[at] += counts
 
     def more(self, count: int) -> None:
         """Waits until each client has ``count`` further answers."""
@@ -228,7 +220,31 @@ class Load:
     def end(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(60)
+
+
+class Load(Asking):
+    """Clients that send requests to ``linear``, count the right answers and record the errors. A client stops at an
+    error that says that the server stops."""
+
+    def __init__(self, port: int, count: int = 4) -> None:
+        self.errors: list[tuple[str, str]] = []
+        super().__init__(port, count)
+
+    @property
+    def lost(self) -> list[str]:
+        """Returns the errors of requests that were sent. The errors of requests that were never sent don't count. When
+        a process of the server ends, gRPC waits a second before it connects to another process. A client without a
+        pause would fail thousands of times in this second."""
+        return [why for _, why in self.errors if not why.startswith("failed to connect")]
+
+    def ask(self, made: Any) -> bool | None:
+        try:
+            return np.allclose(ask(made), WEIGHTS.sum(0))
+        except InferenceServerException as error:
+            with self._lock:
+                self.errors.append((error.status(), error.message()))
+            return None if "stop" in str(error) else False
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
-
-from accel.errors import one_line
-
 from ...core.server import InferenceServer
-from ...core.transport import TRACE_HEADERS, InferReply
-from ...protocol.gathering import Gathering
-from ...protocol.inference import Code, ServeError, Ticket
+from ...core.transport import TRACE_HEADERS
+from ...protocol.inference import Code
 from ...security.access import bearer
-from ..grpc.message import parse_infer
-from ..grpc.refusal import STATUS, quoted, shortened
-from ..grpc.wire import read_call, write_reply
+from ..grpc.refusal import quoted
+from ..grpc.taken_call import CODES, TakenCall
+from ..grpc.wire import Reply
 
 if TYPE_CHECKING:
     from .loop import NativeLoop
 
-log = logging.getLogger("accel.serve")
-
-CODES = {code: status.value[0] for code, status in STATUS.items()}
 UNIMPLEMENTED, RESOURCE_EXHAUSTED = 12, 8
 
 
@@ -34,16 +25,15 @@ def token_of(call: Any) -> str | None:
     return None if found is None else bearer(found.decode("latin-1"))
 
 
-class InferCalled:
+class InferCalled(TakenCall):
     """A call of ModelInfer from its headers to its end. Any thread may answer the call."""
 
-    __slots__ = ("_answered", "_gone", "_loop", "_server", "_ticket", "call", "expected")
+    __slots__ = ("_loop", "call", "expected")
 
     def __init__(self, server: InferenceServer, call: Any, loop: NativeLoop) -> None:
-        self._server, self.call, self._loop = server, call, loop
+        super().__init__(server)
+        self.call, self._loop = call, loop
         self.expected = False  # True while the loop waits for the message
-        self._answered = self._gone = False
-        self._ticket: Ticket | None = None
 
     @property
     def done(self) -> bool:
@@ -55,61 +45,26 @@ class InferCalled:
         if not self._answered and self.call.deadline != math.inf:
             self._loop.watch(self)
 
-    def take(self, message: bytes, gathering: Gathering | None) -> None:
-        """Passes the message to the server."""
-        model = ""
-        try:
-            request = parse_infer(message)
-            model = request.message.model_name
-            call = read_call(request)
-            call.gathering, call.holds_place = gathering, True
-            if not self._server.access.open:
-                call.token = token_of(self.call)
-            if self._server.tracing is not None:
-                found = dict(self.call.headers)
-                names = (name for name in TRACE_HEADERS if name.encode() in found)
-                call.trace = {name: found[name.encode()].decode("latin-1") for name in names}
-            if self.call.deadline != math.inf:
-                call.deadline = self.call.deadline
-            if self._is_gone():
-                return
-            ticket = self._server.infer(call, self.reply)
-        except DecodeError:
-            self.refuse(CODES[Code.INTERNAL], "Exception deserializing request!")
-        except ServeError as error:
-            self.reply(error.detached())
-        except Exception as error:
-            self._failed(error, model)
-        else:
-            self._ticket = ticket
-            if self._answered:  # by another thread, just now; the ticket refers to ``reply``
-                self._ticket = None
-            if self._is_gone():
-                ticket.cancel()
+    def token(self) -> str | None:
+        return token_of(self.call)
 
-    def _is_gone(self) -> bool:
-        """Tells whether the client has gone, which another thread may find out at any time."""
-        return self._gone
+    def _trace(self) -> dict[str, str]:
+        found = dict(self.call.headers)
+        names = (name for name in TRACE_HEADERS if name.encode() in found)
+        return {name: found[name.encode()].decode("latin-1") for name in names}
 
-    def _failed(self, error: Exception, model: str) -> None:
-        log.error("an inference failed", extra={"model": model[:256]}, exc_info=error)
-        self.refuse(CODES[Code.INTERNAL], f"{type(error).__name__}: {one_line(error)}")
+    def _due(self) -> float | None:
+        deadline: float = self.call.deadline
+        return None if deadline == math.inf else deadline
 
-    def reply(self, found: InferReply | ServeError) -> None:
-        """Sends the reply or the error."""
-        if isinstance(found, ServeError):
-            self.refuse(CODES[found.code], shortened(str(found)))
-            return
-        try:
-            parts = write_reply(found).parts()
-        except Exception as error:
-            self._failed(error, found.model)
-            return
+    def _written(self, reply: Reply) -> tuple[bytes | memoryview, ...]:
+        return reply.parts()
+
+    def _send(self, answer: tuple[bytes | memoryview, ...]) -> None:
         self._answered, self._ticket = True, None
-        self.call.finish(0, b"", parts)
+        self.call.finish(0, b"", answer)
 
     def refuse(self, code: int, text: str) -> None:
-        """Ends the call with a status and its text."""
         self._answered, self._ticket = True, None
         self.call.finish(code, quoted(text))
 

@@ -17,9 +17,10 @@ from ...protocol import messages as proto
 from ...protocol.inference import ServeError
 from ..grpc.arrivals import Arrivals
 from ..grpc.refusal import quoted
+from ..grpc.taken_call import CODES
 from ..turns import Turns
 from .context import MethodCall, unpacked
-from .infer_call import CODES, RESOURCE_EXHAUSTED, UNIMPLEMENTED, InferCalled, token_of
+from .infer_call import RESOURCE_EXHAUSTED, UNIMPLEMENTED, InferCalled, token_of
 
 log = logging.getLogger("accel.serve")
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.support import ROOT
-from tests.support.serving import WEIGHTS, Served, ask, client, linear
+from tests.support.serving import WEIGHTS, Asking, Served, ask, client, linear
 
 pytestmark = [
     pytest.mark.proof(seconds=20),
@@ -49,48 +48,27 @@ class Fleet:
         self.servers[number].wait_for("serving")
 
 
-class Requests:
-    """Clients that ask through the balancer without a pause. A client repeats a request that got UNAVAILABLE, as gRPC's
-    retry policy does, at most ``TRIES`` times."""
+class Requests(Asking):
+    """Clients that ask through the balancer. A client repeats a request that got UNAVAILABLE, as gRPC's retry policy
+    does, at most ``TRIES`` times."""
 
     def __init__(self, port: int) -> None:
-        self.answered = [0] * CLIENTS
         self.repeated: list[str] = []
         self.lost: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(port, at)) for at in range(CLIENTS)]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(port, CLIENTS)
 
-    def _run(self, port: int, at: int) -> None:
-        with client(port) as made:
-            while not self._stop.is_set():
-                self._ask(made)
-                self.answered[at] += 1
-
-    def _ask(self, made: Any) -> None:
+    def ask(self, made: Any) -> bool:
         for attempt in range(TRIES):
             try:
                 np.testing.assert_allclose(ask(made, client_timeout=30), [WEIGHTS.sum(0)], rtol=1e-5)
-                return
+                return True
             except InferenceServerException as error:
                 if error.status() != "StatusCode.UNAVAILABLE" or attempt == TRIES - 1:
                     self.lost.append(str(error))
-                    return
+                    return False
                 self.repeated.append(str(error))
                 time.sleep(0.1 * 2**attempt)
-
-    def more(self, count: int) -> None:
-        """Waits until each client has ``count`` further answers."""
-        wanted, deadline = [had + count for had in self.answered], time.monotonic() + 60
-        while any(had < least for had, least in zip(self.answered, wanted, strict=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def end(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
+        raise AssertionError
 
 
 def free_port() -> int:
