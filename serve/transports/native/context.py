@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from accel.errors import one_line
 
@@ -158,7 +159,11 @@ class MethodCall:
                 return
             if type(message) is tuple:
                 message = unpacked(self.call, message[0], self._most)
-            request = read(message)
+            try:
+                request = read(message)
+            except DecodeError:
+                self.call.finish(grpc.StatusCode.INTERNAL.value[0], b"Exception deserializing request!")
+                raise _Ended from None
             del message
             yield request
             del request

@@ -28,7 +28,8 @@ TWO = """
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] } ]
 """
-# A negative first number makes the model misbehave. -5 makes it wait for the file "go on" in its folder.
+# A negative first number makes the model misbehave. -5 makes it write the file "waits" into its folder, and wait there
+# for the file "go on".
 DOUBLE = """
 class TritonPythonModel:
     def initialize(self, args):
@@ -51,6 +52,8 @@ class TritonPythonModel:
                 os.kill(os.getpid(), signal.SIGSEGV)
             if what == -4:
                 return []
+            if what == -5:
+                open(os.path.join(self.args["model_repository"], "waits"), "w").close()
             while what == -5 and not os.path.exists(os.path.join(self.args["model_repository"], "go on")):
                 time.sleep(0.01)
             if what == -6:
@@ -143,7 +146,7 @@ def test_a_crash_costs_one_process(models: Path, start: Start, first: float, how
     process = start(models, allow_python_backend=True)
     with client(process.ports["grpc"]) as made, ThreadPoolExecutor(1) as pool:
         other = pool.submit(double, made, -5)  # runs on the other instance during the crash
-        until(lambda: process.server.under_way == 1)
+        until((models / "double" / "waits").exists)  # before, the next request might run with it as one batch
         with pytest.raises(InferenceServerException, match=f"ended its process: {how}") as raised:
             double(made, first)
         assert raised.value.status() == "StatusCode.INTERNAL"

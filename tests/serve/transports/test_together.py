@@ -162,12 +162,14 @@ def test_a_slow_model_runs_in_its_own_thread(watched: Any) -> None:
     assert not any(name.startswith(LOOPS) for name in sessions["other"].threads[2:])
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_the_installed_grpcio_is_known() -> None:
     """Fails if accel falls back to grpcio's server with the version of grpcio that the tests run with."""
     assert why_not() == ""
     assert (chosen(AUTO), chosen(CYGRPC), chosen(GRPC)) == (CYGRPC, CYGRPC, GRPC)
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("version", "said"), [("1.60.1", "1.60.1"), ("2.0.0", "2.0.0"), ("dev", "dev"), (None, "lacks grpc._server._stop")]
 )

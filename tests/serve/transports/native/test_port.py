@@ -6,6 +6,7 @@ import ctypes
 import queue
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
+from hyperframe.frame import (
+    DataFrame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
 
 from accel.serve.transports.native import build
-from tests.serve.transports.raw_http2 import RawClient
+from tests.serve.transports.native.raw_http2 import RawClient
 from tests.support.certificates import certificate
 
 OPENED = 1
@@ -192,6 +200,65 @@ def test_the_order_of_large_messages(polled: Any) -> None:
             assert raw.asks_back()
         let_in = [frame.stream_id for frame in raw.frames if isinstance(frame, WindowUpdateFrame) and frame.stream_id]
         assert list(dict.fromkeys(let_in)) == [1, 3, 5]
+
+
+def test_an_answered_call_is_not_let_in(polled: Any) -> None:
+    """Fails if the rest of a large message whose call has its answer counts in the limit, and keeps others waiting."""
+    made = polled(partial=3 * LARGE)
+    made.start()
+    head, frame = b"\0" + (2 * LARGE).to_bytes(4, "big"), 1 << 14
+    with RawClient(made.number) as raw:
+        raw.send(SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 0}))  # the answer stays in the server
+        raw.take_settings()
+        calls = []
+        for stream in (1, 3, 5):
+            raw.send(raw.opening(stream), DataFrame(stream, head), *(DataFrame(stream, bytes(frame)) for _ in range(9)))
+            calls.append(made.calls.get(timeout=30))
+            calls[-1].accept()
+            assert raw.asks_back()
+        assert calls[1].finish(0, b"", (b"answer",))
+        raw.send(*(DataFrame(1, bytes(frame)) for _ in range(2 * LARGE // frame - 9)))
+        assert raw.receive(WindowUpdateFrame, lambda update: update.stream_id == 5)
+        assert made.port.open == 3
+
+
+READS_ALL = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as made:
+    made.sendall(bytes.fromhex(sys.argv[2]))
+    while made.recv(1 << 20):
+        pass
+"""
+
+
+def test_an_answer_to_a_fast_reader(polled: Any) -> None:
+    """Fails if a long answer keeps its thread, and Python's lock, as long as the client reads as fast as the server
+    writes: a call of ``flush`` writes 17 times 256 KB at most, and another thread has its turn."""
+    made, length = polled(), 1 << 28
+    with RawClient(made.number) as raw:  # only encodes the frames; the reader is a process with a lock of its own
+        frames = [
+            SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: (1 << 31) - 1}),
+            WindowUpdateFrame(0, window_increment=1 << 30),
+            raw.opening(1),
+            raw.opening(3),
+        ]
+        words = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(frame.serialize() for frame in frames)
+    with subprocess.Popen([sys.executable, "-c", READS_ALL, str(made.number), words.hex()]) as reader:
+        while made.calls.qsize() < 2:
+            made.poll()
+        first, second = made.calls.get(), made.calls.get()
+        first.finish(0, b"", (bytes(length),))
+        while first.queued:  # the buffers of the sockets grow meanwhile
+            made.poll()
+        other = threading.Thread(target=second.finish, args=(0, b"", (bytes(length),)))
+        other.start()
+        other.join()
+        sent = length + 5 - second.queued
+        assert 0 < sent <= 17 * ((1 << 18) + (1 << 15))
+        while second.queued:
+            made.poll()
+        made.port.close()
+        assert reader.wait(30) == 0
 
 
 def test_many_calls_that_are_reset(polled: Any) -> None:

@@ -17,17 +17,18 @@ F = TypeVar("F", bound=Frame)
 
 
 class RawClient:
-    """One connection. ``frames`` has all frames that the server has sent, and ``ended`` tells whether the server has
-    closed the connection."""
+    """One connection, which ``begins`` as HTTP/2 does, or with what a test sends. ``frames`` has all frames that the
+    server has sent, and ``ended`` tells whether the server has closed the connection."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, begins: bool = True) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
         self._left = b""
         self.frames: list[Frame] = []
         self.ended = False
-        self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        self.send(SettingsFrame(0))
+        if begins:
+            self.send_bytes(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            self.send(SettingsFrame(0))
 
     def __enter__(self) -> Self:
         return self
@@ -47,8 +48,12 @@ class RawClient:
 
     def send(self, *frames: Frame) -> None:
         """Sends the frames. The server may have ended the connection."""
+        self.send_bytes(b"".join(frame.serialize() for frame in frames))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends bytes, which may be no frames."""
         try:
-            self.socket.sendall(b"".join(frame.serialize() for frame in frames))
+            self.socket.sendall(data)
         except OSError:
             self.ended = True
 

@@ -22,7 +22,7 @@ from hyperframe.frame import (
 )
 
 from accel.serve.transports.native.front import NativeTransport
-from tests.serve.transports.raw_http2 import RawClient
+from tests.serve.transports.native.raw_http2 import RawClient
 from tests.support.serving import Start, ask, client, linear, plain, until
 
 TRANSPORTS = ("native",)

@@ -22,7 +22,7 @@ from accel.errors import UnsupportedHere
 from accel.serve.protocol import messages as proto
 from accel.serve.transports.native import build
 from accel.serve.transports.native.sockets import listen
-from tests.serve.transports.raw_http2 import RawClient
+from tests.serve.transports.native.raw_http2 import RawClient
 from tests.support.serving import Start, ask, client, until
 
 TRANSPORTS = ("native",)
@@ -140,6 +140,19 @@ def test_a_message_that_is_too_large(process: Any) -> None:
         assert raw.receive(RstStreamFrame, lambda frame: frame.error_code == 0)  # the client needn't send the rest
 
 
+@pytest.mark.parametrize(
+    "method", ["health.v1.Health/Check", "reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+def test_a_malformed_message_beside_the_protocol(process: Any, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a message that is none of its method's gets another status than with grpcio's server, or fills the log:
+    any client may send it, as these methods need no token."""
+    with RawClient(process.ports["grpc"]) as raw:
+        raw.send(raw.opening(1, path=f"/grpc.{method}"), DataFrame(1, framed(b"\xff"), flags=["END_STREAM"]))
+        assert raw.answer(1)["grpc-status"] == "13"
+        assert raw.answer(1)["grpc-message"] == "Exception deserializing request!"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_messages_in_pieces(process: Any) -> None:
     """Fails if the server needs a message in one piece: here, each byte comes in a frame of its own."""
     with RawClient(process.ports["grpc"]) as raw:
@@ -228,24 +241,3 @@ def test_goaway(process: Any) -> None:
         raw.send(raw.opening(1), DataFrame(1, framed(message()), flags=["END_STREAM"]))
         assert raw.answer(1)["grpc-status"] == "14"
         assert not any(isinstance(frame, GoAwayFrame) for frame in raw.frames)
-
-
-@pytest.mark.proof
-def test_under_sanitizers() -> None:
-    """Fails if the extension reads or writes outside of its memory, uses freed memory or overflows a number, in any
-    other test of the native transport and of floods."""
-    found = []
-    for name in ("libasan.so", "libstdc++.so"):
-        words = ["gcc", f"-print-file-name={name}"]
-        found.append(subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip())
-    given = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(found),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python frees little at its end
-        "ACCEL_PORT_LIBRARY": str(build.build(sanitize="address,undefined")),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not without_the_library"]
-    files = [str(Path(__file__).with_name(name)) for name in ("test_native.py", "test_port.py", "test_floods.py")]
-    done = subprocess.run([*words, *files], capture_output=True, text=True, env=given)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
