@@ -25,11 +25,12 @@ def command(say: Output) -> None:
 
     def serve_line() -> str:
         row = found["serve"]
-        why = f": {row['why_not']}" if row["why_not"] else ""
         if not row["transport"]:
             return ""
-        native = f"can't be used: {row['native_why_not']}" if row["native_why_not"] else "can be used"
-        return f"accel serve answers gRPC calls with --transport {row['transport']}{why}\n--transport native {native}"
+        why = f": {row['why_not']}" if row["why_not"] else ""
+        missing = row["native_why_not"]
+        native = f"\n--transport native can't be compiled here: {missing}" if missing else ""
+        return f"accel serve answers gRPC calls with --transport {row['transport']}{why}{native}"
 
     def human() -> Any:
         from rich.console import Group
@@ -70,14 +71,15 @@ def command(say: Output) -> None:
 
 
 def _serve() -> dict[str, str]:
-    """Returns the gRPC transport that `accel serve` chooses, or "" without grpcio, and why it isn't the fastest one."""
+    """Returns the gRPC transport that `accel serve` chooses, or "" without grpcio, why it isn't a faster one, and why
+    the native transport, if it isn't built, can't be."""
     try:
-        from accel.serve.transports.grpc.choice import CYGRPC, GRPC, why_not
-        from accel.serve.transports.native.build import why_not as why_not_native
+        from accel.serve.transports.grpc.choice import NATIVE, best
+        from accel.serve.transports.native.build import why_not
     except ModuleNotFoundError:
         return {"transport": "", "why_not": "", "native_why_not": ""}
-    reason = why_not()
-    return {"transport": GRPC if reason else CYGRPC, "why_not": reason, "native_why_not": why_not_native()}
+    transport, reason = best()
+    return {"transport": transport, "why_not": reason, "native_why_not": "" if transport == NATIVE else why_not()}
 
 
 def _yes(value: bool) -> str:

@@ -98,8 +98,8 @@ class _Serve(click.Command):
     default="auto",
     show_default=True,
     help="How gRPC calls are answered. native: by libnghttp2, through an extension that is compiled at its first use; "
-    "cygrpc: by the core of grpcio, in batches; grpc: by grpcio's server; auto: cygrpc, if accel knows the installed "
-    "version of grpcio.",
+    "cygrpc: by the core of grpcio, in batches; grpc: by grpcio's server; auto: native where it was compiled before, "
+    "else cygrpc, if accel knows the installed version of grpcio.",
 )
 @click.option(
     "--max-resets-per-second",

@@ -52,18 +52,32 @@ def why_not() -> str:
     return ""
 
 
+def best() -> tuple[str, str]:
+    """Returns the transport that ``auto`` takes, and the reasons why it takes no faster one."""
+    from ..native.build import why_not_built
+
+    reasons: list[str] = []
+    for name, why in ((NATIVE, why_not_built), (CYGRPC, why_not)):
+        reason = why()
+        if not reason:
+            return name, "; ".join(reasons)
+        reasons.append(reason)
+    return GRPC, "; ".join(reasons)
+
+
 def chosen(asked: str) -> str:
     """Returns ``NATIVE``, ``CYGRPC`` or ``GRPC``. Raises ``UnsupportedHere`` if ``asked`` is a transport that can't be
     used here."""
-    reason = ""
-    if asked == NATIVE:
-        from ..native.build import why_not as why_not_native
-
-        reason = why_not_native()
-    elif asked != GRPC:
-        reason = why_not()
+    found, reason = best() if asked == AUTO else (asked, _refused(asked))
     if reason and asked != AUTO:
         raise UnsupportedHere(f"can't use --transport {asked}: {reason}, or write --transport auto")
-    found = (GRPC if reason else CYGRPC) if asked == AUTO else asked
     log.info("gRPC calls are answered", extra={"transport": found, **({"reason": reason} if reason else {})})
     return found
+
+
+def _refused(asked: str) -> str:
+    if asked == NATIVE:
+        from ..native import build
+
+        return "" if build.find() else build.why_not()
+    return why_not() if asked == CYGRPC else ""

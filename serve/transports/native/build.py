@@ -1,10 +1,12 @@
-"""Compiles the extension on libnghttp2 when it is first used, and keeps it in the cache."""
+"""Compiles the extension on libnghttp2 when ``--transport native`` first asks for it, and keeps it in the cache, where
+``--transport auto`` finds it."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -26,6 +28,7 @@ _CHECK = """#include <Python.h>
 #include <openssl/ssl.h>
 int main(void) { return !nghttp2_version(0) || !TLS_server_method(); }
 """
+NOT_BUILT = "the native transport isn't built; accel serve MODELS --transport native compiles it once"
 ADVICE = "install a C compiler, the headers of Python, libnghttp2 and OpenSSL (Debian: gcc libnghttp2-dev libssl-dev)"
 
 
@@ -52,41 +55,67 @@ def why_not() -> str:
     return ""
 
 
+def _place(flags: tuple[str, ...], folder: Path | None = None) -> Path:
+    """Returns the path of the library that is compiled with ``flags``. Another compiler, or another version of Python,
+    would make a library that works as well."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.[ch]"))]
+    made_of = "\0".join([platform.machine(), *flags, *_LIBRARIES, *texts])
+    key = hashlib.sha256(made_of.encode()).hexdigest()[:32]
+    return (folder or cache_folder().parent / "native") / key / f"{MODULE}.abi3.so"
+
+
+def find() -> Path | None:
+    """Returns the library that ``ACCEL_PORT_LIBRARY`` names, or else the one in the cache, or None if there is none."""
+    given = os.environ.get("ACCEL_PORT_LIBRARY")
+    library = Path(given) if given else _place(_FLAGS)
+    return library if given or library.is_file() else None
+
+
+def why_not_built() -> str:
+    """Returns the reason why there is no library that can be used at once, or "" if there is one."""
+    if find() is None:
+        return NOT_BUILT
+    try:
+        port_library()
+    except (UnsupportedHere, BuildFailed) as error:
+        return str(error)
+    return ""
+
+
 def build(*, sanitize: str = "", folder: Path | None = None) -> Path:
     """Compiles the extension, or takes it from the cache if the sources are unchanged. Returns the library's path.
 
     ``sanitize`` is the value of the compiler option -fsanitize, for tests. Raises ``UnsupportedHere`` if a compiler or
     a library is missing, and ``BuildFailed`` if the compiler fails.
     """
+    flags: tuple[str, ...] = _FLAGS
+    if sanitize:
+        flags += (f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+    library = _place(flags, folder)
+    if library.is_file():
+        return library
     compiler = _compiler()
     reason = why_not()
     if compiler is None or reason:
         raise UnsupportedHere(f"can't compile the native transport: {reason}")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    include = sysconfig.get_path("include")
-    flags = [*_FLAGS, f"-I{include}"]
-    if sanitize:
-        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-    sources = sorted(SOURCES.glob("*.c"))
-    texts = [path.read_text(encoding="utf-8") for path in (*sources, *sorted(SOURCES.glob("*.h")))]
-    key = hashlib.sha256("\0".join([version, *flags, *_LIBRARIES, *texts]).encode()).hexdigest()[:32]
-    library = (folder or cache_folder().parent / "native") / key / f"{MODULE}.abi3.so"
-    if library.is_file():
-        return library
+    sources = map(str, sorted(SOURCES.glob("*.c")))
     with scratch_beside(library.parent) as scratch, Compilers(scratch) as compilers:
         made = scratch / "library"
         made.mkdir()
-        words = [compiler, *flags, "-shared", *map(str, sources), "-o", str(made / library.name), *_LIBRARIES]
-        compilers.run(words)
-        if not library.parent.exists():  # another process may have built it meanwhile
+        words = [compiler, *flags, f"-I{sysconfig.get_path('include')}", "-shared", *sources]
+        compilers.run([*words, "-o", str(made / library.name), *_LIBRARIES])
+        try:
             made.rename(library.parent)
+        except OSError:
+            if not library.is_file():  # another process may have built it meanwhile
+                raise
     return library
 
 
 @cache
 def port_library() -> Any:
     """Returns the extension module. Raises ``UnsupportedHere`` or ``BuildFailed`` if there is none."""
-    return load(Path(given) if (given := os.environ.get("ACCEL_PORT_LIBRARY")) else build())
+    return load(find() or build())
 
 
 def load(library: Path) -> Any:
