@@ -54,6 +54,10 @@ def test_auto_takes_the_library_that_is_built(library: Path, repository: Path, t
     with client(served.wait_for("serving")["ports"]["grpc"]) as made:
         np.testing.assert_allclose(ask(made), [WEIGHTS.sum(0)], rtol=1e-5)
     assert served.end() == 0
+    served.wait_for("end of log")
+    for pipe in (served.process.stdout, served.process.stderr):
+        assert pipe is not None
+        pipe.close()
 
 
 def test_a_library_is_used_without_a_compiler(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
