@@ -213,7 +213,8 @@ class _Serve(click.Command):
     multiple=True,
     metavar="KEY=VALUE",
     help="For --manifest: cpu=2, memory=4Gi and gpus=1 of a replica, min-replicas=1, max-replicas=4, "
-    "target-cpu-percent=70, secret=NAME:/folder (a Secret to mount, for tokens and certificates). Repeatable.",
+    "target-cpu-percent=70, target-queue-ms=50 (see the page Several machines), secret=NAME:/folder (a Secret to "
+    "mount, for tokens and certificates). Repeatable.",
 )
 @click.option(
     "--check",
@@ -309,7 +310,7 @@ def _words(context: click.Context) -> tuple[str, ...]:
 
 def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
     """Parses ``KEY=VALUE`` texts into fields of ``Deployment``. Raises ``UsageError`` if a text is malformed."""
-    numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent")
+    numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent", "target-queue-ms")
     found: dict[str, Any] = {}
     secrets: list[tuple[str, str]] = []
     for text in given:

@@ -14,6 +14,8 @@ from accel.errors import BadConfig, MissingExtra
 
 # Names of Services and InferenceServices are DNS labels that begin with a letter (RFC 1035).
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+# The metric of a pod that ``docs/how-to/several-machines.md`` tells Prometheus Adapter to make.
+QUEUE_METRIC = "accel_queue_milliseconds"
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 
 
@@ -23,9 +25,10 @@ class Deployment:
 
     ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
     resources of each replica, written as Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of each replica.
-    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. Before a replica stops, it has
-    ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments of ``accel serve``.
-    ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
+    The number of replicas follows the load, from ``min_replicas`` to ``max_replicas``. If ``target_queue_ms`` isn't 0,
+    there are so many replicas that a request waits at most so many milliseconds in the queue, on average. Before a
+    replica stops, it has ``drain_seconds`` seconds to answer its requests. ``words`` are further command-line arguments
+    of ``accel serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is mounted.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Deployment:
     min_replicas: int = 1
     max_replicas: int = 4
     target_cpu_percent: int = 70
+    target_queue_ms: int = 0
     grpc_port: int = 8001
     http_port: int = 8000
     drain_seconds: int = 30
@@ -95,7 +99,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
         },
     }
     cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": wanted.target_cpu_percent}}
-    autoscaler = {
+    autoscaler: dict[str, Any] = {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
         "metadata": {"name": wanted.name, "labels": labels},
@@ -106,6 +110,13 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
             "metrics": [{"type": "Resource", "resource": cpu}],
         },
     }
+    if wanted.target_queue_ms:
+        queue = {
+            "metric": {"name": QUEUE_METRIC},
+            "target": {"type": "AverageValue", "averageValue": str(wanted.target_queue_ms)},
+        }
+        # The autoscaler takes the largest number of replicas that a metric asks for.
+        autoscaler["spec"]["metrics"].append({"type": "Pods", "pods": queue})
     # The maintenance of machines moves one replica at a time.
     budget = {
         "apiVersion": "policy/v1",
@@ -120,8 +131,13 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
     """Returns a KServe InferenceService whose predictor is accel's own container. The container serves protocol v2 over
     gRPC.
 
-    The container must be able to read ``repository``, which is an address or a mounted folder.
+    The container must be able to read ``repository``, which is an address or a mounted folder. Raises ``BadConfig`` if
+    the replicas are to follow the queue, which KServe doesn't support.
     """
+    if wanted.target_queue_ms:
+        raise BadConfig(
+            "KServe can't scale by the time in the queue; leave out target-queue-ms, or deploy with kubernetes"
+        )
     container = _container(wanted) | {"name": "kserve-container"}
     # Knative forbids a container's ``lifecycle`` field. Knative's own proxy already waits until the pod gets no more
     # requests.

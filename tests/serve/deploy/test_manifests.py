@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 
 from accel.errors import BadConfig
 from accel.serve.deploy.manifests import Deployment, kserve, kubernetes, to_yaml
+from accel.serve.protocol.inference import ModelStatistics
+from accel.serve.transports.metrics import render
+from tests.support import ROOT
 
 validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
@@ -29,6 +34,28 @@ def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
     assert [d["kind"] for d in documents] == kinds
     for document in documents:
         validate.validate(document, validate.latest_version(), strict=True)
+
+
+def test_replicas_follow_the_queue() -> None:
+    """Fails if the autoscaler asks for another metric than the one that the page makes, if the page makes it from a
+    metric that the server doesn't have, or if Kubernetes would refuse the autoscaler."""
+    wanted = replace(PLAIN, target_queue_ms=50)
+    autoscaler = kubernetes(wanted)[2]
+    validate.validate(autoscaler, validate.latest_version(), strict=True)
+    assert kubernetes(PLAIN)[2]["spec"]["metrics"] == autoscaler["spec"]["metrics"][:1]
+    asked = autoscaler["spec"]["metrics"][1]["pods"]
+    assert asked["target"] == {"type": "AverageValue", "averageValue": "50"}
+    page = (ROOT / "docs/how-to/several-machines.md").read_text()
+    (block,) = re.findall(r"```yaml\n(rules:.*?)```", page, re.S)
+    (rule,) = yaml.safe_load(block)["rules"]
+    assert rule["name"]["as"] == asked["metric"]["name"]
+    served = render([("linear", "1", ModelStatistics())]).decode()
+    names = set(re.findall(r"accel_\w+", rule["seriesQuery"] + rule["metricsQuery"]))
+    assert len(names) == 2
+    for name in names:
+        assert re.search(rf"^{name}{{", served, re.M), served
+    with pytest.raises(BadConfig, match="leave out target-queue-ms"):
+        kserve(wanted)
 
 
 def test_a_misspelt_field_would_be_found() -> None:
