@@ -67,11 +67,14 @@ def decomposed(program: Any, registry: Any) -> Any | None:
     if not _writes_nothing(program):
         return None
     known = set(_decomp.get_onnx_implemented_overloads(registry))
-    table: Mapping[Any, Callable[..., Any]] = _decomp.create_onnx_friendly_decomposition_table(known)
     graph = program.graph
     try:
+        unknown = [node for node in graph.nodes if _is_unknown(node, known)]
+        if not unknown:  # the table takes a twentieth of a second, which is much for a small model
+            return program
+        table: Mapping[Any, Callable[..., Any]] = _decomp.create_onnx_friendly_decomposition_table(known)
         # All traces come before the first change, so that the program is still whole if a trace fails.
-        traces = [(node, _traced(node, table)) for node in graph.nodes if _is_unknown(node, known)]
+        traces = [(node, _traced(node, table)) for node in unknown]
     except Exception:  # a decomposition may raise any type of error
         return None
     with program.graph_module._set_replace_hook(program.graph_signature.get_replace_hook()):  # renames outputs

@@ -26,6 +26,7 @@ from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .decompositions import few_decompositions
 from .experts import every_expert
+from .kept.translations import kept_translations
 from .loops.as_scans import loops_as_scans
 from .plain_attention import plain_attention
 
@@ -101,7 +102,9 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
         return traced(dims) if done and program is None else program  # PyTorch's own decomposition may succeed
 
     with contextlib.ExitStack() as stack:
-        for block in (torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _no_collection()):
+        for block in (torch.no_grad(), kept_translations(), _exact_constants(), _no_collection()):
+            stack.enter_context(block)
+        for block in (every_expert(), plain_attention()):
             stack.enter_context(block)
         stack.enter_context(_lengths_of_tensors(module))
         stack.enter_context(loops_as_scans(module))

@@ -63,6 +63,7 @@ NETS: dict[str, tuple[type[torch.nn.Module], dict[str, str]]] = {
     ),
     "convolutions": (Convolutions, {"image": "float32[batch,3,8,8]"}),
     "in_place": (InPlace, {"x": "float32[batch,5]"}),
+    "translated": (torch.nn.Tanh, {"x": "float32[batch,5]"}),
 }
 
 
@@ -106,6 +107,21 @@ def test_the_graph_is_the_one_of_a_whole_trace(
     assert Counter(quick) == Counter(whole)
     for one, other in zip(outputs, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_program_of_translated_operators_needs_no_table(
+    traces: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fails if the export of operators that all have a translation makes PyTorch's table of decompositions, or leaves
+    the whole program to PyTorch."""
+    from torch.onnx._internal.exporter import _decomp
+
+    made: list[Any] = []
+    monkeypatch.setattr(_decomp, "create_onnx_friendly_decomposition_table", lambda known: made.append(known) or {})
+    operators, _ = graph_of("translated", tmp_path)
+    assert operators == ["Tanh"]
+    assert not made
+    assert not traces
 
 
 def test_writes_to_tensors_need_a_whole_trace(traces: Counter[str], tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Keeps what PyTorch would otherwise compute again in each export."""
