@@ -16,6 +16,7 @@ from accel.version import __version__ as __version__
 if TYPE_CHECKING:
     from accel.api.bench import bench
     from accel.api.bench import bench as benchmark  # noqa: F401 - the name of version 0.1.0
+    from accel.api.bisect import bisect
     from accel.api.dataset.infer import infer
     from accel.api.decoder.generate import generate
     from accel.api.doctor import doctor
@@ -51,6 +52,7 @@ _PUBLIC = {
     "Target": "accel.tables.target:Target",
     "TensorSpec": "accel.artifact:TensorSpec",
     "bench": "accel.api.bench:bench",
+    "bisect": "accel.api.bisect:bisect",
     "declare": "accel.sources.declare:declare",
     "doctor": "accel.api.doctor:doctor",
     "export": "accel.api.export:export",
@@ -77,6 +79,7 @@ __all__ = [
     "Target",
     "TensorSpec",
     "bench",
+    "bisect",
     "declare",
     "doctor",
     "export",

@@ -53,8 +53,8 @@ def named_axes(dynamic: Dynamic | None, templates: Mapping[str, Template], ranks
             label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
             names.setdefault(name, {})[axis % rank] = label
             low, high = getattr(dim, "min", None), getattr(dim, "max", None)
-            if isinstance(low, int) and high is not None:
-                ranges[label] = [low, int(high)]
+            if isinstance(low, int) and isinstance(high, int):  # a Dim without a limit has an infinity of sympy
+                ranges[label] = [low, high]
     # An empty ``dynamic`` says that no axis is dynamic.
     silent = all(isinstance(axes, Mapping) and 0 not in axes for axes in given.values())
     return NamedAxes(names, ranges, dynamic is None or (bool(dynamic) and silent))
