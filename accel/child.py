@@ -27,6 +27,7 @@ from typing import Any
 
 from accel.cancel import INTERVAL, Interrupted, cancellable, check_cancelled
 from accel.errors import AccelError, ChildCrashed
+from accel.machine import collect_rarely
 from accel.progress import report, watched_by
 from accel.spelling import is_command_line, on_command_line
 
@@ -323,6 +324,7 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
     if sys.argv[1] == _PROGRAM:  # the parent-death signal stays set after exec
         os.execv(sys.argv[3], sys.argv[3:])
+    collect_rarely()
     sys.modules.update(dict.fromkeys(sys.argv[3:]))  # type: ignore[arg-type]  # None makes an import fail
     serve(Connection(int(sys.argv[1])))
     # Skips the unloading of native libraries, because a crash while unloading would turn a good answer into a failure.

@@ -22,7 +22,7 @@ import click
 
 from accel.cancel import on_interrupt
 from accel.errors import NO_SPACE, AccelError, one_line
-from accel.machine import share_cores
+from accel.machine import collect_rarely, share_cores
 from accel.progress import PlainLines, silent, watched_by
 from accel.spelling import on_command_line
 from accel.version import __version__
@@ -75,6 +75,7 @@ def group() -> None:
     """Turn a trained model into the fastest correct form for the machine that you name, and prove the result."""
     if click.get_current_context().invoked_subcommand not in ("serve", "train"):
         share_cores()
+        collect_rarely()
 
 
 def main() -> None:

@@ -24,11 +24,12 @@ from ..graph.memory_weights import with_weights_in_memory
 from ..graph.names import rename_values
 from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
-from .decompositions import few_decompositions
 from .experts import every_expert
 from .kept.translations import kept_translations
 from .loops.as_scans import loops_as_scans
 from .plain_attention import plain_attention
+from .shortcuts.decompositions import few_decompositions
+from .shortcuts.rules_by_operator import rules_by_operator
 
 if TYPE_CHECKING:
     import onnx
@@ -106,6 +107,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             stack.enter_context(block)
         for block in (every_expert(), plain_attention()):
             stack.enter_context(block)
+        stack.enter_context(rules_by_operator())
         stack.enter_context(_lengths_of_tensors(module))
         stack.enter_context(loops_as_scans(module))
         stack.enter_context(_roots())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from accel.child import Child, run_in_child, run_program
 from accel.errors import ChildCrashed, MissingExtra, UnknownName
+from accel.machine import collect_rarely
 from accel.progress import watched_by
 
 
@@ -164,3 +166,16 @@ def test_files_in_the_working_directory_replace_no_module(tmp_path: Path, monkey
     assert run_in_child("own_module:answer") == 42
     (tmp_path / "accel.py").write_text("raise RuntimeError('a file of the user')")
     assert run_program([sys.executable, "-c", "print(6)"], folder=tmp_path, timeout=60).strip() == "6"
+
+
+def test_a_child_searches_for_garbage_rarely() -> None:
+    """Fails if the imports in a child spend a tenth of their time on searches for unreachable objects, or if
+    ``collect_rarely`` makes the search of a user's process more frequent."""
+    usual = gc.get_threshold()
+    assert run_in_child("gc:get_threshold")[0] == 50_000
+    try:
+        gc.set_threshold(1_000_000)
+        collect_rarely()
+        assert gc.get_threshold()[0] == 1_000_000
+    finally:
+        gc.set_threshold(*usual)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import accel
-from accel.converters.from_torch import decompositions
+from accel.converters.from_torch.shortcuts import decompositions
 
 
 class Encoder(torch.nn.Module):
