@@ -17,7 +17,7 @@ from accel.stage import Gate, run_stage
 from accel.tables.limits import ROUNDING
 
 from .decoder.export import decoder_gates
-from .export import DEFAULT_OPSET, TO_ONNX, to_onnx_config, usual_limit
+from .export import DEFAULT_OPSET, TO_ONNX, proven_once, to_onnx_config, usual_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,9 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
         limit = usual_limit(src)
         config = to_onnx_config(src.kind)
         gates: list[Gate] = [OutputGate(limit=limit), *decoder_gates(src, limit)]
-        made = run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
+        # Candidates aren't simplified again, so their source is compared with PyTorch once, in its simplified form.
+        made = proven_once(src, config, gates, cache)
+        made = made or run_stage(TO_ONNX[src.kind], src, config, gates=gates, cache=cache)
         return Exported(artifact=made, source=src, limit=limit)
     if src.kind != "onnx":
         raise UsageError(

@@ -25,7 +25,6 @@ from accel.tables.stage_table import route
 
 if TYPE_CHECKING:
     from accel.converters.graph.preprocess import PreprocessConfig
-    from accel.proof.gates import OutputGate
     from accel.signature import DimRange
     from accel.sources.declare import Dims, Inputs
 
@@ -303,7 +302,7 @@ def to_onnx(
     stage = TO_ONNX[src.kind]
     if not simplify:
         return run_stage(stage, src, config, gates=first, out=out, cache=cache)
-    if src.kind == "torch" and (made := _proven_once(src, config, first[0], gates, cache)) is not None:
+    if (made := proven_once(src, config, first, cache)) is not None:
         return made.copy_to(out) if out is not None else made
     exported = run_stage(stage, src, config, gates=first, cache=cache)
     if src.properties.get("precision") == "int8":  # the next gate compares the exported file with the simplified file
@@ -311,17 +310,20 @@ def to_onnx(
     return run_stage("simplify", exported, SimplifyConfig(), gates=first, out=out, cache=cache)
 
 
-def _proven_once(
-    src: Artifact, config: StageConfig, gate: OutputGate, gates: Sequence[Gate], cache: StageCache
-) -> Artifact | None:
+def proven_once(src: Artifact, config: StageConfig, gates: Sequence[Gate], cache: StageCache) -> Artifact | None:
     """Exports and simplifies the PyTorch model ``src``, and compares only the simplified file with ``src``, on all the
-    inputs of ``gate`` and by the further ``gates``. Returns None if the outputs differ. The caller then compares the
-    file of each stage, which tells the stage that is wrong, and tries the other exporter."""
+    inputs of the first gate, an ``OutputGate``, and by the further gates. Returns None if ``src`` is no PyTorch model,
+    or if the outputs differ. The caller then compares the file of each stage, which tells the stage that is wrong, and
+    tries the other exporter."""
     from accel.converters.graph.simplify import SimplifyConfig
+    from accel.proof.gates import OutputGate
 
+    gate, *others = gates
+    if src.kind != "torch" or not isinstance(gate, OutputGate):
+        return None
     exported = run_stage(TO_ONNX[src.kind], src, config, gates=[replace(gate, deferred=True)], cache=cache)
     compared: list[Gate] = [replace(gate, name="outputs, compared with the source", reference=src)]
-    compared += [replace(cast("Any", one), against=src) for one in gates]
+    compared += [replace(cast("Any", one), against=src) for one in others]
     with TemporaryDirectory() as rejected:  # the caller sets a wrong file aside
         try:
             return run_stage(

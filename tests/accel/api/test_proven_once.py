@@ -1,4 +1,5 @@
-"""Proves that an export compares only its last file with PyTorch, and still finds the faults of every step."""
+"""Proves that an export compares only its last file with PyTorch, and still finds the faults of every step. The export
+of ``accel optimize`` does the same."""
 
 from __future__ import annotations
 
@@ -13,11 +14,16 @@ import torch
 from onnx import numpy_helper
 
 import accel
+from accel.api.as_onnx import as_onnx
 from accel.artifact import Artifact
+from accel.cache import StageCache
 from accel.converters.from_torch import onnx_from_torch as stage
 from accel.converters.graph import simplify as simplify_stage
 from accel.errors import GateFailed
+from accel.optimizer.recipes.steps import simplify
 from accel.runtimes.base import BaseSession
+from accel.sources.declare import parse_inputs
+from accel.sources.source import Source
 
 INPUTS = {"x": "float32[batch,4]"}
 
@@ -91,3 +97,47 @@ def test_a_wrong_simplification_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(GateFailed, match=r"stage simplify changed the output .*m\.onnx\.rejected"):
         accel.export(net(), inputs=INPUTS, out=tmp_path / "m.onnx", use_cache=False)
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx.rejected"]
+
+
+def opened_to_optimize(folder: Path) -> Artifact:
+    """Returns the ONNX file that ``accel optimize`` would make its candidates from."""
+    (folder / "net.py").write_text(
+        "import torch\ndef make():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)).eval()\n"
+    )
+    source = Source(f"{folder / 'net.py'}:make", inputs=parse_inputs(INPUTS))
+    return as_onnx(source, StageCache(folder / "cache")).artifact
+
+
+def test_optimize_starts_from_the_simplified_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if ``accel optimize`` runs the exported file before its simplification, if every candidate simplifies it
+    again, or if it isn't compared with PyTorch."""
+    runs: Counter[str] = Counter()
+    run = BaseSession.run
+
+    def counting(self: BaseSession, *args: Any, **words: Any) -> Any:
+        runs[self.artifact.content_digest] += self.artifact.kind == "onnx"
+        return run(self, *args, **words)
+
+    monkeypatch.setattr(BaseSession, "run", counting)
+    made = opened_to_optimize(tmp_path)
+    assert {digest for digest, count in runs.items() if count} == {made.content_digest}
+    assert simplify(made) == []
+    assert {row["gate"] for row in of_stage(made, "simplify")["gates"]} == {"outputs, compared with the source"}
+
+
+def test_optimize_starts_from_the_exported_file_if_the_simplified_one_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fails if a wrong simplification ends ``accel optimize``, or if it starts from the wrong file."""
+    write = simplify_stage.onnx_artifact
+
+    def wrong(src: Artifact, model: Any, out: Path, *rest: Any) -> Artifact:
+        made = write(src, model, out, *rest)
+        spoilt(out)
+        return made
+
+    monkeypatch.setattr(simplify_stage, "onnx_artifact", wrong)
+    made = opened_to_optimize(tmp_path)
+    assert [record["name"] for record in made.history] == ["onnx_from_torch"]
+    assert made.history[0]["gates"]
