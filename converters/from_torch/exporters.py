@@ -25,11 +25,11 @@ from ..graph.names import rename_values
 from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .experts import every_expert
-from .kept.translations import kept_translations
 from .loops.as_scans import loops_as_scans
 from .plain_attention import plain_attention
 from .shortcuts.decompositions import few_decompositions
 from .shortcuts.rules_by_operator import rules_by_operator
+from .shortcuts.translations import kept_translations
 
 if TYPE_CHECKING:
     import onnx

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import accel
-from accel.converters.from_torch.kept import translations
-from accel.converters.from_torch.kept.translations import kept_translations
+from accel.converters.from_torch.shortcuts import translations
+from accel.converters.from_torch.shortcuts.translations import kept_translations
 
 registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
 ADD = torch.ops.aten.add.Tensor

@@ -1,1 +1,0 @@
-"""Keeps what PyTorch would otherwise compute again in each export."""
