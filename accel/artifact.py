@@ -311,10 +311,12 @@ class Artifact:
         """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
         Writes the manifest last, so an interrupted copy has no manifest, or an old manifest whose hashes don't match.
+        Then removes the weights of an earlier artifact in ``out``.
         """
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
         out.parent.mkdir(parents=True, exist_ok=True)
+        earlier = _weights_of(out)
         old_names = [self.path.name, *self.companions]
         names = dict(zip(old_names, _names_beside(out, old_names, self.kind), strict=True))
         for old, new in reversed(names.items()):
@@ -325,8 +327,22 @@ class Artifact:
         files = {names[name]: sha for name, sha in self.manifest.files.items()}
         manifest = replace(self.manifest, files=files)
         manifest.write(manifest_path(out))
+        for name in earlier - set(names.values()):
+            out.with_name(name).unlink(missing_ok=True)
         companions = tuple(names[name] for name in self.companions)
         return replace(self, path=out, manifest=manifest, companions=companions, properties=manifest.properties)
+
+
+def _weights_of(out: Path) -> set[str]:
+    """Returns the names of the weight files that belong to the artifact in ``out`` alone. Another ONNX file in the
+    folder may share them, because these files are named by their content."""
+    if [out] != list(out.parent.glob("*.onnx")):
+        return set()
+    try:
+        files = Manifest.read(manifest_path(out)).files
+    except (ChainBroken, OSError):
+        return set()
+    return {name for name in files if name.endswith(".weights")}
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:

@@ -19,6 +19,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import accel
 from accel.api.export import open_cache
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
@@ -372,3 +373,28 @@ def test_the_cache_counts_files_in_folders(own_cache: Path, monkeypatch: pytest.
         cache.keep("c", folder)
     assert not cache.entry("a").exists()
     assert cache.entry("b").exists()
+
+
+def test_an_artifact_replaces_the_weights_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if weights that no file reads stay in the folder, or if the weights of another file are removed."""
+    monkeypatch.setattr("accel.converters.graph.write.SINGLE_FILE_BYTES", 1000)
+    out = tmp_path / "out" / "model.onnx"
+
+    def publish(number: float) -> set[str]:
+        model = affine_model()
+        model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.full((400, 4), number, np.float32), "two"))
+        model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.array([-1, 1, 4]), "shape"))
+        del model.graph.output[0].type.tensor_type.shape.dim[:]
+        model.graph.output[0].type.tensor_type.shape.dim.add(dim_param="batch")
+        for size in (400, 4):
+            model.graph.output[0].type.tensor_type.shape.dim.add(dim_value=size)
+        source = tmp_path / "source.onnx"
+        onnx.save(model, str(source))
+        accel.export(source, out=out, opset=21)
+        return {path.name for path in out.parent.glob("*.weights")}
+
+    first, second = publish(1.0), publish(2.0)
+    assert len(first) == len(second) == 1
+    assert first != second
+    (out.parent / "kept.onnx").write_bytes(out.read_bytes())
+    assert publish(3.0) > second
