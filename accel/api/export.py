@@ -323,7 +323,7 @@ def proven_once(src: Artifact, config: StageConfig, gates: Sequence[Gate], cache
         return None
     exported = run_stage(TO_ONNX[src.kind], src, config, gates=[replace(gate, deferred=True)], cache=cache)
     compared: list[Gate] = [replace(gate, name="outputs, compared with the source", reference=src)]
-    compared += [replace(cast("Any", one), against=src) for one in others]
+    compared += [replace(cast("Any", one), reference=src) for one in others]
     with TemporaryDirectory() as rejected:  # the caller sets a wrong file aside
         try:
             return run_stage(

@@ -203,6 +203,7 @@ def optimize(
             return Optimized.of(
                 optimize_pipeline(request, opened.artifact, chosen_metric, cache, budget), opened.source
             )
+        budget.exported = opened.source is not None
         result = run(request, opened, chosen_metric, cache, budget)
         earlier.remember(result, opened.source, budget)
         return Optimized.of(result, opened.source)

@@ -29,7 +29,7 @@ def command(say: Output) -> None:
             return ""
         why = f": {row['why_not']}" if row["why_not"] else ""
         missing = row["native_why_not"]
-        native = f"\n--transport native can't be compiled here: {missing}" if missing else ""
+        native = f"\naccel serve --transport native can't be compiled here: {missing}" if missing else ""
         return f"accel serve answers gRPC calls with --transport {row['transport']}{why}{native}"
 
     def human() -> Any:

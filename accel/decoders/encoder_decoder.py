@@ -155,7 +155,7 @@ class PairGate(DecoderGate):
             stack.enter_context(open_session(one, gate_runtime(one), PATIENT)) for one in (self.encoder, out)
         )
         sources = _sources(self.encoder.signature, len(texts), self.seed)
-        return _Runs(encoder, session, _whole(self.against or src), texts, sources)
+        return _Runs(encoder, session, _whole(self.reference or src), texts, sources)
 
 
 @dataclass(frozen=True)

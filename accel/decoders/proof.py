@@ -88,19 +88,19 @@ class DecoderGate:
 
     The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
     errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
-    ``against`` is the reference instead of the stage's input.
+    ``reference`` is compared instead of the stage's input.
     """
 
     name: str = "decoder"
     limit: float
     context: int
     seed: int = 0
-    against: Artifact | None = None
+    reference: Artifact | None = None
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(replace(self, against=None))
-        del body["against"]
-        return {**body, "against": self.against.digest} if self.against else body
+        body = asdict(replace(self, reference=None))
+        del body["reference"]
+        return {**body, "reference": self.reference.digest} if self.reference else body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
         """Returns a result for each scenario and for a greedy generation. ``passed`` is None if this machine can't run
@@ -116,7 +116,7 @@ class DecoderGate:
             ]  # fmt: skip
         import numpy as np
 
-        src = self.against or src
+        src = self.reference or src
         texts = self._texts(src)
         asked = scenarios(self.context, padded=any(spec.name == MASK for spec in out.signature.inputs))
         with ExitStack() as stack:

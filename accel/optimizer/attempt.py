@@ -10,6 +10,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
+from accel.converters.decoder.lower_cache import CacheNotLowered
 from accel.decoders.decoder import special_tokens
 from accel.decoders.proof import DecoderGate
 from accel.errors import (
@@ -60,7 +61,7 @@ def attempt(
     """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
     Doesn't catch ``UsageError`` and ``CannotWrite``, because every other candidate would fail with the same error.
-    After a Ctrl-C, raises ``KeyboardInterrupt`` if no candidate is built yet.
+    After a Ctrl-C, raises ``KeyboardInterrupt`` if there is no result yet.
     """
     row = CandidateResult(
         name=recipe.name,
@@ -88,6 +89,8 @@ def attempt(
         advice = row.recipe.gate_advice.get(work.stage, "") if row.recipe else ""
         row.reject("; ".join(filter(None, (error.finding or str(error), advice))), error)
         row.over_budget = True
+    except CacheNotLowered as error:
+        row.skip(str(error))
     except AccelError as error:
         row.reject(str(error), error)
     return row

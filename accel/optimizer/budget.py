@@ -29,7 +29,8 @@ class OutOfTime(AccelError):
 class Budget:
     """A time budget that starts now and is spent after ``seconds``. If ``seconds`` is None, there is no limit until the
     first result. ``thorough`` removes the limit after the first result, too. ``chosen_by_accel`` tells whether
-    ``seconds`` was set after the first result.
+    ``seconds`` was set after the first result. ``exported`` tells whether accel made the source of the candidates,
+    which is a result even if no candidate is built.
 
     Callers check ``over`` before each step. ``within`` stops the work inside its ``with`` block as soon as ``over`` is
     true. ``clock`` returns the current time in seconds.
@@ -47,14 +48,15 @@ class Budget:
         self._built = 0
         self._improving = False
         self.chosen_by_accel = False
+        self.exported = False
         self.interrupted = False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
         """Ends the building of candidates, and leaves time for a short measurement of the candidates that are built.
 
-        Raises ``error`` if no candidate is built, if this is the second interrupt, or if the signal was SIGTERM.
+        Raises ``error`` if there is no result yet, if this is the second interrupt, or if the signal was SIGTERM.
         """
-        if self.interrupted or not self._built or isinstance(error, Terminated):
+        if self.interrupted or not (self._built or self.exported) or isinstance(error, Terminated):
             raise error
         forget_interrupt()
         self.interrupted = True

@@ -108,7 +108,7 @@ def export_stateful(
     cached = src if src.kind == "onnx" else _onnx(src, opset, simplify, limit, cache, None)
     context = special_tokens(src).context or sum(src.signature.dims[dim].max for dim in step_sizes(src.signature, 1, 1))
     allowed = limit or EXPORT_LIMITS.get(src.properties.get("precision", "fp32"), EXPORT_LIMITS["fp32"])
-    gate = DecoderGate(limit=allowed, context=context, against=src)
+    gate = DecoderGate(limit=allowed, context=context, reference=src)
     config = StatefulFromOnnxConfig()
     made = run_stage("stateful_from_onnx", cached, config, gates=[gate], out=folder / main, cache=cache)
     write_folder(made, source.folder)

@@ -100,7 +100,7 @@ def pair_gate(encoder: Artifact, decoder: Artifact, exported: Artifact, limit: f
     """Returns the gate of an exported decoder with the ``exported`` encoder, against the opened ``decoder``."""
     context = decoder.source["encoder_decoder"]["context"] or _LONGEST
     allowed = limit if limit is not None else usual_limit(encoder)
-    return PairGate(limit=allowed, context=min(context, _LONGEST), encoder=exported, against=decoder)
+    return PairGate(limit=allowed, context=min(context, _LONGEST), encoder=exported, reference=decoder)
 
 
 def checked_pair(

@@ -29,10 +29,25 @@ def pressing(*moments: str, error: type[BaseException] = KeyboardInterrupt) -> C
 
 
 def optimized(out: Path, **options: Any) -> Any:
-    """Optimizes a model with two candidates: ort-cpu fp32, then ort-cpu int8 dynamic."""
+    """Optimizes a file that isn't simplified, with two candidates: ort-cpu fp32, then ort-cpu int8 dynamic."""
+    source = accel.export(model(), example=(torch.ones(2, 4),), simplify=False, out=out.with_suffix(".onnx"))
+    return accel.optimize(source, out=out, rounds=5, target="ort-cpu", **options)
+
+
+def model() -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3))
-    return accel.optimize(model, example=(torch.ones(2, 4),), out=out, rounds=5, target="ort-cpu", **options)
+    return torch.nn.Sequential(torch.nn.Linear(4, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3))
+
+
+def test_before_any_candidate_is_made(tmp_path: Path) -> None:
+    """Fails if Ctrl-C loses the export of a module. The simplified export is the only fp32 candidate."""
+    with watched_by(pressing("int8 dynamic: judging")):
+        result = accel.optimize(
+            model(), example=(torch.ones(2, 4),), out=tmp_path / "out", rounds=5, target="ort-cpu", vary_session=False
+        )
+    assert [row.status for row in result.candidates if row.name == "ort-cpu int8 dynamic"] == ["not tried"]
+    assert result.chosen == "source"
+    assert accel.inspect(tmp_path / "out", check=True).intact
 
 
 def test_while_candidates_are_made(tmp_path: Path) -> None:
