@@ -205,8 +205,9 @@ def test_what_is_refused(source: Path, exported: Artifact, tmp_path: Path) -> No
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_encoder_decoders(kind: str, tmp_path: Path) -> None:
-    """Fails if the export of the kind is refused, or a file differs from PyTorch in a scenario."""
+    """Fails if the export of the kind is refused, or if the simplified file isn't compared with PyTorch in each of the
+    7 scenarios."""
     made = accel.export(save(tmp_path / kind, kind), out=tmp_path / "out")
     results = [row for record in made.history for row in record["gates"] if row["gate"] == "encoder and decoder"]
-    assert len(results) == 14
+    assert len(results) == 7
     assert all(row["passed"] for row in results)
