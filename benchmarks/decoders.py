@@ -196,7 +196,7 @@ def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
 
     def prefill(ids: np.ndarray) -> None:
         state["running"] = Replay(session, 1)
-        state["next"] = state["running"].prompt(ids).argmax(-1)
+        state["next"] = state["running"].prompt(ids)[:, -1].argmax(-1)
 
     def decode() -> float:
         started = time.perf_counter()

@@ -104,7 +104,7 @@ class Generation:
         running = self.decoder.begin([row.source for row in self.rows])
         active = list(self.rows)
         started = time.perf_counter()
-        logits = running.prompt(*padded([row.tokens for row in active]))
+        logits = running.prompt(*padded([row.tokens for row in active]))[:, -1]
         while active:
             check_cancelled()
             self._check_finite(logits, running, len(active[0].tokens))

@@ -88,7 +88,7 @@ class DecoderGate:
 
     The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
     errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
-    ``reference`` is compared instead of the stage's input.
+    ``reference`` is the model to compare with, by default the stage's input.
     """
 
     name: str = "decoder"

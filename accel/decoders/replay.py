@@ -62,18 +62,20 @@ class Replay:
         logits = self._cache.step({name: value for name, value in feeds.items() if name in self._takes})
         return np.asarray(logits, np.float32)
 
-    def prompt(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """Runs a prompt ``ids`` [rows, count] and returns the logits of its last tokens [rows, vocabulary]. A model
-        computes the logits of all tokens that it gets, so a long prompt runs in parts. No part has only padding."""
+    def prompt(self, ids: np.ndarray, mask: np.ndarray | None = None, last: int = 1) -> np.ndarray:
+        """Runs a prompt ``ids`` [rows, count] and returns the logits of its ``last`` tokens [rows, last, vocabulary]. A
+        model computes the logits of all tokens that it gets, so a long prompt runs in parts. No part has only padding,
+        and the last part has the ``last`` tokens."""
         count = ids.shape[1]
         padding = 0 if mask is None else count - int(mask.sum(axis=1).min())
-        start, end = 0, min(count, max(PROMPT_TOKENS, padding + 1))
+        start, end = 0, max(PROMPT_TOKENS, padding + 1)
         while True:
-            logits = self.step(ids[:, start:end], None if mask is None else mask[:, start:end])[:, -1]
+            end = count if count - end < last else end
+            logits = self.step(ids[:, start:end], None if mask is None else mask[:, start:end])
             if end == count:
-                return logits
+                return logits[:, -last:]
             check_cancelled()
-            start, end = end, min(count, end + PROMPT_TOKENS)
+            start, end = end, end + PROMPT_TOKENS
 
     def first_broken_layer(self) -> int | None:
         """Returns the first layer whose keys or values have a NaN or an infinity. Returns None if there is none, or if
@@ -136,10 +138,10 @@ def cache_precision(session: Session) -> str:
         from .stateful import kept_in
 
         return ", ".join(kept_in(session))
-    pair = Caches.of(session.signature)
     own: Mapping[str, int] = getattr(session, "cache_kept_in", dict)()
     if own:
         return ", ".join(own)
+    pair = Caches.of(session.signature)
     cache = pair.own if pair is not None else cache_of(session.signature)
     return ", ".join(dict.fromkeys(precision_name(spec.dtype) for spec in cache.past))
 

@@ -91,8 +91,8 @@ _Options = TypeVar("_Options", QuantizeOptions, CastOptions)
 def options_given(
     kind: type[_Options], name: str, given: _Options | Mapping[str, Any] | Sequence[str] | str
 ) -> _Options | tuple[str, ...]:
-    """Returns the value of the argument ``name``, which may be a ``kind``, a mapping of its fields, one ``KEY=VALUE``
-    text or several. Raises ``BadInputSpec`` if a mapping has a field that ``kind`` lacks."""
+    """Reads the options in the argument ``name``. The user may give a ``kind``, a mapping of its fields, one
+    ``KEY=VALUE`` text, or several texts. Raises ``BadInputSpec`` if a mapping has a field that ``kind`` lacks."""
     if isinstance(given, kind):
         return given
     if isinstance(given, str):

@@ -67,6 +67,7 @@ class Plan:
         inputs is None.
         """
         m, t = self.memory, self.time
+        read, written = disk_bytes(self.spec, self.layout)
         timed = bool(self.spec.seq or self.spec.flops)
         return {
             "model_state_bytes_per_rank": round(m.model_states),
@@ -89,8 +90,8 @@ class Plan:
             "host_bytes_copied_per_step": round(host_bytes(self.spec, self.layout)),
             "host_seconds": t.host,
             "disk_bytes_per_rank": round(m.disk),
-            "disk_bytes_read_per_step": round(disk_bytes(self.spec, self.layout)[0]),
-            "disk_bytes_written_per_step": round(disk_bytes(self.spec, self.layout)[1]),
+            "disk_bytes_read_per_step": round(read),
+            "disk_bytes_written_per_step": round(written),
             "disk_seconds": t.disk,
             "bubble_fraction": bubble(self.layout),
             "samples_per_second": self.layout.global_batch / t.step if timed else None,

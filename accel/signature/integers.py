@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from .signature import Feeds
 from .spec import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ class IntegerRanges:
         return tuple(spec for spec in self.inputs if spec.values is not None and not spec.is_float)
 
     @cached_property
+    def _columns(self) -> Mapping[str, np.ndarray]:
+        """Returns the largest integer of each column, for the inputs whose columns differ."""
+        import numpy as np
+
+        return {spec.name: np.array(spec.columns) for spec in self._ranged if spec.columns is not None}
+
+    @cached_property
     def _by_dims(self) -> bool:
         return any(spec.bound_dims for spec in self._ranged)
 
@@ -60,9 +71,9 @@ class IntegerRanges:
             low, high = found
             largest, smallest = int(value.max()), int(value.min())
             if low <= smallest and largest <= high:
-                if spec.columns is None:
+                if spec.name not in self._columns:
                     continue
-                highs = np.broadcast_to(np.array(spec.columns), value.shape)
+                highs = np.broadcast_to(self._columns[spec.name], value.shape)
                 outside = value > highs
                 if not outside.any():
                     continue

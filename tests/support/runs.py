@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from accel.cli import group, run
 from accel.train.config.schema import TrainConfig
 from accel.train.loop import Trainer
 from accel.train.parallel.layout import join
@@ -34,3 +37,17 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def logged(out: Path) -> list[float]:
     """Reads the losses in a run's log."""
     return [row["loss"] for row in rows_of(out) if "note" not in row]
+
+
+def plan_of(config: TrainConfig, file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Returns what ``accel plan`` says of ``config`` on two ranks. Writes the config to ``file``."""
+    file.write_text(config.to_toml())
+    assert run(group, ["plan", str(file), "--world", "2", "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def check_disk_bytes(row: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Checks that the step in a ``row`` of a run's log read and wrote the bytes of the plan, within 1%."""
+    for what in ("read", "written"):
+        assert row[f"disk_{what}_bytes"] == pytest.approx(plan[f"disk_bytes_{what}_per_step"], rel=0.01)

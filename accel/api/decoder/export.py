@@ -13,7 +13,7 @@ from accel.decoders.proof import PADDED, DecoderGate
 from accel.errors import BadSource, StageFailed
 from accel.optimizer.publish import check_out
 from accel.signature.decoder import POSITIONS, step_sizes
-from accel.sources.run_folder import trained_config
+from accel.sources.run_folder import CONFIG, trained_config
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.stage import run_stage
@@ -21,8 +21,6 @@ from accel.tables.kinds import KINDS
 from accel.tables.limits import EXPORT_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
-
-CONFIG = "config.json"
 
 
 def is_decoder(source: Source, out: Path | None) -> bool:

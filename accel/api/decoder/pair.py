@@ -16,13 +16,13 @@ from accel.optimizer.publish import check_out
 from accel.proof.compare import Difference, compare
 from accel.signature.decoder import LOGITS
 from accel.signature.encoder_decoder import DECODER_FILE, ENCODER_FILE, Caches
+from accel.sources.run_folder import CONFIG
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.stage import GateResult
 from accel.tables.limits import VERIFY_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
-from .export import CONFIG
 
 ENCODER, DECODER = "encoder", "decoder"
 # The most tokens that the gate runs.

@@ -48,7 +48,7 @@ class BeamSearch:
         context = self.decoder.tokens.context
         longest = longest if context is None else min(longest, context)
         running = self.decoder.begin([row.source])
-        logits = running.prompt(np.array([row.tokens], np.int64))
+        logits = running.prompt(np.array([row.tokens], np.int64))[:, -1]
         running.reorder([0] * self.beams)
         logits = logits.repeat(self.beams, axis=0)
         texts = [list(row.tokens)] * self.beams

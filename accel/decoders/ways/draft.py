@@ -11,7 +11,6 @@ from accel.signature.decoder import is_stateful
 from accel.spelling import option
 
 from ..decoder import Decoder
-from ..replay import PROMPT_TOKENS
 from ..sampling import Sampler, Sampling
 from ..tokenizer import Tokenizer
 
@@ -111,11 +110,8 @@ class FedSteps:
         if same < len(self._fed):
             self.running.crop(same)
         self._fed = list(text)
-        before = len(text) - last
-        if before - same > PROMPT_TOKENS:
-            self.running.prompt(np.array([text[same:before]], np.int64))
-            same = before
-        return self.running.step(np.array([text[same:]], np.int64))[0, -last:]
+        logits: np.ndarray = self.running.prompt(np.array([text[same:]], np.int64), last=last)[0]
+        return logits
 
 
 def check_forgets(decoder: Decoder) -> None:

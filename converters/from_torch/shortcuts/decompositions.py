@@ -12,33 +12,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# The threads that export now, with the programs that each of them has decomposed, and the function of torch.
+from .replaced import Replaced
+
+# The threads that export now, with the programs that each of them has decomposed.
 _running: list[tuple[int, list[Any]]] = []
-_replacing = threading.Lock()
-_torchs: Any = None
 
 
 @contextlib.contextmanager
 def few_decompositions() -> Iterator[list[Any]]:
     """Makes PyTorch's exporter decompose single operators within the ``with`` block (see ``decomposed``). Yields the
-    list of the programs that were decomposed in this way. Several threads may export at the same time: the last one
-    restores PyTorch's own function."""
-    global _torchs
+    list of the programs that were decomposed in this way."""
     from torch.onnx._internal.exporter import _fx_passes
 
-    passes: Any = _fx_passes
-    done: list[Any] = []
-    with _replacing:
-        if not _running:
-            _torchs, passes.decompose_with_registry = passes.decompose_with_registry, _decomposed_here
-        _running.append((threading.get_ident(), done))
-    try:
-        yield done
-    finally:
-        with _replacing:
-            _running.remove((threading.get_ident(), done))
-            if not _running:
-                passes.decompose_with_registry = _torchs
+    exporting: tuple[int, list[Any]] = threading.get_ident(), []
+    with _replaced.within(_fx_passes, "decompose_with_registry"):
+        _running.append(exporting)
+        try:
+            yield exporting[1]
+        finally:
+            _running.remove(exporting)
 
 
 def _decomposed_here(program: Any, registry: Any) -> Any:
@@ -49,10 +41,13 @@ def _decomposed_here(program: Any, registry: Any) -> Any:
     except (ImportError, AttributeError, TypeError):  # another version of torch has other functions
         made = None
     if made is None:
-        return _torchs(program, registry)
+        return _replaced.own(program, registry)
     assert done is not None
     done.append(made)
     return made
+
+
+_replaced = Replaced(_decomposed_here)
 
 
 def decomposed(program: Any, registry: Any) -> Any | None:

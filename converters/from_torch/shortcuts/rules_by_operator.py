@@ -7,36 +7,20 @@ several outputs lists the whole graph first. For BERT-base, these tries take mos
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-# The number of exports that run now, and the method of onnxscript.
-_running = 0
-_replacing = threading.Lock()
-_onnxscripts: Any = None
+from .replaced import Replaced
 
 
 @contextlib.contextmanager
 def rules_by_operator() -> Iterator[None]:
     """Makes onnxscript compare a node's operator with a rule before anything else, within the ``with`` block. The rules
-    change the same nodes as before. Several threads may export at the same time: the last one restores onnxscript's own
-    method."""
-    global _running, _onnxscripts
+    change the same nodes as before."""
     from onnxscript.rewriter._matcher import SimplePatternMatcher
 
-    with _replacing:
-        if not _running:
-            _onnxscripts = SimplePatternMatcher.match
-            SimplePatternMatcher.match = _match  # type: ignore[method-assign,assignment]
-        _running += 1
-    try:
+    with _replaced.within(SimplePatternMatcher, "match"):
         yield
-    finally:
-        with _replacing:
-            _running -= 1
-            if not _running:
-                SimplePatternMatcher.match = _onnxscripts  # type: ignore[method-assign]
 
 
 def _match(matcher: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
@@ -49,4 +33,7 @@ def _match(matcher: Any, model: Any, graph: Any, node: Any, **options: Any) -> A
     wanted = outputs[0].op_identifier() if outputs else None
     if wanted is not None and wanted[:2] != (node.domain, node.op_type):
         return None
-    return _onnxscripts(matcher, model, graph, node, **options)
+    return _replaced.own(matcher, model, graph, node, **options)
+
+
+_replaced = Replaced(_match)

@@ -45,7 +45,7 @@ class TakenCall(ABC):
 
     @abstractmethod
     def _due(self) -> float | None:
-        """Returns the deadline of the call on ``time.monotonic``, or None if it has none."""
+        """Returns the deadline of the call on ``time.monotonic``, or None if the call has no deadline."""
 
     @abstractmethod
     def _written(self, reply: Reply) -> Any:

@@ -83,9 +83,9 @@ def test_a_wrong_exporter_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not list(tmp_path.glob("*.rejected"))
 
 
-def test_a_wrong_simplification_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a fault of the second stage passes, if the first stage is blamed, or if the wrong file isn't set
-    aside."""
+@pytest.fixture
+def wrong_simplification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the stage simplify write a file with other outputs."""
     write = simplify_stage.onnx_artifact
 
     def wrong(src: Artifact, model: Any, out: Path, *rest: Any) -> Artifact:
@@ -94,6 +94,12 @@ def test_a_wrong_simplification_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return made
 
     monkeypatch.setattr(simplify_stage, "onnx_artifact", wrong)
+
+
+@pytest.mark.usefixtures("wrong_simplification")
+def test_a_wrong_simplification_is_found(tmp_path: Path) -> None:
+    """Fails if a fault of the second stage passes, if the first stage is blamed, or if the wrong file isn't set
+    aside."""
     with pytest.raises(GateFailed, match=r"stage simplify changed the output .*m\.onnx\.rejected"):
         accel.export(net(), inputs=INPUTS, out=tmp_path / "m.onnx", use_cache=False)
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx.rejected"]
@@ -126,18 +132,9 @@ def test_optimize_starts_from_the_simplified_file(monkeypatch: pytest.MonkeyPatc
     assert {row["gate"] for row in of_stage(made, "simplify")["gates"]} == {"outputs, compared with the source"}
 
 
-def test_optimize_starts_from_the_exported_file_if_the_simplified_one_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Fails if a wrong simplification ends ``accel optimize``, or if it starts from the wrong file."""
-    write = simplify_stage.onnx_artifact
-
-    def wrong(src: Artifact, model: Any, out: Path, *rest: Any) -> Artifact:
-        made = write(src, model, out, *rest)
-        spoilt(out)
-        return made
-
-    monkeypatch.setattr(simplify_stage, "onnx_artifact", wrong)
+@pytest.mark.usefixtures("wrong_simplification")
+def test_optimize_starts_from_the_exported_file_if_the_simplified_one_is_wrong(tmp_path: Path) -> None:
+    """Fails if a wrong simplification ends ``accel optimize``, or if ``accel optimize`` starts from the wrong file."""
     made = opened_to_optimize(tmp_path)
     assert [record["name"] for record in made.history] == ["onnx_from_torch"]
     assert made.history[0]["gates"]

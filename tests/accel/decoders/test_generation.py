@@ -76,6 +76,20 @@ def test_a_long_prompt_runs_in_parts(
     assert found == [*widths, 1, 1]
 
 
+@pytest.mark.parametrize("last", [1, 2, 3, 6, 7])
+def test_the_last_tokens_of_a_long_prompt_run_together(
+    last: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a draft that checks several tokens gets the logits of fewer, or of other tokens."""
+    ids = np.array([PROMPTS[1]])
+    with accel.load(folder) as session:
+        whole = Replay(session, 1).step(ids)[:, -last:]
+        monkeypatch.setattr("accel.decoders.replay.PROMPT_TOKENS", 2)
+        found = Replay(session, 1).prompt(ids, last=last)
+    assert found.shape == whole.shape == (1, last, whole.shape[2])
+    assert np.allclose(found, whole, rtol=1e-4, atol=1e-5)
+
+
 def test_the_weights_of_a_decoder_are_in_a_second_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from accel.errors import BadConfig, CannotWrite, TrainingFailed
 from accel.train.optimizer import master
 from accel.train.run.launch import train
 from tests.support import ROOT
-from tests.support.runs import config_of, logged, rows_of, trainer_of
+from tests.support.runs import check_disk_bytes, config_of, logged, plan_of, rows_of, trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -96,16 +96,12 @@ def test_ranks_move_the_bytes_of_the_plan(tmp_path: Path, capsys: pytest.Capture
     for name, config in configs.items():
         train(config, tmp_path / name, nproc=2)
     assert logged(tmp_path / "disk") == logged(tmp_path / "memory")
-    file = tmp_path / "run.toml"
-    file.write_text(configs["disk"].to_toml())
-    assert run(group, ["plan", str(file), "--world", "2", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = plan_of(configs["disk"], tmp_path / "run.toml", capsys)
     assert plan["parameter_bytes_per_rank"] == plan["optimizer_bytes_per_rank"] == 0
     later = [row for row in rows_of(tmp_path / "disk") if "note" not in row][1:]
     assert len(later) == 2
     for row in later:
-        for what in ("read", "written"):
-            assert row[f"disk_{what}_bytes"] == pytest.approx(plan[f"disk_bytes_{what}_per_step"], rel=0.01)
+        check_disk_bytes(row, plan)
     assert not list((tmp_path / "states").iterdir())
 
 

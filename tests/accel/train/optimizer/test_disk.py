@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from accel.cli import group, run
 from accel.errors import BadConfig, CannotWrite, TrainingFailed
 from accel.train.optimizer import master
 from accel.train.run.launch import train
-from tests.support.runs import config_of, logged, rows_of, trainer_of
+from tests.support.runs import check_disk_bytes, config_of, logged, plan_of, rows_of, trainer_of
 
 MODES = [("fp32", "adamw"), ("bf16", "adamw"), ("fp16", "adam"), ("bf16-only", "adamw"), ("fp32", "sgd")]
 
@@ -87,16 +85,12 @@ def test_ranks_move_the_bytes_of_the_plan(tmp_path: Path, capsys: pytest.Capture
     for name, config in configs.items():
         train(config, tmp_path / name, nproc=2)
     assert logged(tmp_path / "disk") == logged(tmp_path / "memory")
-    file = tmp_path / "run.toml"
-    file.write_text(configs["disk"].to_toml())
-    assert run(group, ["plan", str(file), "--world", "2", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = plan_of(configs["disk"], tmp_path / "run.toml", capsys)
     assert plan["disk_bytes_per_rank"] == plan["disk_bytes_read_per_step"] > plan["optimizer_bytes_per_rank"] == 0
     first, *later = [row for row in rows_of(tmp_path / "disk") if "note" not in row]
     assert first["disk_read_bytes"] < later[0]["disk_read_bytes"]
     for row in later:
-        for what in ("read", "written"):
-            assert row[f"disk_{what}_bytes"] == pytest.approx(plan[f"disk_bytes_{what}_per_step"], rel=0.01)
+        check_disk_bytes(row, plan)
     losses = []
     for name in configs:
         again = trainer_of(tmp_path / name, **common, parallel={"disk": str(tmp_path) if name == "disk" else ""})
