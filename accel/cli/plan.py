@@ -109,7 +109,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
 
         with beside(out) as temporary:
             temporary.write_text(config_of(chosen, base).to_toml(), encoding="utf-8")
-    body = chosen.to_json() | {"assumptions": _assumptions(machine, chosen)}
+    body = chosen.to_json() | {"assumptions": assumptions(machine, chosen)}
     if given["hbm"]:
         body["feasible"] = [plan.to_json() for plan in found]
     if out is not None:
@@ -121,7 +121,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
         body["reductions"] = [vars(one) for one in reductions]
         say.result(body, lambda: _comparison(reductions, chosen))
         return
-    say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else _words(chosen, machine))
+    say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else words(chosen, machine))
 
 
 # Options that describe training alone.
@@ -274,7 +274,8 @@ def _inference(spec: ModelSpec, given: dict[str, Any], world: int, say: Output) 
     )
 
 
-def _assumptions(machine: Machine, plan: Plan) -> list[str]:
+def assumptions(machine: Machine, plan: Plan) -> list[str]:
+    """Returns what the times of ``plan`` assume, a sentence for each assumption."""
     said = [
         f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
         f"{machine.node_size}, {machine.bandwidth / 1e9:g} GB/s between nodes"
@@ -317,7 +318,8 @@ def _moved(plan: Plan) -> str:
     return f"of which a step reads {read / 1e9:.3f} GB and writes {written / 1e9:.3f} GB"
 
 
-def _words(plan: Plan, machine: Machine) -> str:
+def words(plan: Plan, machine: Machine) -> str:
+    """Returns the plan of one layout as lines of text."""
     m, layout, t = plan.memory, plan.layout, plan.time
     sent = ", ".join(f"{axis} {size / 1e9:.3f} GB" for axis, size in plan.sent.items() if size) or "nothing"
     lines = [
@@ -340,7 +342,7 @@ def _words(plan: Plan, machine: Machine) -> str:
     ]
     if plan.spec.seq or plan.spec.flops:
         lines.append(f"a step takes about {t.step:.4g} s ({t.compute:.4g} s of compute, bubble {t.bubble:.4g} s)")
-    return "\n".join([*lines, *(f"assumed: {text}" for text in _assumptions(machine, plan))])
+    return "\n".join([*lines, *(f"assumed: {text}" for text in assumptions(machine, plan))])
 
 
 def _comparison(reductions: list[Reduction], plan: Plan) -> Any:
@@ -376,4 +378,4 @@ def _table(found: list[Plan], chosen: Plan, machine: Machine) -> Any:
             f"{plan.to_json()['bubble_fraction']:.1%}",
         )
         table.add_row(*map(str, row))
-    return Group(table, *(f"assumed: {text}" for text in _assumptions(machine, chosen)))
+    return Group(table, *(f"assumed: {text}" for text in assumptions(machine, chosen)))

@@ -81,9 +81,16 @@ def command(
     loaded = TrainConfig.load(find_config(config), words)
     if dry_run:
         from accel.api.plan import layout_of_config, plan, spec_of_config
+        from accel.plan.spec import Machine
 
-        planned = plan(spec_of_config(loaded), layout_of_config(loaded, nproc)).to_json()
-        say.result(planned, lambda: "\n".join(f"{name:38} {value}" for name, value in planned.items()))
+        from .plan import assumptions
+        from .plan import words as lines
+
+        machine = Machine()
+        planned = plan(spec_of_config(loaded), layout_of_config(loaded, nproc), machine)
+        body = planned.to_json() | {"assumptions": assumptions(machine, planned)}
+        done = "nothing was started; leave out --dry-run to train, or give accel plan the figures of your machine"
+        say.result(body, lambda: f"{lines(planned, machine)}\n{done}")
         return
     result = train(
         loaded, out, nproc=nproc, nnodes=nnodes, max_restarts=max_restarts, rendezvous=rendezvous, fresh=fresh

@@ -104,10 +104,14 @@ class Signature:
         """Returns the signature after updating its ranges with ``dims`` (see ``DimRange.over``)."""
         return replace(self, dims=merged_ranges(self.dims, dims))
 
-    def with_inputs_in_order(self, names: Iterable[str]) -> Signature:
-        """Returns the signature with the inputs that ``names`` lists first, in this order."""
-        place = {name: number for number, name in enumerate(names)}
-        return replace(self, inputs=tuple(sorted(self.inputs, key=lambda spec: place.get(spec.name, len(place)))))
+    def in_order(self, inputs: Iterable[str], outputs: Iterable[str]) -> Signature:
+        """Returns the signature with the tensors that ``inputs`` and ``outputs`` list first, in this order."""
+
+        def ordered(specs: Iterable[TensorSpec], names: Iterable[str]) -> tuple[TensorSpec, ...]:
+            place = {name: number for number, name in enumerate(names)}
+            return tuple(sorted(specs, key=lambda spec: place.get(spec.name, len(place))))
+
+        return replace(self, inputs=ordered(self.inputs, inputs), outputs=ordered(self.outputs, outputs))
 
     def sizes(self, **given: int) -> dict[str, int]:
         """Returns a size for every dynamic dim: the given size, or else the most usual size of the dim's range."""

@@ -40,6 +40,8 @@ def captured(model: Any, example: Any, dynamic: Any) -> Path:
     writer = next((writer for kind, writer in _CAPTURED_BY.items() if kind in kinds), None)
     if writer is None and callable(model) and not isinstance(model, type):
         writer = "accel.sources.torch.live:capture"
+    if writer is None and isinstance(model, type):
+        raise BadSource(f"{model.__name__} is a class, not a model; give an instance of it: {model.__name__}(...)")
     if writer is None:
         raise BadSource(
             f"{type(model).__name__} is not a model that accel reads; give a module of PyTorch, Keras or TensorFlow, "

@@ -19,6 +19,7 @@ from .nearby import nearby, or_nearby
 
 _ACCEL = Path(__file__).resolve().parents[1]
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+MODEL = "factory"  # the role of an object that makes a model
 SOURCE = "accel_source_"  # prefix of module names for modules loaded from a file
 
 
@@ -31,7 +32,7 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
     where, _, name = spec.rpartition(":")
     if not where:
         where, name = spec, ""
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec, role)
     if not name or not hasattr(module, name):
         own = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
         problem = f"has no {name!r}" if name else f"needs the name of a {role}"
@@ -62,7 +63,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_module(name: str, spec: str) -> ModuleType:
+def _import_module(name: str, spec: str, role: str) -> ModuleType:
     if Path(spec).is_file():
         raise BadSource(
             f"the file ending of {spec} is unknown; rename the file so that its ending shows its format: .onnx, .pt2, "
@@ -75,6 +76,9 @@ def _import_module(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            if role != MODEL:
+                forms = f"file.py:{role.upper()} or package.module:{role.upper()}"
+                raise BadSource(f"{spec!r} is no importable {role}; give {forms}") from error
             near = nearby(spec)
             here = f"give {near} if you mean that, or " if near else ""
             raise BadSource(

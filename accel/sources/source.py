@@ -201,7 +201,7 @@ class Source:
         if facts:
             call = {**artifact.source.get("call", {}), **facts["call"]}
             live = {name: facts[name] for name in ("class", "note", "not_finite") if name in facts}
-            signature = artifact.signature.with_inputs_in_order(facts.get("inputs", ()))
+            signature = artifact.signature.in_order(facts.get("inputs", ()), facts.get("outputs", ()))
             source = {**artifact.source, "live": live, "call": call}
             artifact = replace(artifact, source=source, signature=signature)
         found = self.hub_model

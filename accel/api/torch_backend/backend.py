@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,9 @@ def accel_backend(
     """
     for name in options or {}:
         if name not in _OPTIONS:
-            raise UsageError(
-                f'torch.compile(backend="accel") has no option {name!r}; the options are those of accel.optimize: '
-                f"{', '.join(_OPTIONS)}"
-            )
+            close = get_close_matches(name, _OPTIONS, n=1)
+            fix = f"write {close[0]!r}" if close else f"the options are those of accel.optimize: {', '.join(_OPTIONS)}"
+            raise UsageError(f'torch.compile(backend="accel") has no option {name!r}; {fix}')
     tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return _eager(graph, "gradients are on; call the model inside torch.inference_mode()")

@@ -209,8 +209,8 @@ class Judge:
             told = raised(f"the metric {self.metric_name}", error)
             name = error.args[0] if isinstance(error, KeyError) and error.args else None
             if isinstance(name, str) and name not in {*arrays, *joined}:
-                has = f"{self.data} has {', '.join(arrays) or 'no arrays'}; the outputs are {', '.join(joined)}"
-                told = BadSource(f"{told}, or pass {option('eval_data')} with the array {name!r} ({has})")
+                has = f"the data has {', '.join(arrays) or 'no arrays'}; the outputs are {', '.join(joined)}"
+                told = BadSource(f"{told} ({has}), or pass {option('eval_data')} with the array {name!r}")
             raise told from error
         try:
             value = float(found)

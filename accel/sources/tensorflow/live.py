@@ -63,6 +63,7 @@ def capture(model: Any, example: Any = None, dynamic: Dynamic | None = None) -> 
             f"arguments with {option('example')}"
         ) from error
     arguments = describe(given, strict=True, names=names)[0]
+    results = _output_names(model, result)
     parts = dict(zip(_parameters(model), arguments.get("tuple", [arguments]), strict=False))
     axes: Mapping[str, Iterable[int]]
     if dynamic is not None:
@@ -83,14 +84,17 @@ def capture(model: Any, example: Any = None, dynamic: Dynamic | None = None) -> 
         for name, value in arrays.items()
     }
     cache = StageCache()
-    key = _key(model, canonical_json([shapes, {name: str(value.dtype) for name, value in arrays.items()}]))
+    kinds = {name: str(value.dtype) for name, value in arrays.items()}
+    key = _key(model, canonical_json([shapes, kinds, results]))
     path: Path = cache.entry(key) / _name(model)
     if not path.is_dir():
-        called = {"arguments": parts, "result": describe(result)[0]}
+        returns, outputs = describe(result, names=results)
+        dtypes = {name: value.dtype for name, value in arrays.items()}
         with cache.scratch() as folder:
-            _save(model, call, shapes, {name: value.dtype for name, value in arrays.items()}, folder / path.name)
-            # A SavedModel keeps its inputs in no order.
-            facts = {"class": _name(model), "note": "", "call": called, "inputs": list(arrays)}
+            _save(model, lambda values: describe(call(values), names=results)[1], shapes, dtypes, folder / path.name)
+            # A SavedModel keeps its inputs and outputs in no order.
+            order = {"inputs": list(arrays), "outputs": list(outputs)}
+            facts = {"class": _name(model), "note": "", "call": {"arguments": parts, "result": returns}, **order}
             (folder / FACTS).write_text(json.dumps(facts))
             cache.keep(key, folder)
     return path
@@ -132,6 +136,14 @@ def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[s
     return parameters[: len(found)] if len(parameters) >= len(found) == len(given) else list(found)
 
 
+def _output_names(model: Any, result: Any) -> dict[str, str]:
+    """Returns the name of its layer for each output of a functional Keras model, as the model's file names it. Returns
+    an empty dict if the model names its outputs itself, by the keys of a dict, or if two outputs have one name."""
+    own = getattr(model, "output_names", None) or []
+    found = [] if isinstance(result, Mapping) else list(describe(result)[1])
+    return dict(zip(found, own, strict=True)) if len(set(own)) == len(own) == len(found) else {}
+
+
 def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
     """Runs the model with a batch that is one row larger. Returns a dict that maps each input with a batch axis to the
     list ``[0]``, or an empty dict if the model fails on the larger batch."""
@@ -161,7 +173,7 @@ def _key(model: Any, facts: str) -> str:
 
 def _save(
     model: Any,
-    call: Callable[[Sequence[Any]], Any],
+    outputs: Callable[[Sequence[Any]], Mapping[str, Any]],
     shapes: Mapping[str, Sequence[int | None]],
     dtypes: Mapping[str, Any],
     folder: Path,
@@ -174,10 +186,10 @@ def _save(
 
             archive = keras.export.ExportArchive()
             archive.track(model)
-            archive.add_endpoint("serving_default", lambda *values: describe(call(values))[1], input_signature=specs)
+            archive.add_endpoint("serving_default", lambda *values: outputs(values), input_signature=specs)
             archive.write_out(str(folder), verbose=False)
         else:
-            traced = tensorflow.function(lambda *values: describe(call(values))[1], input_signature=specs)
+            traced = tensorflow.function(lambda *values: outputs(values), input_signature=specs)
             tensorflow.saved_model.save(model, str(folder), signatures=traced.get_concrete_function())
     except Exception as error:  # a model may raise any type of error
         raise BadSource(

@@ -109,6 +109,14 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
         Judge(other, data, metric).check(StageCache(tmp_path / "cache"))
 
 
+def test_a_name_that_is_no_function(tmp_path: Path) -> None:
+    """Fails if the advice for a word that names no function is about models."""
+    with pytest.raises(
+        BadSource, match=r"^'acc' is no importable metric; give file.py:METRIC or package.module:METRIC$"
+    ):
+        Judge(twice(tmp_path), samples(tmp_path, 4), "acc")
+
+
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
     """Checks the error for a metric that reads a missing array. The error must list the arrays in the data, and name
     the option for other data. If the metric fails for another reason, the error must not list the arrays."""
@@ -123,9 +131,9 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
     def no_key(outputs: Any, data: Any) -> float:
         raise KeyError
 
-    with pytest.raises(BadSource, match=r"raised KeyError: .* correct that line, or pass eval_data= with") as caught:
+    with pytest.raises(BadSource, match=r"raised KeyError: .* correct that line") as caught:
         Judge(source, data, labels).check(StageCache(tmp_path / "cache"))
-    assert str(caught.value).endswith(f"with the array 'label' ({data} has x; the outputs are y)")
+    assert str(caught.value).endswith("(the data has x; the outputs are y), or pass eval_data= with the array 'label'")
     for metric in (lengths, no_key):
         with pytest.raises(BadSource, match=r"correct that line$"):
             Judge(source, data, metric).check(StageCache(tmp_path / "cache"))

@@ -32,7 +32,7 @@ class Module(tf.Module):
         return tf.nn.relu(x @ self.w)
 
 a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
-outputs = [keras.layers.Subtract()([a, b]), keras.layers.Dense(2)(b)]
+outputs = [keras.layers.Subtract(name="less")([a, b]), keras.layers.Dense(2, name="dense")(b)]
 A = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
 B = 10 * A
 cases = {
@@ -48,6 +48,10 @@ for name, (model, example, args) in cases.items():
     assert tf.is_tensor(found) == tf.is_tensor(args[0]), (name, type(found))
     for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+# Outputs have the names of their layers, in the order in which the model returns them.
+names = [spec.name for spec in accel.Source(cases["inputs in a list"][0]).open().signature.outputs]
+assert names == ["less", "dense"], names
+
 class Two(tf.Module):
     def __call__(self, x, y):
         return tf.reduce_mean(x, 1) + tf.reduce_mean(y, 1)

@@ -332,6 +332,7 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (lambda: accel.Source(nn.Linear(4, 3)).open(), BadInputSpec, "pass example arguments with example="),
         (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is not a model in memory"),
         (lambda: accel.Source(3), BadSource, "int is not a model that accel reads"),  # type: ignore[arg-type]
+        (lambda: accel.Source(nn.Linear), BadSource, r"a class, not a model; give an instance of it: Linear\("),
         (lambda: accel.bench(["a.onnx"], example=(X,)), UsageError, "none of the models is in memory"),
     ],
 )

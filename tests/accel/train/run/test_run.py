@@ -244,11 +244,18 @@ def _plain(config: TrainConfig) -> dict[str, object]:
 
 
 def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``--dry-run`` creates a folder, or if the layout in the printed plan differs from the requested
-    layout."""
-    line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --json --out {tmp_path / 'run'}"
+    """Fails if ``--dry-run`` creates a folder, if the layout in the printed plan differs from the requested layout, or
+    if the plan doesn't say for which machine its times are."""
+    line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --out {tmp_path / 'run'}"
+    assert run(group, [*line.split(), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["layout"]["zero"] == 3
+    assert "TFLOP/s a rank" in planned["assumptions"][0]
     assert run(group, line.split()) == 0
-    assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
+    said = capsys.readouterr().out
+    assert "ZeRO 3" in said
+    assert f"assumed: {planned['assumptions'][0]}" in said
+    assert "nothing was started" in said
     assert not (tmp_path / "run").exists()
 
 
