@@ -5,7 +5,8 @@ Usage:
     python benchmarks/serve_clients.py --client CLIENT --server SERVER    # writes results/serve_clients.md
 
 CLIENT and SERVER are clones (also bare ones) of github.com/triton-inference-server/client and .../server. Needs the
-ports 8000 and 8001, which the scripts use, and takes some minutes. All requests go to localhost.
+ports 8000 and 8001, which the scripts use, and takes some minutes for each gRPC transport. `--kept FILE` keeps what was
+run, so that the rest can be run later. All requests go to localhost.
 
 The server gets the models of Triton's own example repository as they are. Some models are not in the repository, or
 have weights that have to be downloaded. For these, the script writes models with the same names, inputs and outputs:
@@ -28,10 +29,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from client_runs import TRANSPORTS, Run, Runs, add_options
 from serve_starters import running
 
 RESULT = Path(__file__).parent / "results" / "serve_clients.md"
@@ -147,15 +148,6 @@ WHY = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a script: its name with its options, and the last line that it wrote if it failed."""
-
-    name: str
-    passed: bool
-    last: str = ""
-
-
 def unpacked(clone: Path, part: str, into: Path) -> Path:
     """Returns the folder ``part`` of a clone of a git repository, as committed."""
     into.mkdir(exist_ok=True)
@@ -193,29 +185,41 @@ def add_models(root: Path) -> None:
     (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
 
 
-def run(script: Path, options: tuple[str, ...], image: Path) -> Run:
+def named(script: str, options: tuple[str, ...]) -> str:
+    return " ".join([script, *(word for word in options if word not in ("IMAGE", *ON_GRPC[2:], *IMAGE[1:]))])
+
+
+def run(script: Path, options: tuple[str, ...], image: Path, transport: str) -> Run:
     words = [str(image) if word == "IMAGE" else word for word in options]
-    name = " ".join([script.name, *(word for word in options if word not in ("IMAGE", *ON_GRPC[2:], *IMAGE[1:]))])
+    name = named(script.name, options)
     try:
         found = subprocess.run(
             [sys.executable, str(script), *words], capture_output=True, text=True, timeout=SECONDS, cwd=script.parent
         )
     except subprocess.TimeoutExpired:
-        return Run(name, False, f"no end after {SECONDS} s")
+        return Run(name, False, f"no end after {SECONDS} s", transport)
     if found.returncode == 0:
-        return Run(name, True)
+        return Run(name, True, "", transport)
     lines = [line for line in (found.stdout + found.stderr).splitlines() if line.strip()]
     said = lines[-1].replace("|", "/")[:200] if lines else f"ended with {found.returncode}"
-    return Run(name, False, next((why for word, why in WHY.items() if word in said), said))
+    return Run(name, False, next((why for word, why in WHY.items() if word in said), said), transport)
 
 
-def told(script: Path, image: Path) -> list[Run]:
-    """Runs the script with each of its options, and prints the results."""
-    found = []
-    for options in OPTIONS.get(script.name, ((),)):
-        found.append(run(script, options, image))
-        print(f"{found[-1].name}: {found[-1].last or 'passes'}", flush=True)
-    return found
+def rows_of(scripts: list[Path]) -> list[str]:
+    """Returns the names of all runs of the scripts."""
+    return [named(one.name, options) for one in scripts for options in OPTIONS.get(one.name, ((),))]
+
+
+def run_all(scripts: list[Path], models: Path, image: Path, transport: str, runs: Runs, *more: str) -> None:
+    """Runs the scripts with each of their options against one server, as far as they weren't run before."""
+    todo = [one for one in scripts if not all(runs.has(name, transport) for name in rows_of([one]))]
+    if not todo:
+        return
+    with serving(models, transport, *more):
+        for script in todo:
+            for options in OPTIONS.get(script.name, ((),)):
+                if not runs.has(named(script.name, options), transport):
+                    runs.add(run(script, options, image, transport))
 
 
 @contextmanager
@@ -232,23 +236,18 @@ def serving(models: Path, transport: str, *more: str) -> Iterator[None]:
         yield
 
 
-def table(runs: list[Run], clones: list[Path]) -> str:
-    scripts = {one.name.split()[0] for one in runs}
-    failing = {one.name.split()[0] for one in runs if not one.passed}
+def table(runs: Runs, names: list[str], clones: list[Path]) -> str:
+    scripts = {name.split()[0] for name in names}
+    failing = {one.name.split()[0] for one in runs.all if not one.passed}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tritonclient", "grpcio")]
     lines = [
         "# The example scripts of Triton's client repository against accel serve",
         "",
         f"Made by `python benchmarks/serve_clients.py`, with the commits {commit(clones[0])} (client) and",
         f"{commit(clones[1])} (server), {' and '.join(versions)}. The scripts are unedited.",
-        f"{len(scripts) - len(failing)} of {len(scripts)} scripts pass.",
+        f"{len(scripts) - len(failing)} of {len(scripts)} scripts pass on each gRPC transport (`--transport`).",
         "",
-        "| script | result | why |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {one.name} | {'passes' if one.passed else 'fails'} | {one.last} |"
-        for one in sorted(runs, key=lambda one: one.name)
+        *runs.table("script", sorted(names), TRANSPORTS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -267,30 +266,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--client", type=Path, required=True)
     parser.add_argument("--server", type=Path, required=True)
-    parser.add_argument("--only", default="", help="a regular expression of the scripts' names; writes no result file")
-    parser.add_argument("--transport", default="auto")
+    add_options(parser, "scripts'")
     given = parser.parse_args()
     check_ports()
-    runs = []
+    runs = Runs(given.kept)
     with tempfile.TemporaryDirectory() as name:
         examples = unpacked(given.client, EXAMPLES, Path(name) / "client")
         models = unpacked(given.server, MODELS, Path(name) / "server")
         image = next(unpacked(given.server, IMAGES, Path(name) / "server").glob("mug.*"))
         scripts = [one for one in sorted(examples.glob("*.py")) if re.search(given.only, one.name)]
-        for script in scripts:
-            if script.name in COUNTED:
-                kept = Path(name) / script.stem
-                for folder in sorted(models.iterdir())[-COUNTED[script.name] :]:
-                    shutil.copytree(folder, kept / folder.name)
-                with serving(kept, given.transport):
-                    runs += told(script, image)
+        counted = [one for one in scripts if one.name in COUNTED]
+        for script in counted:
+            for folder in sorted(models.iterdir())[-COUNTED[script.name] :]:
+                shutil.copytree(folder, Path(name) / script.stem / folder.name)
         add_models(models)
-        with serving(models, given.transport, "--load-model", "*"):
-            for script in scripts:
-                if script.name not in COUNTED:
-                    runs += told(script, image)
+        others = [one for one in scripts if one not in counted]
+        for transport in given.transport or TRANSPORTS:
+            for script in counted:
+                run_all([script], Path(name) / script.stem, image, transport, runs)
+            run_all(others, models, image, transport, runs, "--load-model", "*")
     if not given.only:
-        RESULT.write_text(table(runs, [given.client, given.server]), encoding="utf-8")
+        RESULT.write_text(table(runs, rows_of(scripts), [given.client, given.server]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Usage:
     python benchmarks/serve_qa.py --server SERVER    # writes results/serve_qa.md
 
 SERVER is a clone (also a bare one) of github.com/triton-inference-server/server. Needs the ports 8000 and 8001, which
-the tests use, the packages psutil and requests, and takes some five minutes. All requests go to localhost.
+the tests use, the packages psutil and requests, and takes some five minutes for each gRPC transport. `--kept FILE`
+keeps what was run, so that the rest can be run later. All requests go to localhost.
 
 Each test runs in a process of its own. The models are those of Triton's example repository and of its Python models,
 and identity models as `qa/common/gen_qa_identity_models.py` describes them.
@@ -27,8 +28,9 @@ from pathlib import Path
 
 import onnx
 import tritonclient.http as triton
+from client_runs import TRANSPORTS, Run, Runs, add_options
 from onnx import TensorProto, helper
-from serve_clients import HTTP, MODELS, SECONDS, Run, check_ports, commit, serving, unpacked
+from serve_clients import HTTP, MODELS, SECONDS, check_ports, commit, serving, unpacked
 
 RESULT = Path(__file__).parent / "results" / "serve_qa.md"
 QUEUE = """dynamic_batching { max_queue_delay_microseconds: 1000000 preferred_batch_size: [ 8 ]
@@ -137,49 +139,49 @@ def tests_of(path: Path) -> list[str]:
     return found
 
 
-def run(path: Path, test: str, client: str) -> Run:
+def named(path: Path, test: str, client: str) -> str:
+    return f"{path.parent.name}/{path.name} {test}" + (f" ({client})" if "Shared" in test else "")
+
+
+def run(path: Path, test: str, client: str, transport: str) -> Run:
+    name = named(path, test, client)
     if test in SKIPPED:
-        return Run(f"{path.parent.name}/{path.name} {test}", False, SKIPPED[test])
-    name = f"{path.parent.name}/{path.name} {test}" + (f" ({client})" if "Shared" in test else "")
+        return Run(name, False, SKIPPED[test], transport)
     env = {**os.environ, "CLIENT_TYPE": client}
     words = [sys.executable, path.name, test]
     try:
         done = subprocess.run(words, cwd=path.parent, env=env, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return Run(name, False, f"no end after {SECONDS} s")
+        return Run(name, False, f"no end after {SECONDS} s", transport)
     finally:
         with suppress(Exception), triton.InferenceServerClient(f"localhost:{HTTP}") as made:
             made.unregister_system_shared_memory()
     if done.returncode == 0:
-        return Run(name, True)
+        return Run(name, True, "", transport)
     lines = re.findall(r"^(?:\w+\.)*(?:\w*(?:Error|Exception)): .*", done.stderr, re.MULTILINE)
     said = lines[-1].replace("|", "/")[:240] if lines else done.stderr[-200:].replace("\n", " ")
-    return Run(name, False, next((why for word, why in WHY.items() if word in name + done.stderr), said))
+    return Run(name, False, next((why for word, why in WHY.items() if word in name + done.stderr), said), transport)
 
 
-def table(runs: list[Run], clone: Path) -> str:
-    passed = sum(one.passed for one in runs)
+def table(runs: Runs, names: list[str], clone: Path) -> str:
     lines = [
         "# Tests of Triton's QA against accel serve",
         "",
         f"Made by `python benchmarks/serve_qa.py`, with the commit {commit(clone)} of Triton's server repository. The",
-        f"test files are unedited. {passed} of {len(runs)} tests pass.",
+        f"test files are unedited. {runs.passed(names)} of {len(names)} tests pass on each gRPC transport.",
         "",
-        "| test | result | why |",
-        "|---|---|---|",
+        *runs.table("test", names, TRANSPORTS),
     ]
-    lines += [f"| {one.name} | {'passes' if one.passed else 'fails'} | {one.last} |" for one in runs]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", type=Path, required=True)
-    parser.add_argument("--only", default="", help="a regular expression of the tests' names; writes no result file")
-    parser.add_argument("--transport", default="auto")
+    add_options(parser, "tests'")
     given = parser.parse_args()
     check_ports()
-    runs = []
+    runs, names = Runs(given.kept), list[str]()
     with tempfile.TemporaryDirectory() as name:
         clone = Path(name) / "server"
         for part in (MODELS, "qa"):
@@ -189,15 +191,17 @@ def main() -> None:
             chosen = [one for one in tests_of(path) if re.search(group.tests, one) and re.search(given.only, one)]
             models = Path(name) / f"models-{number}"
             group.models(models, clone)
-            if not chosen:
-                continue
-            with serving(models, given.transport, *group.options):
-                for test in chosen:
-                    for client in group.clients:
-                        runs.append(run(path, test, client))
-                        print(f"{runs[-1].name}: {'passes' if runs[-1].passed else runs[-1].last}", flush=True)
+            pairs = [(test, client) for test in chosen for client in group.clients]
+            names += [named(path, *pair) for pair in pairs]
+            for transport in given.transport or TRANSPORTS:
+                todo = [pair for pair in pairs if not runs.has(named(path, *pair), transport)]
+                if not todo:
+                    continue
+                with serving(models, transport, *group.options):
+                    for pair in todo:
+                        runs.add(run(path, *pair, transport))
     if not given.only:
-        RESULT.write_text(table(runs, given.server), encoding="utf-8")
+        RESULT.write_text(table(runs, names, given.server), encoding="utf-8")
 
 
 if __name__ == "__main__":

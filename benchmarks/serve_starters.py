@@ -1,4 +1,4 @@
-"""Starts `accel serve`, MLServer, LitServe and the bare gRPC servers of `serve_load.py`, each on a free port."""
+"""Starts `accel serve`, its peers and the bare gRPC servers of `serve_load.py`, each on a free port."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import serve_triton
 
 HERE = Path(__file__).parent
 
@@ -75,6 +77,7 @@ def start_accel(
     text = f'name: "{scenario.name}"\nmax_batch_size: 32\ndynamic_batching {{}}\n'
     config.write_text(text + f"instance_group {{ count: {instances} }}\n" * (instances > 1))
     words = [sys.executable, "-m", "accel", "serve", str(folder / "repository"), "--processes", str(processes)]
+    words += ["--transport", "native"]
     return running([*words, "--grpc-port", str(port), "--http-port", str(free_port())], port)
 
 
@@ -116,12 +119,37 @@ def start_litserve(scenario: Scenario, folder: Path, peers: Path | None) -> cont
     return running(words, port)
 
 
+def start_triton(
+    scenario: Scenario, folder: Path, peers: Path | None, instances: int = 1
+) -> contextlib.AbstractContextManager[int]:
+    """Starts Triton, whose Python backend runs the model with ONNX Runtime, in so many processes."""
+    assert peers
+    port = free_port()
+    models = folder / f"triton-{scenario.name}-{instances}"
+    version = models / scenario.name / "1"
+    if not version.exists():
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(
+            serve_triton.model(folder / "repository" / scenario.name / "1" / "model.onnx", peers)
+        )
+        config = 'backend: "python"\nmax_batch_size: 32\ndynamic_batching {}\n'
+        config += f"instance_group {{ count: {instances} kind: KIND_CPU }}\n"
+        for kind, name, dims in (("input", "x", scenario.shape[1:]), ("output", "y", (-1,))):
+            config += f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: {list(dims)} }}\n'
+        (version.parent / "config.pbtxt").write_text(config)
+    words, env = serve_triton.program(peers, folder)
+    words += ["--model-repository", str(models), "--grpc-port", str(port), "--allow-http", "false"]
+    return running([*words, "--allow-metrics", "false"], port, env=env)
+
+
 STARTERS: dict[str, Callable[[Scenario, Path, Path | None], contextlib.AbstractContextManager[int]]] = {
     "accel": start_accel,
     "accel-one": partial(start_accel, processes=1),
     "accel-instances": partial(start_accel, processes=1, instances=2),
     "floor": start_floor,
     "floor-model": partial(start_floor, runs=True),
+    "triton": start_triton,
+    "triton-two": partial(start_triton, instances=2),
     "mlserver": start_mlserver,
     "mlserver-workers": partial(start_mlserver, workers=2),
     "litserve": start_litserve,

@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 from serve_goals import Goal, table
+from serve_h2load import settled
 from serve_lengths import LONGEST, texts
-from serve_load import RESULTS, settled, versions
+from serve_load import RESULTS, versions
 from serve_starters import STARTERS, Scenario
 
 import accel

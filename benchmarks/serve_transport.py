@@ -28,7 +28,7 @@ import numpy as np
 import onnx
 import tritonclient.grpc as triton
 from serve_executor import mlp
-from serve_load import METHOD, grpc_body
+from serve_h2load import METHOD, grpc_body
 from serve_starters import free_port, running
 
 from accel.timing.environment import environment

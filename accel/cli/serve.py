@@ -114,9 +114,9 @@ class _Serve(click.Command):
     "--max-connections-per-address",
     "max_connections",
     type=click.IntRange(0),
-    default=0,
+    default=None,
     help="For --transport native: the open gRPC connections of an address, or of an IPv6 /64, in each process; 0: no "
-    "limit.",
+    "limit. Default: 4096, or half of the files that the process may open if that is less.",
 )
 @click.option(
     "--grpc-threads",

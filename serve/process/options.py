@@ -36,13 +36,13 @@ class ServeOptions:
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
     the number of cores that the sessions of one model share, or 0 for all cores that the process may use. ``threads``
     is the number of threads of each session, or 0 for the session's share of ``cores``. ``transport`` is ``native``,
-    ``cygrpc``, ``grpc`` or ``auto`` (see ``transports/grpc/choice.py``). If ``restart`` is True, a
-    supervisor restarts a crashed serving process, even if ``processes`` is 1. ``rate_limits`` have the form
-    ``NAME:COUNT``. ``host_policies`` have the form ``NAME,cpu-cores=RANGES``. After SIGTERM, the server takes requests
-    for ``drain_delay`` seconds but reports that it isn't ready. Then open requests have ``drain`` seconds to end. A
-    message has at most ``max_message`` bytes; 0 means 256 MiB, or more if a model needs it. ``trace`` is the OTLP
-    endpoint of the traces. One of every ``trace_rate`` requests is traced. ``tokens``, ``tls_*`` and ``log_file`` are
-    paths.
+    ``cygrpc``, ``grpc`` or ``auto`` (see ``transports/grpc/choice.py``). ``max_connections`` are the connections of an
+    address; None takes a limit that leaves files for others. If ``restart`` is True, a supervisor restarts a crashed
+    serving process, even if ``processes`` is 1. ``rate_limits`` have the form ``NAME:COUNT``. ``host_policies`` have
+    the form ``NAME,cpu-cores=RANGES``. After SIGTERM, the server takes requests for ``drain_delay`` seconds but reports
+    that it isn't ready. Then open requests have ``drain`` seconds to end. A message has at most ``max_message`` bytes;
+    0 means 256 MiB, or more if a model needs it. ``trace`` is the OTLP endpoint of the traces. One of every
+    ``trace_rate`` requests is traced. ``tokens``, ``tls_*`` and ``log_file`` are paths.
     """
 
     repository: str = ""
@@ -59,7 +59,7 @@ class ServeOptions:
     cores: int = 0
     transport: str = "auto"
     max_resets: float = 1000.0
-    max_connections: int = 0
+    max_connections: int | None = None
     grpc_threads: int = 512
     max_message: int = 0
     drain: float = 30.0

@@ -10,7 +10,7 @@ from .grpc.choice import NATIVE, chosen
 
 
 def open_grpc(
-    server: InferenceServer, *, transport: str, max_resets: float, max_connections: int, **options: Any
+    server: InferenceServer, *, transport: str, max_resets: float, max_connections: int | None, **options: Any
 ) -> Transport:
     """Returns the transport for ``--transport``. Only ``NativeTransport`` can limit resets and connections; ``options``
     are for every transport. Raises ``UnsupportedHere`` if the transport can't be used here."""

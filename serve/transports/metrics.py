@@ -103,9 +103,10 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 # What a port counts: the key in its counts, the name and the description of the metric, and its kind.
-CONNECTIONS, ACCEPTED, REFUSED, ENDED = "connections", "accepted", "refused", "ended_"
+CONNECTIONS, LIMIT, ACCEPTED, REFUSED, ENDED = "connections", "limit", "accepted", "refused", "ended_"
 _PORT = (
     (CONNECTIONS, "accel_grpc_connections", "Open gRPC connections", "gauge"),
+    (LIMIT, "accel_grpc_connections_limit", "gRPC connections that one address may have; 0: no limit", "gauge"),
     (ACCEPTED, "accel_grpc_connections_accepted", "gRPC connections that were accepted", "counter"),
     (REFUSED, "accel_grpc_connections_refused", "gRPC connections above the limit of an address", "counter"),
 )

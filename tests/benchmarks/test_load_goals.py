@@ -33,21 +33,45 @@ def test_goals(script: ModuleType) -> None:
     a goal counts as missed if its value is on the wrong side of the bound. MLServer has two setups, and a ratio must
     use the faster setup. Also fails if a ratio compares rates at different concurrencies."""
     rates = {
-        # The machine is twice as slow in the second round, for both servers.
-        ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
-        ("mlp", "mlserver-workers", 8): [500.0, 600.0, 500.0],
-        ("mlp", "accel", 32): [3300.0], ("mlp", "mlserver", 32): [900.0], ("mlp", "mlserver-workers", 32): [1100.0],
-        ("image", "accel", 8): [80.0], ("image", "floor", 8): [100.0], ("image", "mlserver", 8): [10.0],
-        ("small", "accel", 8): [85.0], ("small", "floor", 8): [100.0],
+        # The machine is twice as slow in the second round, for all servers.
+        ("mlp", "accel", 32): [7000.0, 3600.0, 7000.0], ("mlp", "accel-one", 32): [4000.0, 2000.0, 4400.0],
+        ("mlp", "mlserver", 32): [1000.0, 500.0, 1000.0], ("mlp", "mlserver-workers", 32): [500.0, 600.0, 500.0],
+        ("mlp", "triton", 32): [3000.0, 1600.0, 3000.0], ("mlp", "triton-two", 32): [4000.0, 2000.0, 4000.0],
+        ("mlp", "accel", 8): [1.0], ("mlp", "triton", 8): [9.0],
+        ("image", "accel", 8): [130.0], ("image", "triton", 8): [100.0], ("image", "mlserver", 8): [10.0],
+        ("small", "accel", 8): [250.0], ("small", "floor", 8): [100.0],
+        ("small", "accel", 32): [300.0], ("small", "floor", 32): [100.0],
     }  # fmt: skip
-    found = script.goals(rates, [249.0, 100.0, 249.5])
-    assert [goal.found for goal in found] == pytest.approx([3.3, 3.0, 0.8, 0.85, 249.0])
-    assert [goal.met for goal in found] == [True, False, False, True, True]
-    assert found[0].row()["rounds"] == pytest.approx([3.3, 3.4, 3.2])
-    assert script.goals(rates, [250.0])[-1].met is False
+    found = script.goals(rates, [119.0, 100.0, 119.5], [2.9])
+    assert [goal.found for goal in found] == pytest.approx([1.75, 7.0, 1.0, 2.5, 3.0, 1.3, 119.0, 2.9])
+    assert [goal.met for goal in found] == [True, True, False, False, True, True, True, True]
+    assert found[1].row()["rounds"] == pytest.approx([7.0, 7.2, 7.0])
+    assert [goal.met for goal in script.goals(rates, [121.0], [3.1])[-2:]] == [False, False]
     lines = script.table(found)
-    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["yes", "no", "no", "yes", "yes"]
-    assert "3.20 to 3.40" in lines[2]
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["yes", "yes", "no", "no", "yes", "yes", "yes", "yes"]
+    assert "7.00 to 7.20" in lines[3]
+
+
+def test_what_the_goals_need(script: ModuleType) -> None:
+    """Fails if a run for the goals alone leaves out a server or a number of callers that a goal compares."""
+    rates = {
+        (scenario, server, callers): [1.0]
+        for scenario in ("mlp", "small", "image")
+        for server in (
+            "accel",
+            "accel-one",
+            "triton",
+            "triton-two",
+            "mlserver",
+            "mlserver-workers",
+            "floor",
+            "litserve",
+        )
+        for callers in script.needed(scenario, server)
+    }
+    assert ("mlp", "accel", 1) in rates  # the time over session.run
+    assert not any(server == "litserve" for _, server, _ in rates)
+    assert all(goal.found is not None for goal in script.goals(rates, [1.0], [1.0]))
 
 
 def test_what_was_not_measured(script: ModuleType) -> None:
@@ -67,11 +91,11 @@ def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail:
     generator overlooked failed requests. The load generator counts 100 answers, and up to 8 requests may be unanswered
     when it stops."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    serve_load = importlib.import_module("serve_load")
+    serve_h2load = importlib.import_module("serve_h2load")
     found = iter([(7, 3), (7 + success, 3 + fail)])
-    monkeypatch.setattr(serve_load, "settled", lambda *_: next(found))
+    monkeypatch.setattr(serve_h2load, "settled", lambda *_: next(found))
     outcome = nullcontext() if agrees else pytest.raises(RuntimeError, match="h2load counted 100 answers")
-    with outcome, serve_load.counted(1, "m") as sent:
+    with outcome, serve_h2load.counted(1, "m") as sent:
         sent.append((100, 8))
     assert sent[1:] == [(max(0, 100 - success), max(0, success + fail - 108))]
 
@@ -79,15 +103,15 @@ def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail:
 def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run passes although some requests got no answer."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    serve_load = importlib.import_module("serve_load")
+    serve_h2load = importlib.import_module("serve_h2load")
 
     def ran(*_: Any, **__: Any) -> SimpleNamespace:
         return SimpleNamespace(stdout="requests: 20 total, 20 started, 19 done, 18 succeeded, 1 failed, 1 errored\n")
 
-    monkeypatch.setattr(serve_load, "subprocess", SimpleNamespace(run=ran))
+    monkeypatch.setattr(serve_h2load, "subprocess", SimpleNamespace(run=ran))
     with pytest.raises(RuntimeError, match="18 of 20 requests were answered"):
-        serve_load.exactly(1, Path("body"), 20, 8)
-    assert serve_load.exactly(1, Path("body"), 18, 8) == 18
+        serve_h2load.exactly(1, Path("body"), 20, 8)
+    assert serve_h2load.exactly(1, Path("body"), 18, 8) == 18
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +126,7 @@ def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
         serve_load.row("mlp", "floor-model", 8, [{**run, "rate": 320.0}] * 2),
         serve_load.row("mlp", "mlserver", 8, [run] * 2),
     ]
-    lines = serve_load.markdown(rows, []).splitlines()
+    lines = serve_load.markdown(rows, [], []).splitlines()
     assert next(line for line in lines if line.startswith("| mlp | accel")).endswith("| 0 | 4 | 2 |")
     assert next(line for line in lines if line.startswith("| mlp | mlserver")).endswith("| 0 | - | - |")
     assert "reaches 3.2 times MLServer at concurrency 8; accel" in lines[-2]

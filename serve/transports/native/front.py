@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from ...security.tls import Tls, check_certificates
 from ..grpc.arrivals import Arrivals
 from ..grpc.health import add_health_and_reflection, make_health
 from ..grpc.servicer import Servicer
-from ..metrics import ACCEPTED, CONNECTIONS, ENDED, REFUSED
+from ..metrics import ACCEPTED, CONNECTIONS, ENDED, LIMIT, REFUSED
 from .build import port_library
 from .loop import NativeLoop
 from .services import Services
@@ -26,13 +27,22 @@ log = logging.getLogger("accel.serve")
 _INT32_MAX = (1 << 31) - 1
 _HEADERS = 16 << 10  # bytes of the headers of a call; gRPC's limit
 _STEP = 0.005  # seconds
+_CONNECTIONS = 4096  # of an address
+
+
+def most_connections() -> int:
+    """Returns how many connections one address may have if no option says so: other clients, and the models, still get
+    files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_CONNECTIONS, soft // 2))
 
 
 class NativeTransport:
     """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. At most ``threads`` methods other than
     ModelInfer run at the same time. ``shared`` lets other processes listen on the same port. ``max_message`` is the
     largest allowed size of a message in bytes. A connection ends if it resets more than ``max_resets`` calls in a
-    second. An address has at most ``max_connections`` connections. 0 means no limit of either."""
+    second. An address has at most ``max_connections`` connections; None takes ``most_connections()``. 0 means no limit
+    of either."""
 
     def __init__(
         self,
@@ -45,14 +55,15 @@ class NativeTransport:
         tls: Tls | None = None,
         shared: bool = False,
         max_resets: float = 1000.0,
-        max_connections: int = 0,
+        max_connections: int | None = None,
     ) -> None:
         self._library = port_library()
         self._server = server
         self._place = (host, port, shared)
         self._tls = tls
         self._threads, self._max_message = threads, max_message
-        self._max_resets, self._max_connections = max_resets, max_connections
+        self._max_resets = max_resets
+        self._max_connections = most_connections() if max_connections is None else max_connections
         self._sockets: list[socket.socket] = []
         self._port: Any = None
         self._loop: NativeLoop | None = None
@@ -118,6 +129,7 @@ class NativeTransport:
             return {}
         found = self._port.counts()
         counts = {key: found[key] for key in (CONNECTIONS, ACCEPTED, REFUSED)}
+        counts[LIMIT] = self._max_connections
         return counts | {ENDED + reason: count for reason, count in found["floods"].items()}
 
     def _changed(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hpack
@@ -51,10 +51,11 @@ def request(rows: int, first: float) -> tuple[Any, np.ndarray]:
 class Connection:
     """The bytes that one client sends. ``inputs`` are the inputs of the calls that the server has to answer, by stream,
     if it keeps the connection. A ``plain`` connection breaks no rule, so the server has to keep it. If the connection
-    is ``framed``, its last frame is complete."""
+    is ``framed``, its last frame is complete. Most calls have one of the headers ``any_of``."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, any_of: Sequence[tuple[str, str]] = ()) -> None:
         self.random = random.Random(seed)
+        self._any_of = any_of
         self.inputs: dict[int, np.ndarray] = {}
         self.plain = self.framed = True
         self._encoder = hpack.Encoder()
@@ -95,6 +96,8 @@ class Connection:
         rows = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "here")]
         rows += [("content-type", "application/grpc"), ("te", "trailers")]
         rows = [row for row in rows if row[0] != without] + list(more)
+        if self._any_of and self.random.random() < 0.8:
+            rows.append(self.random.choice(self._any_of))
         block = self._encoder.encode(rows, huffman=self.random.random() < 0.5)
         count = self.random.choice([1, 1, 1, 2, 4])
         size = max(1, -(-len(block) // count))

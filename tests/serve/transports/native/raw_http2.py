@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -17,11 +18,14 @@ F = TypeVar("F", bound=Frame)
 
 
 class RawClient:
-    """One connection, which ``begins`` as HTTP/2 does, or with what a test sends. ``frames`` has all frames that the
-    server has sent, and ``ended`` tells whether the server has closed the connection."""
+    """One connection, which ``begins`` as HTTP/2 does, or with what a test sends. With ``secured``, it uses TLS.
+    ``frames`` has all frames that the server has sent, and ``ended`` tells whether the server has closed the
+    connection."""
 
-    def __init__(self, port: int, *, begins: bool = True) -> None:
+    def __init__(self, port: int, *, begins: bool = True, secured: ssl.SSLContext | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        if secured is not None:
+            self.socket = secured.wrap_socket(self.socket, server_hostname="127.0.0.1")
         self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
         self._left = b""
         self.frames: list[Frame] = []

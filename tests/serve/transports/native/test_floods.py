@@ -3,6 +3,7 @@ leaves all others."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from hyperframe.frame import (
     SettingsFrame,
 )
 
+from accel.serve.transports.native import front
 from accel.serve.transports.native.front import NativeTransport
 from tests.serve.transports.native.raw_http2 import RawClient
 from tests.support.serving import Start, ask, client, linear, plain, until
@@ -145,6 +147,24 @@ def test_the_connections_of_an_address(tmp_path: Path, start: Start) -> None:
         ask(again)
     for one in made:
         one.socket.close()
+
+
+@pytest.mark.parametrize(("files", "most"), [(64, 32), (1 << 20, 4096)])
+def test_an_address_leaves_files(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, files: int, most: int
+) -> None:
+    """Fails if, without an option, an address may take all files that the process may open, or if the metrics don't
+    tell the limit."""
+    monkeypatch.setattr(front.resource, "getrlimit", lambda _: (files, 1 << 20))
+    linear(tmp_path / "models" / "linear" / "1")
+    process = start(tmp_path / "models", http_port=0)
+    assert f"accel_grpc_connections_limit {most}.0" in plain(process, "/metrics")[1].decode()
+    if most > 100:
+        return
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(RawClient(process.ports["grpc"])) for _ in range(most + 8)]
+        until(lambda: counts(process)["refused"] == 8)
+        assert sum(one.asks_back() for one in made) == most
 
 
 def counts(process: Any) -> dict[str, Any]:

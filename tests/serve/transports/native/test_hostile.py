@@ -5,32 +5,38 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
 import os
 import random
 import socket
+import ssl
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from hpack import HPACKError
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, RstStreamFrame
 
 from accel.serve.process.serving import give_back_memory
 from accel.serve.protocol import messages as proto
+from accel.serve.security.access import Access
 from tests.serve.transports.native.hostile import PREFACE, Connection
 from tests.serve.transports.native.raw_http2 import RawClient
+from tests.serve.transports.native.secured import OTHERS, TOKEN, Secured, handshake, secured_server
 from tests.support.serving import WEIGHTS, Start, ask, client, until
 
 TRANSPORTS = ("native",)
 TOGETHER = 20  # connections between two looks at the server
+UNAUTHENTICATED = "16"
 
 
 @pytest.fixture
@@ -38,11 +44,24 @@ def process(repository: Path, start: Start) -> Any:
     return start(repository, max_message=1 << 20, max_resets=0.0, mode="explicit", models=("*",))
 
 
-def play(port: int, made: Connection) -> None:
-    """Sends the bytes of a connection in pieces. Asserts that the server answers the calls that it has to answer, and
-    that all that it sends is HTTP/2 and gRPC."""
+@pytest.fixture
+def secured(repository: Path, start: Start, tmp_path: Path) -> Secured:
+    """Starts a server with TLS and a token."""
+    made = secured_server(tmp_path, lambda **more: start(repository, max_message=1 << 20, max_resets=0.0, **more))
+
+    def plays(port: int, connection: Connection) -> None:
+        play(port, connection, made.context, allowed=False)
+
+    make = functools.partial(Connection, any_of=OTHERS)
+    made.campaign = {"plays": plays, "make": make, "other": made.client, "headers": made.headers}
+    return made
+
+
+def play(port: int, made: Connection, secured: ssl.SSLContext | None = None, *, allowed: bool = True) -> None:
+    """Sends the bytes of a connection in pieces. Asserts that the server answers the calls that it has to answer, or
+    refuses them if the client isn't ``allowed`` to ask, and that all that it sends is HTTP/2 and gRPC."""
     rng, data = made.random, made.bytes
-    with RawClient(port, begins=False) as raw:
+    with RawClient(port, begins=False, secured=secured) as raw:
         while data and not raw.ended:
             size = rng.choice([len(data), len(data), 1, 9, 1000])
             raw.send_bytes(data[:size])
@@ -54,9 +73,13 @@ def play(port: int, made: Connection) -> None:
         assert kept or (raw.ended and not made.plain) or not made.framed, raw.frames
         if kept:
             for stream, x in made.inputs.items():
-                check_answer(raw, stream, x)
+                if allowed:
+                    check_answer(raw, stream, x)
+                else:
+                    assert raw.answer(stream)["grpc-status"] == UNAUTHENTICATED
+                    assert not any(isinstance(f, DataFrame) and f.stream_id == stream for f in raw.frames)
         with contextlib.suppress(OSError):
-            raw.socket.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(raw.socket, socket.SHUT_WR)  # a method of its own would end TLS
         raw.receive(Frame, lambda _: raw.ended)
         assert raw.ended
         check_frames(raw.frames)
@@ -86,9 +109,18 @@ def check_frames(frames: Iterable[Frame]) -> None:
             assert frame.error_code <= 13
 
 
-def campaign(process: Any, seed: int, numbers: Iterable[int], caplog: Any) -> int:
-    """Plays connections, and returns their count. Looks at the server now and then: other clients get their answers,
-    all counts come back to zero, and nothing is logged as an error."""
+def campaign(
+    process: Any,
+    seed: int,
+    numbers: Iterable[int],
+    caplog: Any,
+    plays: Callable[[int, Connection], None] = play,
+    make: Callable[[str], Connection] = Connection,
+    other: Callable[[int], triton.InferenceServerClient] = client,
+    **options: Any,
+) -> int:
+    """Plays connections, and returns their count. Looks at the server now and then: ``other`` clients, which ask with
+    ``options``, get their answers, all counts come back to zero, and nothing is logged as an error."""
     port, transport = process.ports["grpc"], process.transports["grpc"]
     number = 0
 
@@ -99,10 +131,10 @@ def campaign(process: Any, seed: int, numbers: Iterable[int], caplog: Any) -> in
     caplog.set_level(logging.ERROR, "accel.serve")
     for number in numbers:
         try:
-            play(port, Connection(f"{seed} {number}"))
+            plays(port, make(f"{seed} {number}"))
             if number % TOGETHER == 0:
-                with client(port) as other:
-                    ask(other)
+                with other(port) as honest:
+                    ask(honest, **options)
                 until(settled)
             assert not caplog.records
         except (AssertionError, HyperframeError, HPACKError) as error:
@@ -116,6 +148,44 @@ def test_hostile_clients(process: Any, caplog: Any) -> None:
     a request behind, or makes the server log an error."""
     seed, first, count = map(int, os.environ.get("ACCEL_HOSTILE", "1 0 300").split())
     campaign(process, seed, range(first, first + count), caplog)
+
+
+def test_hostile_clients_without_a_token(secured: Secured, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a client without a token, whatever it sends over TLS, gets anything but UNAUTHENTICATED, or if the
+    server lets a single one of its calls pass."""
+    seed, first, count = map(int, os.environ.get("ACCEL_HOSTILE", "2 0 100").split())
+    check = Access.check
+    passed: list[str | None] = []
+
+    def watched(self: Access, token: str | None, **wanted: Any) -> str:
+        name = check(self, token, **wanted)
+        passed.append(token)
+        return name
+
+    monkeypatch.setattr(Access, "check", watched)
+    campaign(secured.process, seed, range(first, first + count), caplog, **secured.campaign)
+    assert set(passed) == {TOKEN}
+    answered = sum(model.statistics().success.count for model in secured.process.server.repository.models())
+    assert answered == len(range(first, first + count, TOGETHER))
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.proof)])
+def test_handshakes_that_are_cut(secured: Secured, caplog: Any, step: int) -> None:
+    """Fails if a TLS handshake that is cut at any byte, or has a wrong byte, costs the server more than its connection.
+    A third of the clients close, a third reset, and a third say nothing more."""
+    caplog.set_level(logging.ERROR, "accel.serve")
+    port, transport = secured.process.ports["grpc"], secured.process.transports["grpc"]
+    whole = handshake(port, secured.context)
+    assert whole > 300
+    with contextlib.ExitStack() as silent:
+        for length in range(0, whole, step):
+            handshake(port, secured.context, cut=length, leaves=("closes", "resets", silent)[length // step % 3])
+            handshake(port, secured.context, wrong=length)
+        with secured.client(port) as other:
+            ask(other, headers=secured.headers)
+    until(lambda: not transport._port.counts()["connections"])
+    assert not caplog.records
+    assert handshake(port, secured.context) > 300
 
 
 def test_the_connections_are_what_they_say() -> None:
@@ -133,6 +203,26 @@ def test_the_connections_are_what_they_say() -> None:
 def test_a_long_campaign(process: Any, caplog: Any) -> None:
     """Fails as the test above, with other connections each time, or if the memory of the server grows.
     ``ACCEL_HOSTILE_SECONDS`` sets its time."""
+    last(caplog, lambda seed, numbers: campaign(process, seed, numbers, caplog))
+
+
+@pytest.mark.nightly
+def test_a_long_campaign_without_a_token(secured: Secured, caplog: Any) -> None:
+    """Fails as the test above, over TLS and with handshakes that are cut between the connections."""
+
+    def plays(port: int, made: Connection) -> None:
+        with contextlib.ExitStack() as silent:
+            for leaves in ("closes", "resets", silent):
+                handshake(port, secured.context, cut=made.random.randrange(1000), leaves=leaves)
+            handshake(port, secured.context, wrong=made.random.randrange(1000))
+        secured.campaign["plays"](port, made)
+
+    options = {**secured.campaign, "plays": plays}
+    last(caplog, lambda seed, numbers: campaign(secured.process, seed, numbers, caplog, **options))
+
+
+def last(caplog: Any, plays: Callable[[int, Iterable[int]], int]) -> None:
+    """Plays connections of a random seed for a long time. Asserts that the memory of this process doesn't grow."""
     seconds = float(os.environ.get("ACCEL_HOSTILE_SECONDS", "600"))
     seed, began = random.SystemRandom().randrange(1 << 31), time.monotonic()
 
@@ -145,9 +235,9 @@ def test_a_long_campaign(process: Any, caplog: Any) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1])
 
     first = 0
-    first = campaign(process, seed, passed(0.3), caplog) + 1
+    first = plays(seed, passed(0.3)) + 1
     before = memory()
-    count = campaign(process, seed, passed(1.0), caplog) + 1
+    count = plays(seed, passed(1.0)) + 1
     grown = memory() / before
     print(f"\n{count} connections of seed {seed}, memory {grown:.3f} times")
     assert grown < 1.05 or "ACCEL_PORT_LIBRARY" in os.environ  # a sanitizer keeps what is freed
