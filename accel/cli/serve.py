@@ -202,7 +202,7 @@ class _Serve(click.Command):
 )
 @click.option(
     "--manifest",
-    type=click.Choice(["kubernetes", "kserve"]),
+    type=click.Choice(["kubernetes", "kserve", "kserve-runtime"]),
     help="Print a manifest that deploys a server with these options, and end. REPOSITORY and other paths are then "
     "paths inside the container.",
 )
@@ -329,13 +329,13 @@ def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:
-    from accel.serve.deploy.manifests import Deployment, kserve, kubernetes, to_yaml
+    from accel.serve.deploy.manifests import KINDS, Deployment, to_yaml
 
     name = re.sub("[^a-z0-9]+", "-", Path(fields["repository"]).name.lower()).strip("-")
     if not name[:1].isalpha():  # a Service's name has to begin with a letter
         name = f"accel-{name}"
     name = name[:63].rstrip("-")
-    documents = {"kubernetes": kubernetes, "kserve": kserve}[kind](Deployment(name=name, **fields))
+    documents = KINDS[kind](Deployment(name=name, **fields))
     say.result({"documents": documents}, lambda: to_yaml(documents).rstrip("\n"))
 
 

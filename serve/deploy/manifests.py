@@ -1,4 +1,5 @@
-"""Generates the Kubernetes or KServe manifests of a server for ``accel serve REPO --manifest kubernetes|kserve``.
+"""Generates the Kubernetes or KServe manifests of a server for ``accel serve REPO --manifest KIND``. The kinds are the
+keys of ``KINDS``.
 
 The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2, policy/v1) and from KServe's API
 (serving.kserve.io).
@@ -7,7 +8,8 @@ The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2, polic
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel.errors import BadConfig, MissingExtra
@@ -134,40 +136,86 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
     The container must be able to read ``repository``, which is an address or a mounted folder. Raises ``BadConfig`` if
     the replicas are to follow the queue, which KServe doesn't support.
     """
+    _without_queue(wanted)
+    container = _kserve_container(wanted)
+    predictor: dict[str, Any] = {**_kserve_scale(wanted), "containers": [container]}
+    if volumes := _volumes(wanted):
+        predictor["volumes"] = volumes
+    return [_inference_service(wanted.name, predictor)]
+
+
+# KServe copies the model to this folder before the server starts.
+_COPIED = "/mnt/models"
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+
+
+def kserve_runtime(wanted: Deployment) -> list[dict[str, Any]]:
+    """Returns a KServe ServingRuntime, with which an InferenceService only names its models' address.
+
+    KServe itself copies the models to the server. If ``repository`` is an address, or ``claim`` is set, also returns
+    the InferenceService that serves these models. Raises ``BadConfig`` if the replicas are to follow the queue.
+    """
+    _without_queue(wanted)
+    runtime: dict[str, Any] = {
+        "apiVersion": "serving.kserve.io/v1alpha1",
+        "kind": "ServingRuntime",
+        "metadata": {"name": wanted.name, "labels": {"app.kubernetes.io/managed-by": "accel"}},
+        "spec": {
+            # No InferenceService gets this runtime unless it names it, because the models have to be a repository.
+            "supportedModelFormats": [{"name": name, "autoSelect": False} for name in ("accel", "onnx")],
+            "protocolVersions": ["grpc-v2"],
+            "containers": [_kserve_container(replace(wanted, repository=_COPIED, claim=""))],
+        },
+    }
+    if volumes := _volumes(replace(wanted, claim="")):
+        runtime["spec"]["volumes"] = volumes
+    address = f"pvc://{wanted.claim}" if wanted.claim else wanted.repository
+    if not _ADDRESS.fullmatch(address):
+        return [runtime]
+    model: dict[str, Any] = {"modelFormat": {"name": "accel"}, "runtime": wanted.name, "protocolVersion": "grpc-v2"}
+    model["storageUri"] = address
+    return [runtime, _inference_service(wanted.name, {**_kserve_scale(wanted), "model": model})]
+
+
+def _without_queue(wanted: Deployment) -> None:
     if wanted.target_queue_ms:
         raise BadConfig(
             "KServe can't scale by the time in the queue; leave out target-queue-ms, or deploy with kubernetes"
         )
+
+
+def _kserve_container(wanted: Deployment) -> dict[str, Any]:
     container = _container(wanted) | {"name": "kserve-container"}
     # Knative forbids a container's ``lifecycle`` field. Knative's own proxy already waits until the pod gets no more
     # requests.
     del container["lifecycle"]
     # Knative routes a single port, and treats the port as gRPC if the port's name is h2c.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]
-    predictor: dict[str, Any] = {
+    return container
+
+
+def _kserve_scale(wanted: Deployment) -> dict[str, Any]:
+    return {
         "minReplicas": wanted.min_replicas,
         "maxReplicas": wanted.max_replicas,
         "scaleMetric": "cpu",
         "scaleTarget": wanted.target_cpu_percent,
-        "containers": [container],
     }
-    if volumes := _volumes(wanted):
-        predictor["volumes"] = volumes
-    return [
-        {
-            "apiVersion": "serving.kserve.io/v1beta1",
-            "kind": "InferenceService",
-            "metadata": {
-                "name": wanted.name,
-                "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # The annotation ``autoscaling.knative.dev/class`` selects the HorizontalPodAutoscaler. Knative's own
-                # autoscaler can't scale by CPU, so KServe would refuse to scale by CPU if no other autoscaler is
-                # selected.
-                "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
-            },
-            "spec": {"predictor": predictor},
-        }
-    ]
+
+
+def _inference_service(name: str, predictor: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": {
+            "name": name,
+            "labels": {"app.kubernetes.io/managed-by": "accel"},
+            # The annotation ``autoscaling.knative.dev/class`` selects the HorizontalPodAutoscaler. Knative's own
+            # autoscaler can't scale by CPU, so KServe would refuse to scale by CPU if no other autoscaler is selected.
+            "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
+        },
+        "spec": {"predictor": predictor},
+    }
 
 
 def _container(wanted: Deployment) -> dict[str, Any]:
@@ -209,6 +257,11 @@ def _volumes(wanted: Deployment) -> list[dict[str, Any]]:
     claim = {"name": "models", "persistentVolumeClaim": {"claimName": wanted.claim, "readOnly": True}}
     secrets = [{"name": f"secret-{name}", "secret": {"secretName": name}} for name, _ in wanted.secrets]
     return [*([claim] if wanted.claim else []), *secrets]
+
+
+KINDS: dict[str, Callable[[Deployment], list[dict[str, Any]]]] = {
+    "kubernetes": kubernetes, "kserve": kserve, "kserve-runtime": kserve_runtime,
+}  # fmt: skip
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel.errors import BadConfig
-from accel.serve.deploy.manifests import Deployment, kserve, kubernetes, to_yaml
+from accel.serve.deploy.manifests import Deployment, kserve, kserve_runtime, kubernetes, to_yaml
 from accel.serve.protocol.inference import ModelStatistics
 from accel.serve.transports.metrics import render
 from tests.support import ROOT
@@ -98,6 +98,51 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": predictor}
     validate.validate(pod, validate.latest_version(), strict=True)
     assert predictor["containers"][0]["ports"][0]["name"] == "h2c"
+
+
+@pytest.mark.parametrize("wanted", [PLAIN, WHOLE, replace(PLAIN, repository="s3://bucket/models")])
+def test_kserve_runtime(wanted: Deployment) -> None:
+    """Fails if the runtime has a field outside KServe's API, if its container is none that Kubernetes takes, if the
+    server reads the models elsewhere than KServe copies them to, or if the InferenceService doesn't fit the runtime."""
+    runtime, *services = yaml.safe_load_all(to_yaml(kserve_runtime(wanted)))
+    assert (runtime["apiVersion"], runtime["kind"]) == ("serving.kserve.io/v1alpha1", "ServingRuntime")
+    assert set(runtime) == {"apiVersion", "kind", "metadata", "spec"}
+    spec = dict(runtime["spec"])
+    formats, protocols = spec.pop("supportedModelFormats"), spec.pop("protocolVersions")
+    assert all(set(one) == {"name", "autoSelect"} and type(one["autoSelect"]) is bool for one in formats)
+    assert set(protocols) <= {"v1", "v2", "grpc-v1", "grpc-v2"}
+    assert set(spec) <= {"containers", "volumes"}  # of a pod, a runtime takes these and a few more
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": runtime["metadata"], "spec": spec}
+    validate.validate(pod, validate.latest_version(), strict=True)
+    (container,) = spec["containers"]
+    assert container["name"] == "kserve-container"  # the container that KServe adds the model to
+    assert container["command"][:3] == ["accel", "serve", "/mnt/models"]
+    assert not {"/mnt/models", "/models"} & {one["mountPath"] for one in container.get("volumeMounts", [])}
+    assert {one["name"] for one in spec.get("volumes", [])} == {f"secret-{name}" for name, _ in wanted.secrets}
+    if wanted is PLAIN:
+        assert not services
+        return
+    (service,) = services
+    predictor = service["spec"]["predictor"]
+    assert predictor.pop("model") == {
+        "modelFormat": {"name": formats[0]["name"]},
+        "runtime": runtime["metadata"]["name"],
+        "protocolVersion": protocols[0],
+        "storageUri": "pvc://models" if wanted.claim else "s3://bucket/models",
+    }
+    (whole,) = kserve(wanted)
+    assert {name: whole["spec"]["predictor"][name] for name in predictor} == predictor
+    assert service["metadata"] == whole["metadata"]
+
+
+def test_the_runtime_of_the_command(cli: Any) -> None:
+    """Fails if the command doesn't print a runtime, or gives it options that KServe can't follow."""
+    words = ["serve", "s3://bucket/models", "--manifest", "kserve-runtime", "--image", "accel:0.1"]
+    ran = cli(*words)
+    assert ran.code == 0, ran.stderr
+    assert [one["kind"] for one in yaml.safe_load_all(ran.stdout)] == ["ServingRuntime", "InferenceService"]
+    ran = cli(*words, "--deploy", "target-queue-ms=50")
+    assert (ran.code, "leave out target-queue-ms" in ran.stderr) == (2, True)
 
 
 def _container(wanted: Deployment) -> dict[str, Any]:

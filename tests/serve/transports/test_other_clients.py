@@ -1,12 +1,12 @@
-r"""Proves that KServe's Python client and perf_analyzer work unmodified with the server.
+r"""Proves that the clients of KServe and MLServer, and perf_analyzer, work unmodified with the server.
 
-KServe's client and perf_analyzer need separate environments, because their packages conflict with the current
-tritonclient.
+They need separate environments, because their packages conflict with the current tritonclient.
 
 python -m venv kserve && kserve/bin/pip install kserve==0.21.0
+python -m venv mlserver && mlserver/bin/pip install mlserver==1.7.1
 python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
 (The wheel contains perf_analyzer, which needs the system's libb64.so.0d and libcudart.so.12 on LD_LIBRARY_PATH.)
-ACCEL_KSERVE=kserve ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
+ACCEL_KSERVE=kserve ACCEL_MLSERVER=mlserver ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
     python -m pytest -m nightly tests/serve/transports/test_other_clients.py
 """
 
@@ -83,6 +83,64 @@ found = {"grpc": asyncio.run(over_grpc()), "http": asyncio.run(over_http()), "ve
 print(json.dumps(found, default=lambda value: value.decode()))
 """
 
+# What MLServer's users send: requests of its codecs as JSON and over gRPC. MLServer itself sends typed contents.
+MLSERVER = """
+import json, sys, urllib.request
+from importlib.metadata import version
+import grpc
+import numpy as np
+from mlserver.codecs import NumpyCodec, NumpyRequestCodec, StringCodec
+from mlserver.grpc.converters import ModelInferRequestConverter, ModelInferResponseConverter
+from mlserver.grpc.dataplane_pb2 import ModelReadyRequest, ServerMetadataRequest
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+from mlserver.types import InferenceRequest, InferenceResponse
+
+grpc_port, http_port = sys.argv[1:]
+x = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+def linear():
+    return InferenceRequest(id="7", inputs=[NumpyCodec.encode_input("x", x)])
+
+def pair():
+    inputs = [NumpyCodec.encode_input(name, np.ones((1, 2), np.int64)) for name in "ab"]
+    return InferenceRequest(inputs=[*inputs, StringCodec.encode_input("text", ["caf\\u00e9"])])
+
+def outputs(response):
+    found = {}
+    for one in response.outputs:
+        codec = StringCodec if one.datatype == "BYTES" else NumpyCodec
+        value = codec.decode_output(one)
+        found[one.name] = value if codec is StringCodec else value.tolist()
+    return found
+
+def over_http(model, request):
+    made = urllib.request.Request(
+        "http://127.0.0.1:" + http_port + "/v2/models/" + model + "/infer",
+        data=request.model_dump_json(exclude_none=True).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(made, timeout=60) as response:
+        return InferenceResponse.model_validate_json(response.read())
+
+with grpc.insecure_channel("127.0.0.1:" + grpc_port) as channel:
+    stub = GRPCInferenceServiceStub(channel)
+
+    def over_grpc(model, request):
+        answer = stub.ModelInfer(ModelInferRequestConverter.from_types(request, model_name=model))
+        return ModelInferResponseConverter.to_types(answer)
+
+    found = {"ready": stub.ModelReady(ModelReadyRequest(name="linear")).ready}
+    found["server"] = stub.ServerMetadata(ServerMetadataRequest()).name
+    for name, way in (("grpc", over_grpc), ("http", over_http)):
+        answer = way("linear", linear())
+        found[name] = {"y": outputs(answer)["y"], "id": answer.id, "pair": outputs(way("pair", pair()))}
+    try:
+        over_grpc("nothing", linear())
+    except grpc.RpcError as error:
+        found["refused"] = error.code().name
+print(json.dumps(found | {"version": version("mlserver")}))
+"""
+
 
 def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
     """Checks that the health routes return a JSON body. KServe's REST client parses the JSON body that the protocol
@@ -117,6 +175,41 @@ def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
         assert answer["ids"] == ["7", "7"]
         assert answer["pair"] == {"total": [[2, 2]], "same": [["café"]]}
         assert answer["refused"] == refused
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("ACCEL_MLSERVER" not in os.environ, reason="ACCEL_MLSERVER names no environment")
+def test_the_client_of_mlserver(repository: Path, serve: Any, tmp_path: Path) -> None:
+    """Checks that the server understands what MLServer's codecs and its command `mlserver infer` send, and that they
+    understand each answer."""
+    ports = serve(str(repository)).wait_for("serving")["ports"]
+    programs = Path(os.environ["ACCEL_MLSERVER"]).absolute() / "bin"
+
+    def run(*words: str) -> str:
+        ran = subprocess.run(
+            words, capture_output=True, text=True, timeout=300, check=False, env={"PATH": os.environ["PATH"]},
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    found = json.loads(run(str(programs / "python"), "-c", MLSERVER, str(ports["grpc"]), str(ports["http"])))
+    print("mlserver", found["version"])
+    assert (found["ready"], found["server"], found["refused"]) == (True, "accel", "NOT_FOUND")
+    wanted = np.arange(8).reshape(2, 4) @ WEIGHTS
+    for face in ("grpc", "http"):
+        np.testing.assert_allclose(found[face]["y"], wanted, rtol=1e-5)
+        assert found[face]["id"] == "7"
+        assert found[face]["pair"] == {"total": [[2, 2]], "same": ["café"]}
+    rows = np.arange(8).reshape(2, 1, 4).tolist()
+    requests = [{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": row[0]}]} for row in rows]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
+    words = ["infer", "-u", f"127.0.0.1:{ports['http']}", "-m", "linear", "-i", "in.jsonl", "-o", "out.jsonl"]
+    run(str(programs / "mlserver"), *words)
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers.sort(key=lambda one: one["parameters"]["batch_index"])
+    found_y = [one["outputs"][0]["data"] for one in answers]
+    np.testing.assert_allclose(found_y, wanted, rtol=1e-5)
 
 
 @pytest.mark.nightly
