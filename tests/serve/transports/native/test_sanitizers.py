@@ -11,7 +11,7 @@ import pytest
 
 from accel.serve.transports.native import build
 
-FILES = ("test_calls.py", "test_port.py", "test_floods.py", "test_hostile.py")
+FILES = ("test_calls.py", "test_port.py", "test_floods.py", "test_hostile.py", "test_wrong_frames.py")
 
 
 def run_sanitized(*words: str, **environment: str) -> str:

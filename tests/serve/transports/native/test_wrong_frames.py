@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +107,3 @@ def test_the_window_of_a_client(process: Any) -> None:
         assert length(raw) == 4
         send(raw, WindowUpdateFrame(1, window_increment=1000))
         assert raw.answer(1)["grpc-status"] == "0"
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif("ACCEL_H2SPEC" not in os.environ, reason="ACCEL_H2SPEC names no program")
-def test_h2spec(process: Any) -> None:
-    """Runs h2spec (github.com/summerwind/h2spec), which has further cases."""
-    words = [os.environ["ACCEL_H2SPEC"], "-p", str(process.ports["grpc"]), "-o", "5", "generic", "hpack", "http2"]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    assert ran.returncode == 0, ran.stdout[-6000:]
