@@ -77,6 +77,22 @@ def check_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def interrupts_recorded() -> Iterator[None]:
+    """Inside the block, ``check_interrupted`` raises an error after a Ctrl-C that a library swallowed, as the command
+    ``accel`` does. Changes nothing if the caller has a function of its own for SIGINT, or outside the main thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        forget_interrupt()  # so that the next call doesn't end
+
+
 def cancellable() -> bool:
     """Tells whether a check is set for the current work."""
     return bool(_checks.get())

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
-from accel.cancel import check_cancelled
+from accel.cancel import check_cancelled, interrupts_recorded
 
 # A function that takes a message and the fraction of the work that is done (None if unknown).
 Sink = Callable[[str, float | None], None]
@@ -89,11 +89,14 @@ def shows_progress(function: Callable[_Given, _Result]) -> Callable[_Given, _Res
 
     @functools.wraps(function)
     def shown(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if _sink.get() is not None or os.environ.get(QUIET):
+        if _sink.get() is not None:
             return function(*args, **kwargs)
+        if os.environ.get(QUIET):
+            with interrupts_recorded():
+                return function(*args, **kwargs)
         line = VanishingLine() if _is_interactive() else None
         try:
-            with watched_by(line or PlainLines()):
+            with watched_by(line or PlainLines()), interrupts_recorded():
                 result = function(*args, **kwargs)
         finally:
             if line is not None:

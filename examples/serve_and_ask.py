@@ -48,7 +48,10 @@ if __name__ == "__main__":
                 time.sleep(0.2)
         x = triton.InferInput("x", [8, 16], "FP32")
         x.set_data_from_numpy(np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32))
-        print("answer:", client.infer("scores", [x]).as_numpy("output").shape)
+        answer = client.infer("scores", [x])
+        scores = answer.as_numpy("output") if answer is not None else None
+        assert scores is not None, "a request without a callback has an answer, and the model has this output"
+        print("answer:", scores.shape)
     finally:
         server.terminate()
         server.wait(30)

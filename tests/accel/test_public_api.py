@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 import accel
+from tests.support import ROOT
 
 
 def _python(code: str) -> str:
@@ -57,6 +59,13 @@ def test_public_names_exist_and_are_few() -> None:
     assert len(accel.__all__) <= 21
     for name in accel.__all__:
         assert getattr(accel, name).__doc__, name
+
+
+def test_every_public_name_is_called_with_its_types() -> None:
+    """Fails if tests/typed_calls.py, which mypy and pyright check, lacks a public name."""
+    source = (ROOT / "tests" / "typed_calls.py").read_text(encoding="utf-8")
+    named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    assert set(accel.__all__) <= named
 
 
 def test_fuse_is_there_without_an_import_of_its_own() -> None:
