@@ -224,10 +224,11 @@ def _shapes(
     if batches and batch is None:
         raise UsageError(f"the model has a fixed batch; leave out {option('batches')}")
     if lengths and len(others) != 1:
-        has = f"the dynamic dims {', '.join(others)}" if others else "no dynamic dim"
+        if not others:
+            raise UsageError(f"this model has no dynamic dim besides the batch; leave out {option('lengths')}")
         raise UsageError(
-            f"this model has {has} besides the batch, but {option('lengths')} needs exactly one dynamic dim; use "
-            f"{option('sizes')}"
+            f"this model has the dynamic dims {', '.join(others)} besides the batch, but {option('lengths')} needs "
+            f"exactly one dynamic dim; use {option('sizes', dict.fromkeys(others, lengths[0]))}"
         )
     axes = [(batch, batches), *([(others[0], lengths)] if lengths else [])]
     asked = [[(dim, value) for value in values] for dim, values in axes if dim is not None and values]

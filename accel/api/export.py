@@ -80,8 +80,9 @@ def export(
     named = Source.of(source, **about)
     inputs = named.inputs
     dims, preprocess = _dims_of_each(named.dims, preprocess)
-    is_onnx = (named.path if named.hub_model else Path(named.text)).suffix == ".onnx"
-    if is_onnx and not (to != "onnx" or opset or inputs or dims or preprocess):
+    path = named.path if named.hub_model else Path(named.text)
+    is_onnx = path.suffix == ".onnx"
+    if is_onnx and path.is_file() and not (to != "onnx" or opset or inputs or dims or preprocess):
         raise UsageError(
             f"{named.text} is ONNX already; use accel optimize to make it faster, or request a change with "
             f"{options('opset', 'inputs', 'to', 'preprocess')}"

@@ -27,6 +27,8 @@ _SPEC = re.compile(
     r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>[^{}]+?)\.\.(?P<hi>[^{}]+)\})?$"
 )
 
+# Spaces count only between two words.
+_BESIDE_SIGNS = re.compile(r" *([:,+.\-\[\]{}]) *")
 
 # Caches the name of each dtype, because numpy computes the name again on every call. Without the cache, a server's
 # input checks would spend most of their time on computing dtype names.
@@ -94,7 +96,7 @@ class TensorSpec:
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
-        match = _SPEC.match(text.strip().replace(" ", ""))
+        match = _SPEC.match(_BESIDE_SIGNS.sub(r"\1", text.strip()))
         if match is None:
             raise BadInputSpec(f"can't read input {text!r}; write name:dtype[dim,...], e.g. x:float32[batch,3,32,32]")
         shape: list[Dim] = []
@@ -106,6 +108,7 @@ class TensorSpec:
             if not (part.lstrip("-").isdigit() or part.isidentifier() or is_sum(part)):
                 name, _, limits = part.partition(":")
                 like = f"{name}, and its range apart, as {option('dims', {name: limits})}" if limits else "batch"
+                like += ", with commas between the dims" if " " in part else ""
                 raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like {like}")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
         values = (match["lo"], match["hi"]) if match["lo"] is not None else None

@@ -110,7 +110,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
     write_onnx(model, out)  # ONNX Runtime loads a file of any size, but a model in memory only up to 2 GB
-    _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
+    _observe_outputs(model, out, Signature(inputs, (), dims), signature, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
     if fault := check_file(out):
@@ -277,11 +277,12 @@ def _observe_outputs(
     model: onnx.ModelProto,
     written: Path,
     signature: Signature,
-    declared: Sequence[TensorSpec],
+    before: Signature,
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Runs the file ``written`` at several sizes, and declares the resulting output shapes in ``model``.
+    """Runs the file ``written`` at several sizes, and declares the resulting output shapes in ``model``. ``before`` is
+    the signature that the source declares.
 
     Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
     """
@@ -289,12 +290,15 @@ def _observe_outputs(
     import onnxruntime
 
     names = [value.name for value in model.graph.output]
+    others = [old for old, new in zip(before.inputs, signature.inputs, strict=True) if old.shape != new.shape]
+    own = f"; the file itself has {option('inputs', list(map(str, others)))}" if others else ""
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {plain_reason(error)}") from error
+        reason = plain_reason(error)
+        raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {reason}{own}") from error
     # Runs the model only at sizes that the user gave: at the default sizes, and for each dim also at the largest or
     # smallest size. Many models accept only multiples of a step, such as 32, and would refuse other sizes in the range.
     cases: list[dict[str, int]] = [signature.sizes()]
@@ -309,11 +313,11 @@ def _observe_outputs(
         except Exception as error:
             shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
-            fix = fix or f"; correct {options('inputs', 'dims')}"
+            fix = fix or own or f"; correct {options('inputs', 'dims')}"
             raise NotBroughtOver(
                 f"{path} doesn't run on inputs of the shapes {shapes} ({plain_reason(error)}){fix}"
             ) from error
-    was = {spec.name: spec for spec in declared}
+    was = {spec.name: spec for spec in before.outputs}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):
         kind = value.type.tensor_type.elem_type
         value.CopyFrom(onnx.helper.make_tensor_value_info(spec.name, kind, list(spec.shape)))

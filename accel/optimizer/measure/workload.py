@@ -213,9 +213,14 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     elif len(others) == 1:
         dim = others[0]
     else:
-        has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
+        if not others:
+            raise BadInputSpec(
+                f"the model has no dim but the batch; leave out {_lengths_option(text)}, or give one batch size with "
+                f"{option('batch')}"
+            )
+        named = _lengths_option(f"{others[0]}={text or '8,16,128'}")
         raise BadInputSpec(
-            f"the model has {has}; name the dim that the lengths are for: {_lengths_option('NAME=8,16,128')}"
+            f"the model has the dims {', '.join(others)}; name the dim that the lengths are for, e.g. {named}"
         )
     if text == "data":
         return dim, _lengths_of(dim, signature, data)

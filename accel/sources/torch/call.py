@@ -24,6 +24,7 @@ from accel.spelling import options
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 from .arguments import Called
 from .probe.changed_state import changes_words
+from .probe.fitting_inputs import fitting_inputs
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
 
@@ -248,6 +249,7 @@ def discover_outputs(
                     f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
                 ) from error
             fix = smaller_tables(signature, run) or step_advice(signature, run)
+            fix = fix or fitting_inputs(module, signature, run)
             raise BadSource(
                 f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"
