@@ -409,7 +409,7 @@ def test_options_go_to_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_option() -> None:
-    """Fails if an unknown option of torch.compile is only a warning, or if the error doesn't suggest the nearest option."""
+    """Fails if an unknown option of torch.compile is only a warning, or if the error suggests no option."""
     compiled = torch.compile(net(), backend=accel_backend, options={"max_dorp": 0.02})
     with torch.no_grad(), pytest.raises(Exception, match=r"no option 'max_dorp'; write 'max_drop'"):
         compiled(torch.randn(2, 4))
